@@ -1,0 +1,120 @@
+"""Every error loaderkit raises on purpose.
+
+    LoaderkitError
+    ├── ConfigError            the pipeline's description is wrong (also a ValueError)
+    ├── MissingExtraError      an optional package is not installed (also an ImportError)
+    ├── ConnectorError         a store did not give the bytes asked for (also an OSError)
+    │   ├── ObjectNotFoundError    no object has this key
+    │   ├── AccessDeniedError      the store refuses to show it
+    │   ├── ObjectChangedError     it was replaced since it was listed
+    │   └── ShortReadError         it ended before the range asked for
+    ├── FormatError            the bytes are not what their format promises (also a ValueError)
+    ├── SourceError            the data set cannot be used: empty, no match, inconsistent
+    ├── StageError             a stage failed on a sample or a batch; the cause is chained
+    │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
+    ├── StateError             a saved state belongs to another pipeline or data set
+    └── ClosedError            a closed loader, or one carried across a fork, was used
+
+A message says what happened, where, and what to do. All of them survive pickling with their message and attributes,
+so that they may cross a process boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class LoaderkitError(Exception):
+    """Base of all errors raised by loaderkit on purpose."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong in a pipeline's description.
+
+    `where` is the dotted key (`stages.decode.device`), `line` the 1-based line in the file when there is one.
+    """
+
+    where: str
+    message: str
+    line: int | None = None
+
+
+class ConfigError(LoaderkitError, ValueError):
+    """The description of a pipeline is wrong; `problems` lists everything found, not only the first."""
+
+    def __init__(self, message: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class MissingExtraError(LoaderkitError, ImportError):
+    """An optional package is needed and not installed; the message gives the pip command."""
+
+
+class ConnectorError(LoaderkitError, OSError):
+    """A store did not give the bytes asked for."""
+
+    def __str__(self) -> str:  # OSError's own would print an errno tuple
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class ObjectNotFoundError(ConnectorError):
+    """No object has this key."""
+
+
+class AccessDeniedError(ConnectorError):
+    """The store refuses to show the object."""
+
+
+class ObjectChangedError(ConnectorError):
+    """The object was replaced since it was listed, so its bytes would not belong together."""
+
+
+class ShortReadError(ConnectorError):
+    """The object ended before the range asked for was complete."""
+
+
+class FormatError(LoaderkitError, ValueError):
+    """The bytes are not what their format promises."""
+
+
+class SourceError(LoaderkitError):
+    """The data set cannot be used: it is empty, nothing matches, or its parts contradict one another."""
+
+
+class StageError(LoaderkitError):
+    """A stage failed on one sample, or on one batch; the original exception is `__cause__`.
+
+    `stage` is the stage's name, `key` the sample's key (None for a batch), `origin` the object it came from,
+    `epoch` and `position` its place in the order.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stage: str = "",
+        key: str | None = None,
+        origin: str = "",
+        epoch: int = 0,
+        position: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.key = key
+        self.origin = origin
+        self.epoch = epoch
+        self.position = position
+
+
+class TooManyBadSamplesError(StageError):
+    """More samples of one epoch were bad than `errors.max_bad_samples` allows."""
+
+
+class StateError(LoaderkitError, ValueError):
+    """A saved state does not fit this loader; the message names what differs."""
+
+
+class ClosedError(LoaderkitError, RuntimeError):
+    """The loader was closed, or belongs to the parent of a fork."""

@@ -1,0 +1,267 @@
+"""The contracts and records that everything else is written against.
+
+The way of a batch: an `Order` says which samples stand at which positions; a `Destination` (one batch) is split into
+`Chunk`s of a few slots each; every chunk goes through the `Stage`s; the last chunk to land delivers the destination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.errors import StageError
+
+if TYPE_CHECKING:
+    import torch
+
+Sample = dict[str, Any]
+"""One sample between two stages: field name -> value (bytes, `Encoded`, `Image`, tensor, number, text, ...)."""
+
+
+# ---------------------------------------------------------------------------------------------- where bytes are
+
+
+class ObjectInfo(NamedTuple):
+    """One object of a store: its key (relative, POSIX), its size in bytes, and a tag that changes with its content."""
+
+    key: str
+    size: int
+    etag: str
+
+
+class ByteRange(NamedTuple):
+    """The half-open range [start, start + length) of an object, as it was when its etag was taken."""
+
+    key: str
+    start: int
+    length: int
+    etag: str | None = None
+
+
+class Member(NamedTuple):
+    """One regular file inside an archive: where its bytes lie in the archive."""
+
+    name: str
+    start: int
+    size: int
+
+
+class Connector(Protocol):
+    """A place with objects. One instance serves any number of threads at once."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, ordered by the UTF-8 bytes of the key."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and etag of one object. Raises `ObjectNotFoundError`, `AccessDeniedError`."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` (writable, contiguous bytes) with the object's bytes from `start` on, or raise.
+
+        Raises `ShortReadError` if the object ends first, `ObjectChangedError` if `etag` is given and no longer fits.
+        """
+
+    def describe(self, key: str) -> str:
+        """The full name of an object for messages: a path or a URL, without secrets."""
+
+    def close(self) -> None:
+        """Release what is held; idempotent."""
+
+
+# ------------------------------------------------------------------------------------------- what samples are
+
+
+class Encoded(NamedTuple):
+    """The bytes of one field before `decode`, and the extension that says what they are ("jpg", "cls", "seg.png")."""
+
+    data: memoryview
+    extension: str
+
+
+class Image(NamedTuple):
+    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised)."""
+
+    pixels: NDArray[np.uint8]
+    mask: bool = False
+
+
+class FieldRange(NamedTuple):
+    """Where the bytes of one field of a sample lie, and the extension that says what they are."""
+
+    field: str
+    extension: str
+    range: ByteRange
+
+
+class Source(Protocol):
+    """A finite set of samples in canonical order, numbered from 0."""
+
+    classes: list[str] | None
+
+    def __len__(self) -> int: ...
+
+    def key(self, index: int) -> str:
+        """The sample's key, unique inside its origin."""
+
+    def origin(self, index: int) -> str:
+        """The object the sample lies in, for messages."""
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The byte ranges that make up the sample. Raises `SourceError` if a wanted field is missing."""
+
+    def constants(self, index: int) -> Sample:
+        """The fields known without reading (the class from the folder's name); a fresh dict."""
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        """Cut the samples into runs of about `block_bytes`, never across an object that holds several samples.
+
+        Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1].
+        """
+
+    def fingerprint(self) -> str:
+        """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
+
+    def close(self) -> None: ...
+
+
+class ItemSource(Protocol):
+    """What a `Source` must have instead of `ranges` when its samples are Python objects, not bytes."""
+
+    def item(self, index: int) -> Sample: ...
+
+
+# --------------------------------------------------------------------------------- what the engine moves around
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """What one field of a batch looks like. `shape` is one sample's; `kind` decides how slots are filled.
+
+    slab: fixed shape and dtype, written into memory given in advance. list: any Python values. pad, ragged: tensors
+    of differing shapes, padded to the batch's largest or handed over as a list.
+    """
+
+    kind: Literal["slab", "list", "pad", "ragged"]
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    image: bool = False
+    example_key: str = ""
+
+
+class Destination:
+    """A piece of memory being filled by chunks: here, one batch.
+
+    `num_pending` counts the chunks that have not landed (guarded by the engine's lock). The rest is written once
+    by the engine when the destination is opened or finished, or by exactly one chunk (the slots it owns).
+    """
+
+    __slots__ = (
+        "cancelled",
+        "chunks",
+        "done_s",
+        "epoch",
+        "error",
+        "failures",
+        "fields",
+        "indices",
+        "is_done",
+        "last_chunk",
+        "num_pending",
+        "opened_s",
+        "positions",
+        "result",
+        "slab",
+        "step",
+        "values",
+        "wrapped",
+    )
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        positions: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        wrapped: NDArray[np.bool_] | None,
+    ) -> None:
+        self.epoch = epoch
+        self.step = step
+        self.positions = positions  # global positions, one a slot
+        self.indices = indices  # sample numbers, replaced samples' included
+        self.wrapped = wrapped
+        self.chunks: list[Chunk] = []
+        self.num_pending = 0
+        self.slab: Any = None
+        self.fields: dict[str, torch.Tensor] = {}  # slab fields, [B, ...] each
+        self.values: dict[str, list[Any]] = {}  # the other fields, one value a slot
+        self.failures: list[SampleFailure] = []
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.is_done = False
+        self.opened_s = 0.0
+        self.done_s = 0.0
+        self.last_chunk: Chunk | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class Chunk:
+    """The unit of work: slots [lo, hi) of a destination on their way through the stages.
+
+    `samples[i]` belongs to slot lo + i and is None once it has failed. `marks` are (time in s, account state), one for
+    every change of what is being done with the chunk. `scratch` is memory stages may reuse from chunk to chunk.
+    """
+
+    __slots__ = ("destination", "epoch", "failures", "hi", "indices", "lo", "marks", "samples", "scratch")
+
+    def __init__(self, destination: Destination, lo: int, hi: int, epoch: int, indices: NDArray[np.int64]) -> None:
+        self.destination = destination
+        self.lo = lo
+        self.hi = hi
+        self.epoch = epoch
+        self.indices = indices  # int64 [hi - lo]
+        self.samples: list[Sample | None] = [None] * (hi - lo)
+        self.failures: dict[int, StageError] = {}  # by place in the chunk
+        self.marks: list[tuple[float, int]] = []
+        self.scratch: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+
+class SampleFailure(NamedTuple):
+    """A sample that was bad: what the quarantine file and the statistics need to know."""
+
+    slot: int
+    index: int
+    position: int
+    error: StageError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage ready to run. `run` acts on a chunk in place (scope "sample") or on a finished batch (scope "batch")."""
+
+    name: str
+    kind: str
+    scope: Literal["sample", "batch"]
+    run: Callable[..., None]
+    workers: int | None = None  # None: shares the automatic pool
+
+
+class BatchContext(NamedTuple):
+    """What a batch stage may know about the batch it is given."""
+
+    epoch: int
+    step: int
+    keys: list[str]
+
+
+Batch = Mapping[str, Any]

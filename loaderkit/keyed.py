@@ -1,0 +1,133 @@
+"""Arithmetic that stands in for lists and generators: keyed bijections and keyed random numbers.
+
+Both are pure functions of integers, vectorised with NumPy, and need no memory of what came before. Changing any constant
+here changes the order of every data set and the augmentation of every sample, and so breaks saved states: the test
+vectors in `tests/test_keyed.py` are frozen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+U64 = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+# 8 rounds are enough for large sets, but leave permutations of 5 elements visibly uneven (chi-square 28 standard
+# deviations off over 20,000 keys; 12 rounds 3, 16 rounds none). At 16 rounds a block of 16k positions runs at 10 M/s.
+_NUM_ROUNDS = 16
+_TWO_POW_MINUS_53 = 2.0**-53
+
+
+def key_of(*parts: int | str) -> int:
+    """A 64-bit key from any integers and texts; the same on every machine and in every version of Python."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"loaderkit")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def mix(values: U64) -> U64:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), in place.
+
+    A bijection of 64-bit integers in which every output bit depends on every input bit.
+    """
+    values ^= values >> np.uint64(30)
+    values *= _MIX_1
+    values ^= values >> np.uint64(27)
+    values *= _MIX_2
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1): float64 [len(indices), num_draws], row i a function of (key, indices[i]) alone.
+
+    Draw j of sample i is output j of SplitMix64 seeded with a mix of the key and i, so it does not matter in which order
+    or in what company samples are drawn.
+    """
+    seeds = indices.astype(np.uint64)
+    seeds *= _GOLDEN
+    seeds += np.uint64(key)
+    mix(seeds)
+    counters = np.arange(1, num_draws + 1, dtype=np.uint64) * _GOLDEN
+    bits = mix(seeds[:, None] + counters[None, :])
+    return (bits >> np.uint64(11)).astype(np.float64) * _TWO_POW_MINUS_53
+
+
+def generator(key: int, index: int) -> np.random.Generator:
+    """NumPy's Philox generator for one sample: the same stream whenever and wherever the sample is processed."""
+    return np.random.Generator(np.random.Philox(key=[key & _MASK, index & _MASK]))
+
+
+class Bijection:
+    """A keyed permutation of [0, n), evaluated anywhere in O(1) memory.
+
+    A generalised Feistel network on Z_a x Z_b with a b >= n and both near the square root of n, walking the cycle until
+    the value falls below n (Black and Rogaway: Ciphers with Arbitrary Finite Domains, 2002). As a b - n < a, a value is
+    outside with a probability under 1 / sqrt(n), where a network on bits walks up to three quarters of the time.
+
+    `size` and `key` may be arrays of one shape with the positions: then every position has a permutation of its own.
+    """
+
+    def __init__(self, size: int | NDArray[np.int64], key: int | U64) -> None:
+        sizes = np.asarray(size, dtype=np.int64)
+        if sizes.size and int(sizes.min()) < 1:
+            raise ValueError("a permutation needs at least one element")
+        if sizes.size and int(sizes.max()) > 1 << 60:
+            raise ValueError("more than 2**60 elements")
+        a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.int64)
+        self._size = sizes
+        self._a = a
+        self._b = -(-sizes // a)
+        base = np.asarray(key, dtype=np.uint64)
+        self._round_keys = [mix(np.array(base + np.uint64((r + 1) * int(_GOLDEN) & _MASK))) for r in range(_NUM_ROUNDS)]
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The images of `positions` (int64, any shape, each below its size): int64 of the same shape."""
+        shape = positions.shape
+        values = self._permute(positions.reshape(-1), slice(None))
+        outside = np.flatnonzero(values >= self._size)
+        while outside.size:
+            values[outside] = self._permute(values[outside], outside)
+            sizes = self._size if self._size.ndim == 0 else self._size[outside]
+            outside = outside[values[outside] >= sizes]
+        return values.reshape(shape)
+
+    def _permute(self, values: NDArray[np.int64], where: Any) -> NDArray[np.int64]:
+        a, b = self._a, self._b
+        keys = self._round_keys
+        if a.ndim:
+            a, b = a[where], b[where]
+        if keys[0].ndim:
+            keys = [key[where] for key in keys]
+        left, right = np.divmod(values, b)  # left in Z_a, right in Z_b
+        for r in range(0, _NUM_ROUNDS, 2):
+            left += _scale(right, keys[r], a)
+            left -= a * (left >= a)
+            right += _scale(left, keys[r + 1], b)
+            right -= b * (right >= b)
+        left *= b
+        left += right
+        return left
+
+
+def _scale(values: NDArray[np.int64], key: U64, below: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A keyed hash of `values`, spread over [0, below): the hash's upper half times `below`, shifted back (Lemire 2019)."""
+    mixed = values.astype(np.uint64)
+    mixed *= _GOLDEN
+    mixed ^= key
+    # One multiplication less than `mix`: the rounds do the rest, and this is the hot loop of the order.
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _MIX_1
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIX_2
+    mixed >>= np.uint64(32)
+    mixed *= below.astype(np.uint64)
+    mixed >>= np.uint64(32)
+    return mixed.view(np.int64)
+

@@ -1,0 +1,232 @@
+"""Which sample comes at which position, and which positions a rank's batches hold: arithmetic, never a list.
+
+An epoch is a permutation of the samples. Position p of epoch e is a pure function of (seed, e, p), so it is the same for
+every world size, batch size, number of workers and restart, and a saved state is a few integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.errors import StateError
+from loaderkit.keyed import Bijection, key_of, mix
+
+Int64 = NDArray[np.int64]
+
+
+class Order(Protocol):
+    """A permutation of the samples for every epoch."""
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        """The sample at each position: int64, same shape; positions are in [0, number of samples)."""
+
+
+class SequentialOrder:
+    """`shuffle: none`: the canonical order in every epoch."""
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        return positions
+
+
+class GlobalOrder:
+    """`shuffle: global`: any sample may come at any position; O(1) memory."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples = num_samples
+        self._seed = seed
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        return Bijection(self._num_samples, key_of("global", self._seed, epoch))(positions)
+
+
+class BlockOrder:
+    """`shuffle: block`: blocks of neighbouring samples in random order, mixed inside a sliding window.
+
+    Blocks are permuted and dealt to `lanes` by place mod lanes; inside a lane, consecutive groups of `window` blocks are
+    mixed by one bijection each; position p belongs to lane p mod lanes. As lanes hold unequal numbers of samples, the
+    surplus at the end of the longer lanes fills, in order, the places left at the end of the shorter ones. Memory is
+    proportional to the number of blocks.
+    """
+
+    def __init__(self, bounds: Int64, seed: int, *, window: int, lanes: int) -> None:
+        self._bounds = bounds
+        self._seed = seed
+        self._window = window
+        self._lanes = lanes
+        self._layouts: dict[int, _Layout] = {}
+
+    def indices(self, epoch: int, positions: Int64) -> Int64:
+        layout = self._layouts.get(epoch)
+        if layout is None:
+            layout = _Layout.of_epoch(self._bounds, self._seed, epoch, self._window, self._lanes)
+            # Prefetching reads two epochs at once around their border.
+            self._layouts = {e: kept for e, kept in self._layouts.items() if e == epoch - 1}
+            self._layouts[epoch] = layout
+        return layout.indices(positions)
+
+
+class _Layout(NamedTuple):
+    """One epoch of a block order: every sample has a *rank*, its place when the lanes are laid end to end.
+
+    block_starts, first_samples: int64 [blocks], by rank. group_starts: int64 [groups + 1]. lane_starts: [lanes + 1].
+    deficit_starts and surplus_starts: [lanes + 1], numbering the places that are short and the samples left over.
+    """
+
+    block_starts: Int64
+    first_samples: Int64
+    group_starts: Int64
+    group_keys: NDArray[np.uint64]
+    lane_starts: Int64
+    num_places: Int64
+    deficit_starts: Int64
+    surplus_starts: Int64
+
+    @classmethod
+    def of_epoch(cls, bounds: Int64, seed: int, epoch: int, window: int, lanes: int) -> _Layout:
+        num_blocks = len(bounds) - 1
+        places = np.arange(num_blocks, dtype=np.int64)
+        shuffled = Bijection(num_blocks, key_of("blocks", seed, epoch))(places)
+        lane, row = places % lanes, places // lanes
+        by_lane = np.lexsort((row, lane))
+        blocks, lane, group = shuffled[by_lane], lane[by_lane], row[by_lane] // window
+        ends = np.cumsum(bounds[blocks + 1] - bounds[blocks])
+        block_starts = np.concatenate(([0], ends[:-1]))
+        is_new_group = np.ones(num_blocks, dtype=bool)
+        is_new_group[1:] = (lane[1:] != lane[:-1]) | (group[1:] != group[:-1])
+        group_starts = np.append(block_starts[is_new_group], ends[-1])
+        num_groups = len(group_starts) - 1
+        group_keys = mix(np.arange(num_groups, dtype=np.uint64) + np.uint64(key_of("groups", seed, epoch)))
+        lane_starts = np.append(block_starts, ends[-1])[np.searchsorted(lane, np.arange(lanes + 1))]
+        lengths = np.diff(lane_starts)
+        num_places = (ends[-1] - np.arange(lanes) + lanes - 1) // lanes
+        return cls(
+            block_starts=block_starts,
+            first_samples=bounds[blocks],
+            group_starts=group_starts,
+            group_keys=group_keys,
+            lane_starts=lane_starts,
+            num_places=num_places,
+            deficit_starts=np.concatenate(([0], np.cumsum(np.maximum(num_places - lengths, 0)))),
+            surplus_starts=np.concatenate(([0], np.cumsum(np.maximum(lengths - num_places, 0)))),
+        )
+
+    def indices(self, positions: Int64) -> Int64:
+        ranks = self._mixed(self._ranks(positions.reshape(-1)))
+        block = np.searchsorted(self.block_starts, ranks, side="right") - 1
+        samples: Int64 = self.first_samples[block] + (ranks - self.block_starts[block])
+        return samples.reshape(positions.shape)
+
+    def _ranks(self, positions: Int64) -> Int64:
+        lanes = len(self.num_places)
+        lane, place = positions % lanes, positions // lanes
+        ranks: Int64 = self.lane_starts[lane] + place
+        short = np.flatnonzero(ranks >= self.lane_starts[lane + 1])
+        if short.size:
+            lengths = np.diff(self.lane_starts)
+            number = self.deficit_starts[lane[short]] + place[short] - lengths[lane[short]]
+            giver = np.searchsorted(self.surplus_starts, number, side="right") - 1
+            ranks[short] = self.lane_starts[giver] + self.num_places[giver] + number - self.surplus_starts[giver]
+        return ranks
+
+    def _mixed(self, ranks: Int64) -> Int64:
+        group = np.searchsorted(self.group_starts, ranks, side="right") - 1
+        starts = self.group_starts[group]
+        sizes = self.group_starts[group + 1] - starts
+        return starts + Bijection(sizes, self.group_keys[group])(ranks - starts)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which positions of an epoch one rank's batches hold, from any global position on.
+
+    Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
+    every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped.
+    """
+
+    num_samples: int
+    rank: int
+    world_size: int
+    batch_size: int
+    drop_last: bool
+
+    def num_batches(self, start: int = 0) -> int:
+        left = max(0, self.num_samples - start)
+        if self.drop_last:
+            return left // (self.batch_size * self.world_size)
+        per_rank = -(-left // self.world_size)
+        return -(-per_rank // self.batch_size)
+
+    def positions(self, start: int, step: int) -> Int64:
+        """The positions of batch `step` (from 0) counted from global position `start`: int64 [<= batch_size]."""
+        per_rank = -(-(self.num_samples - start) // self.world_size)
+        first = start + (self.rank - start) % self.world_size
+        lo = step * self.batch_size
+        hi = min(lo + self.batch_size, per_rank)
+        return np.arange(first + lo * self.world_size, first + hi * self.world_size, self.world_size, dtype=np.int64)
+
+    def position_after(self, start: int, num_batches: int) -> int:
+        """The global position once every rank has delivered `num_batches` batches from `start` on."""
+        return min(self.num_samples, start + num_batches * self.batch_size * self.world_size)
+
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """Where training stands: `position` samples of `epoch` have been delivered, counted over all ranks."""
+
+    epoch: int
+    position: int
+    seed: int
+    fingerprint: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of JSON values."""
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> State:
+        """Raises `StateError` naming what is missing or malformed."""
+        if not isinstance(data, dict):
+            raise StateError(f"a loader's state is a dict made by state_dict(), not {type(data).__name__}")
+        if data.get("version") != STATE_VERSION:
+            raise StateError(
+                f"the state has version {data.get('version')!r}, this loaderkit reads version {STATE_VERSION}: "
+                "resume with the release that wrote it"
+            )
+        for name in ("epoch", "position", "seed"):
+            value = data.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and name != "seed"):
+                raise StateError(f"the state's {name!r} is {value!r}, expected a whole number")
+        fingerprint = data.get("fingerprint")
+        if not isinstance(fingerprint, dict):
+            raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
+        return cls(data["epoch"], data["position"], data["seed"], fingerprint)
+
+    def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
+        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""
+        differences = [
+            f"{part}: the state has {self.fingerprint.get(part, 'nothing')}, this loader {fingerprint.get(part, 'nothing')}"
+            for part in sorted({*self.fingerprint, *fingerprint})
+            if self.fingerprint.get(part) != fingerprint.get(part)
+        ]
+        if self.seed != seed:
+            differences.append(f"seed: the state has {self.seed}, this loader {seed}")
+        if not differences and self.position > num_samples:
+            differences.append(f"position: the state has {self.position}, the data set only {num_samples} samples")
+        if differences:
+            raise StateError(
+                "this state belongs to another data set or pipeline, and going on from it would repeat or skip samples; "
+                "it differs in " + "; ".join(differences)
+            )

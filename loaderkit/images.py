@@ -1,0 +1,86 @@
+"""Images between two stages: uint8 [H, W, C] in NumPy, given to users as torch uint8 [C, H, W].
+
+Rows of pixels are how decoders write and resizers read; views (crops) cost nothing there. Only `call` and `batch` show
+the layout of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from loaderkit.types import Image, Sample
+
+
+def as_image(value: Any) -> Image | None:
+    """`value` as an image if it is one, else None.
+
+    Taken for images: `Image`, torch uint8 [C, H, W] or [H, W], NumPy uint8 [H, W, C] or [H, W] (C = 1 or 3), and
+    Pillow's images. No pixel is copied unless Pillow's.
+    """
+    if type(value) is Image:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.dtype != torch.uint8 or value.ndim not in (2, 3) or value.is_cuda:
+            return None
+        value = (value.unsqueeze(0) if value.ndim == 2 else value).permute(1, 2, 0).numpy()  # noqa: PD013
+    elif not isinstance(value, np.ndarray):
+        if not _is_pillow(value):
+            return None
+        value = np.asarray(value if value.mode in ("L", "RGB") else value.convert("RGB"))
+    if value.dtype != np.uint8 or value.ndim not in (2, 3):
+        return None
+    pixels = value[:, :, None] if value.ndim == 2 else value
+    return Image(pixels) if pixels.shape[2] in (1, 3) else None
+
+
+def _is_pillow(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "convert")
+
+
+def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str, Image]]:
+    """The images of a sample: those named by `fields` (anything `as_image` takes), or all `Image`s and image tensors.
+
+    Raises ValueError if a named field is missing or no image, or if there is none at all.
+    """
+    if fields is not None:
+        found = []
+        for name in fields:
+            if name not in sample:
+                raise ValueError(f"it has no field {name!r}, only {', '.join(sample)}")
+            image = as_image(sample[name])
+            if image is None:
+                raise ValueError(f"its field {name!r} is {describe(sample[name])}, not an image")
+            found.append((name, image))
+        return found
+    found = [(name, value) for name, value in sample.items() if type(value) is Image]
+    if not found:
+        found = [(name, image) for name, value in sample.items() if (image := as_image(value)) is not None]
+    if not found:
+        held = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items()) or "nothing"
+        raise ValueError(f"it holds no image, only {held}: does `decode` come before this stage?")
+    return found
+
+
+def to_tensor(image: Image) -> torch.Tensor:
+    """The pixels as torch uint8 [C, H, W]; a view where strides allow it."""
+    pixels = image.pixels
+    if any(stride < 0 for stride in pixels.strides) or not pixels.flags.writeable:
+        pixels = pixels.copy()
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def describe(value: Any) -> str:
+    """A value's type and shape in a few words, for messages."""
+    if type(value) is Image:
+        return "image uint8 " + str(list(value.pixels.shape))
+    if isinstance(value, torch.Tensor):
+        return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype} {list(value.shape)}"
+    if isinstance(value, str):
+        return "text"
+    return type(value).__name__

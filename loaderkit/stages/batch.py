@@ -1,0 +1,179 @@
+"""`batch`: write the samples of a chunk into the slots of their batch.
+
+What a batch looks like is decided once, from one sample: every tensor, array, image and number has its place in a slab;
+texts, bytes and other objects become lists. A sample that does not fit is an error of that sample, naming both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+
+from loaderkit.images import describe, to_tensor
+from loaderkit.schema import StageArgs
+from loaderkit.types import Chunk, FieldSpec, Image, Sample
+
+ImageWriter = Callable[[torch.Tensor, torch.Tensor], None]
+"""Writes an image, uint8 [C, H, W] of any strides, into its slot."""
+
+
+class BatchArgs(StageArgs):
+    """Gather samples into batches."""
+
+    size: PositiveInt = Field(description="samples a batch")
+    drop_last: bool = Field(False, description="leave out what does not fill a batch on every rank")
+    ragged: Mapping[str, Literal["list", "pad"]] = Field(
+        {}, description="fields whose tensors differ in shape: handed over as a list, or padded to the largest"
+    )
+    pad_value: float = Field(0, description="what padding is filled with")
+
+
+def specs_of(
+    sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: torch.dtype | None = None
+) -> dict[str, FieldSpec]:
+    """What every field of a batch of such samples looks like. `image_dtype`: that of normalised images."""
+    for name in ragged:
+        if name not in sample:
+            raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(sample)}")
+    return {name: _spec_of(value, key, ragged.get(name), image_dtype) for name, value in sample.items()}
+
+
+def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype | None) -> FieldSpec:
+    if ragged is not None:
+        as_tensor(value)
+        return FieldSpec("pad" if ragged == "pad" else "ragged", example_key=key)
+    if type(value) is Image:
+        height, width, channels = value.pixels.shape
+        dtype = torch.uint8 if value.mask or image_dtype is None else image_dtype
+        return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
+    try:
+        tensor = as_tensor(value)
+    except TypeError:
+        return FieldSpec("list", example_key=key)
+    return FieldSpec("slab", tuple(tensor.shape), tensor.dtype, example_key=key)
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A number, array, tensor or image as a tensor (int64 for int, float64 for float, as torch's default_collate has
+    it), or TypeError."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) is Image:
+        return to_tensor(value)
+    if isinstance(value, np.ndarray):
+        if not value.dtype.isnative:
+            value = value.astype(value.dtype.newbyteorder("="))
+        if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+            value = value.copy()
+        return torch.from_numpy(value)
+    if isinstance(value, (bool, int, np.generic)):
+        return torch.as_tensor(value)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
+
+
+def land(
+    chunk: Chunk,
+    specs: Mapping[str, FieldSpec],
+    write_image: ImageWriter | None,
+    failed: Callable[[Chunk, int, Exception], None],
+) -> None:
+    """Write the chunk's good samples into the slots of its destination; those that do not fit are marked as failed.
+
+    `write_image` fills the slots of images that are normalised on the way; None copies them.
+    """
+    for place, sample in enumerate(chunk.samples):
+        if sample is not None and sample.keys() != specs.keys():
+            failed(chunk, place, _different_fields(sample, specs))
+    for name, spec in specs.items():
+        if spec.kind == "slab":
+            _land_slab(chunk, name, spec, write_image if spec.image else None, failed)
+        else:
+            values = chunk.destination.values[name]
+            for place, sample in enumerate(chunk.samples):
+                if sample is not None:
+                    try:
+                        values[chunk.lo + place] = _owned(sample[name], spec)
+                    except Exception as error:
+                        failed(chunk, place, error)
+
+
+def _different_fields(sample: Sample, specs: Mapping[str, FieldSpec]) -> ValueError:
+    missing, extra = sorted(specs.keys() - sample.keys()), sorted(sample.keys() - specs.keys())
+    example = next(iter(specs.values())).example_key if specs else ""
+    parts = [f"it has no {', '.join(map(repr, missing))}"] if missing else []
+    parts += [f"it has {', '.join(map(repr, extra))} besides"] if extra else []
+    return ValueError(f"{' and '.join(parts)}, unlike sample {example!r}: all samples of a batch have the same fields")
+
+
+def _land_slab(
+    chunk: Chunk,
+    name: str,
+    spec: FieldSpec,
+    write_image: ImageWriter | None,
+    failed: Callable[[Chunk, int, Exception], None],
+) -> None:
+    slots = chunk.destination.fields[name]
+    if not _land_numbers(chunk, name, spec, slots):
+        for place, sample in enumerate(chunk.samples):
+            if sample is None:
+                continue
+            try:
+                value = as_tensor(sample[name])
+                _check_fits(value, name, spec, normalised=write_image is not None)
+                (write_image or torch.Tensor.copy_)(slots[chunk.lo + place], value)
+            except Exception as error:
+                failed(chunk, place, error)
+
+
+def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor) -> bool:
+    """Whole numbers and tensors of one shape at once: a tenth of the time of one assignment a slot."""
+    values = [sample[name] for sample in chunk.samples if sample is not None]
+    if len(values) != len(chunk):
+        return False
+    kinds = set(map(type, values))
+    if kinds == {int} and spec.dtype == torch.int64 and not spec.shape:
+        try:
+            slots[chunk.lo : chunk.hi] = torch.tensor(values, dtype=torch.int64)
+        except (OverflowError, RuntimeError):
+            return False
+        return True
+    if kinds == {torch.Tensor} and all(v.shape == spec.shape and v.dtype == spec.dtype for v in values):
+        torch.stack(values, out=slots[chunk.lo : chunk.hi])
+        return True
+    return False
+
+
+def _check_fits(value: torch.Tensor, name: str, spec: FieldSpec, *, normalised: bool) -> None:
+    dtype = torch.uint8 if normalised else spec.dtype
+    if value.shape != spec.shape or value.dtype != dtype:
+        wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
+        raise ValueError(
+            f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): resize "
+            f"or crop to one shape, or say `ragged: {{{name}: list}}` (or pad) in `batch`"
+        )
+
+
+def _owned(value: Any, spec: FieldSpec) -> Any:
+    """The value in memory of its own: what a stage reuses must not reach the user."""
+    if spec.kind == "list":
+        return bytes(value.data) if hasattr(value, "extension") else value
+    return as_tensor(value).clone()
+
+
+def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors of equal rank and dtype in one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.ndim != first.ndim or tensor.dtype != first.dtype:
+            raise ValueError(f"cannot pad {describe(tensor)} together with {describe(first)}: rank or dtype differ")
+    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64)
+    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype)
+    for slot, tensor in zip(padded, tensors, strict=True):
+        slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return padded, sizes[:, 0] if first.ndim == 1 else sizes

@@ -1,0 +1,141 @@
+"""`color_jitter`: brightness, contrast, saturation and hue by random factors, in random order.
+
+Parameters, distributions and arithmetic (truncation to uint8 after every step) are those of
+torchvision.transforms.v2.ColorJitter. Masks are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+
+from loaderkit.images import image_fields, to_tensor
+from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.types import Sample
+
+_GREY = (0.2989, 0.587, 0.114)
+
+
+def _factor_range(value: Any) -> Any:
+    """One number x stands for [max(0, 1 - x), 1 + x]."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value < 0:
+            raise ValueError("a number of at least 0, or [low, high]")
+        return (max(0.0, 1.0 - value), 1.0 + value)
+    return _ordered(value, 0.0, float("inf"))
+
+
+def _hue_range(value: Any) -> Any:
+    """One number x stands for [-x, x]; a turn of the colour circle is 1."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = (-value, value)
+    return _ordered(value, -0.5, 0.5)
+
+
+def _ordered(value: Any, low: float, high: float) -> Any:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        first, second = float(value[0]), float(value[1])
+        if not low <= first <= second <= high:
+            raise ValueError(f"[low, high] with {low:g} <= low <= high <= {high:g}, not {list(value)}")
+        return (first, second)
+    return value
+
+
+Factor = Annotated[tuple[float, float], BeforeValidator(_factor_range)]
+Hue = Annotated[tuple[float, float], BeforeValidator(_hue_range)]
+
+
+class ColorJitterArgs(StageArgs):
+    """Change brightness, contrast, saturation and hue by random factors, in random order."""
+
+    brightness: Factor = (1.0, 1.0)
+    contrast: Factor = (1.0, 1.0)
+    saturation: Factor = (1.0, 1.0)
+    hue: Hue = Field((0.0, 0.0), description="a shift of the colour circle, within [-0.5, 0.5]")
+    fields: FieldNames = None
+
+
+COLOR_JITTER_DRAWS = 8
+
+
+def color_jitter(args: ColorJitterArgs) -> Callable[[Sample, NDArray[np.float64]], None]:
+    """Eight draws: four factors, and four numbers whose order is the order of the steps."""
+    steps = (
+        (adjust_brightness, args.brightness, 1.0),
+        (adjust_contrast, args.contrast, 1.0),
+        (adjust_saturation, args.saturation, 1.0),
+        (adjust_hue, args.hue, 0.0),
+    )
+
+    def run(sample: Sample, draws: NDArray[np.float64]) -> None:
+        for name, image in image_fields(sample, args.fields):
+            if image.mask:
+                continue
+            pixels = to_tensor(image)
+            for number in np.argsort(draws[4:8], kind="stable").tolist():
+                adjust, (low, high), neutral = steps[number]
+                if low == high == neutral:
+                    continue
+                pixels = adjust(pixels, low + float(draws[number]) * (high - low))
+            sample[name] = image._replace(pixels=pixels.permute(1, 2, 0).numpy())
+
+    return run
+
+
+def adjust_brightness(image: torch.Tensor, factor: float) -> torch.Tensor:
+    """uint8 [C, H, W] times `factor`, clamped."""
+    return image.mul(factor).clamp_(0, 255).to(torch.uint8)
+
+
+def adjust_contrast(image: torch.Tensor, factor: float) -> torch.Tensor:
+    """Blend with the mean of the grey image."""
+    return _blend(image, _grey(image).mean(), factor)
+
+
+def adjust_saturation(image: torch.Tensor, factor: float) -> torch.Tensor:
+    """Blend with the grey image."""
+    return image if image.shape[0] == 1 else _blend(image, _grey(image), factor)
+
+
+def adjust_hue(image: torch.Tensor, shift: float) -> torch.Tensor:
+    """Turn the hue of RGB uint8 [3, H, W] by `shift` of a full circle, through HSV (Smith 1978)."""
+    if image.shape[0] == 1:
+        return image
+    scaled = image.to(torch.float32).div_(255)
+    red, green, blue = scaled.unbind(0)
+    value, least = scaled.amax(0), scaled.amin(0)
+    spread = value - least
+    is_grey = spread == 0
+    divisor = torch.where(is_grey, 1.0, spread)
+    to_red, to_green, to_blue = (value - red) / divisor, (value - green) / divisor, (value - blue) / divisor
+    hue = torch.where(
+        value == red,
+        to_blue - to_green,
+        torch.where(value == green, 2.0 + to_red - to_blue, 4.0 + to_green - to_red),
+    )
+    hue = (hue / 6.0 + shift).remainder_(1.0).mul_(6.0)
+    saturation = torch.where(is_grey, 0.0, spread / torch.where(value == 0, 1.0, value))
+    # Channel n of HSV to RGB in closed form: value - value * saturation * max(0, min(k, 4 - k, 1)), k = (n + hue) mod 6.
+    channels = []
+    for n in (5.0, 3.0, 1.0):
+        k = (hue + n).remainder_(6.0)
+        channels.append(value - value * saturation * torch.minimum(k, 4.0 - k).clamp_(0, 1))
+    # A value of exactly 1 must become 255, and every other an equal share, hence just below 256.
+    return torch.stack(channels).mul_(255.0 + 1.0 - 1e-3).clamp_(0, 255).to(torch.uint8)
+
+
+def _grey(image: torch.Tensor) -> torch.Tensor:
+    """Luma, rounded down, float32 [1, H, W]."""
+    if image.shape[0] == 1:
+        return image.to(torch.float32)
+    red, green, blue = image.unbind(0)
+    return red.mul(_GREY[0]).add_(green, alpha=_GREY[1]).add_(blue, alpha=_GREY[2]).floor_().unsqueeze(0)
+
+
+def _blend(image: torch.Tensor, other: torch.Tensor, factor: float) -> torch.Tensor:
+    return image.mul(factor).add_(other, alpha=1.0 - factor).clamp_(0, 255).to(torch.uint8)

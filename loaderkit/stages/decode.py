@@ -1,0 +1,182 @@
+"""`decode`: turn encoded bytes into images, numbers, text and arrays, by extension.
+
+JPEG goes through libjpeg-turbo (simplejpeg), with the same DCT and upsampling as Pillow's; everything that simplejpeg
+refuses (CMYK, odd markers), and every other image format, through Pillow. What Pillow calls truncated is an error on
+either way; warnings that leave the picture whole are not.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from PIL import ImageOps, UnidentifiedImageError
+from pydantic import Field, PositiveInt
+
+from loaderkit.images import as_image, describe
+from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.types import Encoded, Image, Sample
+
+IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pnm"})
+_JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif"})
+_EXIF_ORIENTATION = 0x0112
+
+
+class DecodeArgs(StageArgs):
+    """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes."""
+
+    device: Literal["cpu"] = Field("cpu", description="where images are decoded")
+    fields: FieldNames = Field(None, description="decode only these; default: all")
+    masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
+    exif_orientation: bool = Field(False, description="turn images upright as their EXIF tag says")
+    max_pixels: PositiveInt = Field(178_956_970, description="refuse larger images (decompression bombs)")
+
+
+def decode(args: DecodeArgs, *, reuse: bool) -> Callable[[Sample, dict[str, Any]], None]:
+    """A function `(sample, scratch) -> None`. With `reuse`, JPEGs are decoded into `scratch`'s memory, which the next
+    sample with that scratch overwrites; without, every image owns its pixels."""
+    masks = frozenset(args.masks or ())
+
+    def run(sample: Sample, scratch: dict[str, Any]) -> None:
+        for field in args.fields or tuple(sample):
+            value = sample.get(field)
+            try:
+                if type(value) is Encoded:
+                    sample[field] = _decode_encoded(value, field, scratch)
+                elif args.fields is not None:
+                    sample[field] = _decode_value(value, field, scratch)
+            except _UNREADABLE as error:
+                raise ValueError(f"field {field!r}: {error}" if len(sample) > 1 and args.fields else str(error)) from error
+
+    def _decode_encoded(value: Encoded, field: str, scratch: dict[str, Any]) -> Any:
+        extension = value.extension.rpartition(".")[2]
+        if extension in IMAGE_EXTENSIONS:
+            return _decode_image(value.data, field, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
+        reader = _READERS.get(extension)
+        return bytes(value.data) if reader is None else reader(value.data)
+
+    def _decode_value(value: Any, field: str, scratch: dict[str, Any]) -> Any:
+        if value is None:
+            raise ValueError("the sample has no such field")
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            data = memoryview(value)
+            return _decode_image(data, field, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
+        image = as_image(value)
+        if image is None:
+            raise ValueError(f"cannot decode {describe(value)}")
+        return image
+
+    def _decode_image(data: memoryview, field: str, scratch: dict[str, Any], *, is_jpeg: bool) -> Image:
+        if not len(data):
+            raise ValueError("the file is empty (0 bytes)")
+        if is_jpeg and field not in masks and not args.exif_orientation:
+            pixels = _decode_jpeg(data, args.max_pixels, scratch.setdefault(field, {}) if reuse else None)
+            if pixels is not None:
+                return Image(pixels)
+        return _decode_with_pillow(
+            data, is_mask=field in masks, upright=args.exif_orientation, max_pixels=args.max_pixels
+        )
+
+    return run
+
+
+_UNREADABLE = (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError)
+
+
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+    if height * width > max_pixels:
+        raise ValueError(
+            f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
+        )
+
+
+def _decode_jpeg(data: memoryview, max_pixels: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8] | None:
+    """RGB uint8 [H, W, 3], or None where Pillow has to decide."""
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    _check_size(height, width, max_pixels)
+    if colorspace == "CMYK":
+        return None
+    buffer = None
+    if scratch is not None:
+        size = height * width * 3
+        buffer = scratch.get("pixels")
+        if buffer is None or buffer.size < size:
+            buffer = scratch["pixels"] = np.empty(size + size // 4, np.uint8)
+        buffer = buffer[:size].reshape(height, width, 3)
+    try:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
+    except ValueError as error:
+        if "premature end" in str(error).lower():
+            raise ValueError(f"truncated JPEG ({len(data)} bytes, {width} x {height}: {error})") from None
+        return None
+    return pixels
+
+
+def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_pixels: int) -> Image:
+    try:
+        image: Pillow.Image = Pillow.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        head = bytes(data[:8])
+        raise ValueError(f"not an image Pillow knows ({len(data)} bytes, beginning {head!r})") from None
+    with image:
+        _check_size(image.height, image.width, max_pixels)
+        kind = image.format
+        try:
+            image.load()
+            if upright and image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
+                image = ImageOps.exif_transpose(image)
+            pixels = _labels(image) if is_mask else _rgb(image)
+        except (OSError, SyntaxError) as error:
+            what = "truncated" if "truncated" in str(error) or "premature" in str(error).lower() else "damaged"
+            raise ValueError(f"{what} {kind} ({len(data)} bytes, {image.width} x {image.height}: {error})") from None
+    return Image(pixels, is_mask)
+
+
+def _rgb(image: Pillow.Image) -> NDArray[np.uint8]:
+    """[H, W, 3]. Of 16 bits the upper 8 count, for grey as Pillow does for colour; its own conversion of 16-bit grey
+    clips at 255 and so turns most of a picture white."""
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        upper = (values >> 8 if values.dtype.itemsize == 2 or values.max(initial=0) > 255 else values).astype(np.uint8)
+        return np.repeat(upper[:, :, None], 3, axis=2)
+    if image.mode == "F":
+        raise ValueError("a picture of floating-point numbers has no RGB: store it as .npy")
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _labels(image: Pillow.Image) -> NDArray[np.uint8]:
+    """[H, W, 1]: palette indices and grey values as they are."""
+    if image.mode not in ("P", "L", "1"):
+        raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}")
+    return np.array(image).astype(np.uint8)[:, :, None]
+
+
+def _read_npy(data: memoryview) -> NDArray[Any]:
+    array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+    return array
+
+
+def _read_class(data: memoryview) -> int:
+    text = bytes(data[:64])
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"a class is a whole number, not {text!r}") from None
+
+
+_READERS: dict[str, Callable[[memoryview], Any]] = {
+    "cls": _read_class,
+    "txt": lambda data: bytes(data).decode(),
+    "text": lambda data: bytes(data).decode(),
+    "json": lambda data: json.loads(bytes(data)),
+    "npy": _read_npy,
+}

@@ -1,0 +1,225 @@
+"""`resize`, `center_crop`, `random_crop`, `random_resized_crop`, `random_horizontal_flip`.
+
+Names, parameters and distributions are those of torchvision.transforms.v2. All image fields of a sample share one crop
+and one flip, so a mask stays on its image; masks are resized by nearest. A resize is antialiased by default: the filter
+widens with the scale, as Pillow's does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from torch.nn.functional import interpolate
+
+from loaderkit.images import image_fields, to_tensor
+from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.types import Image, Sample
+
+Draws = NDArray[np.float64]
+SampleFunction = Callable[[Sample, Draws], None]
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(_as_tuple)]
+Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+
+
+class ResizeArgs(StageArgs):
+    """Resize to [height, width], or the shorter edge to `size`, keeping the shape."""
+
+    size: Size
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+    fields: FieldNames = None
+
+
+class CenterCropArgs(StageArgs):
+    """Cut the middle out; an image that is too small is padded with zeros."""
+
+    size: Size
+    fields: FieldNames = None
+
+
+class RandomCropArgs(StageArgs):
+    """Cut out a piece at random."""
+
+    size: Size
+    padding: NonNegativeInt = Field(0, description="pixels of `fill` added on every side first")
+    pad_if_needed: bool = Field(False, description="pad an image that is smaller than `size` instead of refusing it")
+    fill: Annotated[int, Field(ge=0, le=255)] = 0
+    fields: FieldNames = None
+
+
+class RandomResizedCropArgs(StageArgs):
+    """Cut out a piece of random area and aspect ratio, and resize it."""
+
+    size: Size
+    scale: Range = Field((0.08, 1.0), description="bounds of the piece's share of the image's area")
+    ratio: Range = Field((3 / 4, 4 / 3), description="bounds of width / height")
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+    fields: FieldNames = None
+
+
+class RandomHorizontalFlipArgs(StageArgs):
+    """Mirror left and right with probability `p`."""
+
+    p: Annotated[float, Field(ge=0, le=1)] = 0.5
+    fields: FieldNames = None
+
+
+def resize(args: ResizeArgs) -> SampleFunction:
+    """Size rule of torchvision: with one number the longer edge is int(size * longer / shorter)."""
+
+    def run(sample: Sample, _: Draws) -> None:
+        for name, image in image_fields(sample, args.fields):
+            height, width = image.pixels.shape[:2]
+            if isinstance(args.size, tuple):
+                target = args.size
+            elif height <= width:
+                target = (args.size, int(args.size * width / height))
+            else:
+                target = (int(args.size * height / width), args.size)
+            sample[name] = resample(image, target, args.interpolation, args.antialias)
+
+    return run
+
+
+def center_crop(args: CenterCropArgs) -> SampleFunction:
+    height, width = _pair(args.size)
+
+    def run(sample: Sample, _: Draws) -> None:
+        for name, image in image_fields(sample, args.fields):
+            pixels = _pad_to(image.pixels, height, width)
+            # int(round(.)), so halves go to the even side, as in torchvision.
+            top = round((pixels.shape[0] - height) / 2)
+            left = round((pixels.shape[1] - width) / 2)
+            sample[name] = image._replace(pixels=pixels[top : top + height, left : left + width])
+
+    return run
+
+
+def _pad_to(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    missing_rows, missing_columns = max(0, height - pixels.shape[0]), max(0, width - pixels.shape[1])
+    if not missing_rows and not missing_columns:
+        return pixels
+    top, left = missing_rows // 2, missing_columns // 2
+    return np.pad(pixels, ((top, missing_rows - top), (left, missing_columns - left), (0, 0)))
+
+
+def random_crop(args: RandomCropArgs) -> SampleFunction:
+    """Two draws: where the piece starts, from the top and from the left."""
+    height, width = _pair(args.size)
+
+    def run(sample: Sample, draws: Draws) -> None:
+        images = image_fields(sample, args.fields)
+        _shared_size(images)
+        for name, image in images:
+            pixels = image.pixels
+            rows = columns = args.padding
+            if args.pad_if_needed:
+                rows += max(0, height - pixels.shape[0] - 2 * rows)
+                columns += max(0, width - pixels.shape[1] - 2 * columns)
+            if rows or columns:
+                pixels = np.pad(pixels, ((rows, rows), (columns, columns), (0, 0)), constant_values=args.fill)
+            if pixels.shape[0] < height or pixels.shape[1] < width:
+                raise ValueError(
+                    f"the image is {pixels.shape[1]} x {pixels.shape[0]}, smaller than the crop of {width} x {height}: "
+                    "resize it first or set pad_if_needed: true"
+                )
+            top = int(draws[0] * (pixels.shape[0] - height + 1))
+            left = int(draws[1] * (pixels.shape[1] - width + 1))
+            sample[name] = image._replace(pixels=pixels[top : top + height, left : left + width])
+
+    return run
+
+
+RANDOM_RESIZED_CROP_DRAWS = 22
+
+
+def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
+    """22 draws: areas and ratios of ten tries, and the place of the first that fits."""
+    target = _pair(args.size)
+
+    def run(sample: Sample, draws: Draws) -> None:
+        images = image_fields(sample, args.fields)
+        top, left, height, width = crop_box(*_shared_size(images), args.scale, args.ratio, draws)
+        for name, image in images:
+            pixels = image.pixels
+            piece = image._replace(pixels=pixels[top : top + height, left : left + width])
+            sample[name] = resample(piece, target, args.interpolation, args.antialias)
+
+    return run
+
+
+def crop_box(
+    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], draws: Draws
+) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a random resized crop: torchvision's rule, from draws float64 [22].
+
+    Ten tries of a random area and a log-uniform aspect ratio; if none fits, the largest centred piece whose ratio is
+    allowed.
+    """
+    values = draws.tolist()
+    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    for area_draw, ratio_draw in zip(values[:10], values[10:20], strict=True):
+        area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
+        aspect = math.exp(log_low + ratio_draw * (log_high - log_low))
+        w = round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(values[20] * (height - h + 1)), int(values[21] * (width - w + 1)), h, w
+    w, h = width, height
+    if width / height < ratio[0]:
+        h = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        w = round(height * ratio[1])
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
+    """One draw: mirrored when it is below `p`."""
+
+    def run(sample: Sample, draws: Draws) -> None:
+        if draws[0] < args.p:
+            for name, image in image_fields(sample, args.fields):
+                # torch flips packed RGB in 7 us at 224 x 224; copying a view with negative strides takes 200 us.
+                flipped = torch.flip(to_tensor(image), (2,))
+                sample[name] = image._replace(pixels=flipped.permute(1, 2, 0).numpy())
+
+    return run
+
+
+def resample(image: Image, size: tuple[int, int], interpolation: Interpolation, antialias: bool) -> Image:
+    """Resize to (height, width) with torch's uint8 kernels, which round as Pillow does. Masks take the nearest pixel."""
+    if image.pixels.shape[:2] == size:
+        return image
+    mode = "nearest-exact" if image.mask or interpolation == "nearest" else interpolation
+    resized = interpolate(
+        to_tensor(image).unsqueeze(0), size=size, mode=mode, antialias=antialias and mode != "nearest-exact"
+    )
+    return image._replace(pixels=resized[0].permute(1, 2, 0).numpy())
+
+
+def _shared_size(images: list[tuple[str, Image]]) -> tuple[int, int]:
+    """(height, width) of all of them; a crop of one place needs images of one size."""
+    sizes = {name: image.pixels.shape[:2] for name, image in images}
+    height, width = images[0][1].pixels.shape[:2]
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} {w} x {h}" for name, (h, w) in sizes.items())
+        raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")
+    return height, width
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return size if isinstance(size, tuple) else (size, size)

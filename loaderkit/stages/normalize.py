@@ -1,0 +1,85 @@
+"""`normalize`: (x / 255 - mean) / std of every channel, as float.
+
+Right after `batch` on the CPU it is done while the pixels are written into their slots, which saves a pass over the batch;
+anywhere else on the finished batch. Both do the same arithmetic: x * (1 / (255 std)) + (-mean / std) in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from loaderkit.images import describe
+from loaderkit.schema import FieldNames, StageArgs
+
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+Channels = Annotated[
+    tuple[float, ...] | Literal["imagenet"],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+PositiveChannels = Annotated[
+    tuple[Annotated[float, Field(gt=0)], ...] | Literal["imagenet"],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+
+
+class NormalizeArgs(StageArgs):
+    """Turn uint8 images into floats: (x / 255 - mean) / std per channel."""
+
+    mean: Channels = Field("imagenet", description="one number a channel, or imagenet")
+    std: PositiveChannels = Field("imagenet", description="one number a channel, or imagenet")
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32"
+    fields: FieldNames = None
+
+
+def output_dtype(args: NormalizeArgs) -> torch.dtype:
+    return _DTYPES[args.dtype]
+
+
+def _factors(args: NormalizeArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, shift), float32 [C, 1, 1] each."""
+    mean = torch.tensor(_IMAGENET["mean"] if args.mean == "imagenet" else args.mean, dtype=torch.float64)
+    std = torch.tensor(_IMAGENET["std"] if args.std == "imagenet" else args.std, dtype=torch.float64)
+    scale, shift = 1.0 / (255.0 * std), -mean / std
+    return scale.float().reshape(-1, 1, 1), shift.float().reshape(-1, 1, 1)
+
+
+def image_writer(args: NormalizeArgs) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A function `(slot, image)` that fills a float slot [C, H, W] from a uint8 image [C, H, W] of any strides."""
+    scale, shift = _factors(args)
+
+    def write(slot: torch.Tensor, image: torch.Tensor) -> None:
+        if slot.dtype == torch.float32:
+            slot.copy_(image).mul_(scale).add_(shift)
+        else:
+            slot.copy_(image.to(torch.float32).mul_(scale).add_(shift))
+
+    return write
+
+
+def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
+    """A batch stage `(batch, image_fields) -> None`; runs where the batch's tensors are."""
+    scale, shift = _factors(args)
+    dtype = output_dtype(args)
+
+    def run(batch: dict[str, Any], image_fields: Iterable[str]) -> None:
+        for name in args.fields or image_fields:
+            images = batch.get(name)
+            if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
+                what = describe(images) if name in batch else "missing"
+                raise ValueError(f"the field {name!r} is {what}: only uint8 images [B, C, H, W] can be normalised")
+            floats = images.to(torch.float32)
+            floats.mul_(scale.to(floats.device)).add_(shift.to(floats.device))
+            batch[name] = floats.to(dtype)
+
+    return run

@@ -1,0 +1,57 @@
+"""`transfer`: bring a batch's tensors to the training device.
+
+`auto` is the current CUDA device where there is one and the CPU otherwise; on the CPU nothing is done. To CUDA, slabs are
+pinned and copied on a stream of their own while the consumer works on earlier batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from loaderkit.schema import StageArgs
+
+
+class TransferArgs(StageArgs):
+    """Bring the batch to a device."""
+
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """The device meant by auto, cpu, cuda or cuda:N. Raises RuntimeError, saying what there is, if it is missing."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and not num_devices):
+        return torch.device("cpu")
+    device = torch.device("cuda" if wanted == "auto" else wanted)
+    number = torch.cuda.current_device() if device.index is None and num_devices else device.index or 0
+    if number >= num_devices:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise RuntimeError(f"device {wanted!r} was asked for, but torch {torch.__version__}, {built}, sees {num_devices}")
+    return torch.device("cuda", number)
+
+
+def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
+    """A batch stage that puts every tensor on the CUDA `device`.
+
+    It returns when the copies are complete, so the pinned slab may be reused at once. The copies were allocated on the
+    side stream; `record_stream` keeps their memory until the consumer's stream is done with them.
+    """
+    stream = torch.cuda.Stream(device)
+
+    def run(batch: dict[str, Any]) -> None:
+        with torch.cuda.stream(stream):
+            moved = {
+                name: value.to(device, non_blocking=True)
+                for name, value in batch.items()
+                if isinstance(value, torch.Tensor)
+            }
+        stream.synchronize()
+        for tensor in moved.values():
+            tensor.record_stream(torch.cuda.default_stream(device))
+        batch.update(moved)
+
+    return run

@@ -160,9 +160,11 @@ class Destination:
     """
 
     __slots__ = (
+        "begin",
         "cancelled",
         "chunks",
         "done_s",
+        "end",
         "epoch",
         "error",
         "failures",
@@ -187,13 +189,17 @@ class Destination:
         step: int,
         positions: NDArray[np.int64],
         indices: NDArray[np.int64],
-        wrapped: NDArray[np.bool_] | None,
+        wrapped: NDArray[np.bool_] | None = None,
+        begin: int = 0,
+        end: int = 0,
     ) -> None:
         self.epoch = epoch
-        self.step = step
+        self.step = step  # counted from where the epoch was entered
+        self.begin = begin  # global position before this batch, and after it
+        self.end = end
         self.positions = positions  # global positions, one a slot
         self.indices = indices  # sample numbers, replaced samples' included
-        self.wrapped = wrapped
+        self.wrapped = wrapped  # bool [B]: which slots hold a sample read again; None: none
         self.chunks: list[Chunk] = []
         self.num_pending = 0
         self.slab: Any = None

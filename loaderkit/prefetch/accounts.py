@@ -1,0 +1,142 @@
+"""One worker's account of its time: what it is doing now, and how long it has done what.
+
+A worker writes its own account and nobody else's, without a lock; readers retry while a write is under way (a sequence
+lock). An account entry costs about a microsecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import thread_time
+from typing import NamedTuple
+
+Clock = Callable[[], float]
+
+_RING_LENGTH = 256
+_BUCKETS_PER_OCTAVE = 4
+_NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
+
+
+class States(NamedTuple):
+    """The numbers of an account's states: stages 0 .. num_stages - 1, then what a worker does between them."""
+
+    num_stages: int
+
+    @property
+    def starved(self) -> int:
+        """Waiting for input."""
+        return self.num_stages
+
+    @property
+    def blocked(self) -> int:
+        """Waiting for room downstream."""
+        return self.num_stages + 1
+
+    @property
+    def idle(self) -> int:
+        """Not wanted."""
+        return self.num_stages + 2
+
+    @property
+    def count(self) -> int:
+        return self.num_stages + 3
+
+
+class Histogram:
+    """Durations in buckets a quarter of an octave wide: any percentile within 10 %, in bounded memory."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self, counts: list[int] | None = None) -> None:
+        self.counts = counts or [0] * _NUM_BUCKETS
+
+    def add(self, seconds: float, count: int) -> None:
+        bucket = int(math.log2(seconds * 1e9) * _BUCKETS_PER_OCTAVE) if seconds > 1e-9 else 0
+        self.counts[min(bucket, _NUM_BUCKETS - 1)] += count
+
+    def percentile(self, share: float) -> float | None:
+        """The duration in seconds below which `share` of all lie; None without any."""
+        total = sum(self.counts)
+        if total == 0:
+            return None
+        reached = 0
+        for bucket, count in enumerate(self.counts):
+            reached += count
+            if reached >= share * total:
+                return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)
+        raise AssertionError("the counts sum to their total")
+
+
+@dataclass
+class StageTotals:
+    """What one worker did in one stage."""
+
+    num_items: int = 0
+    num_bytes: int = 0
+    num_failed: int = 0
+    cpu_s: float = 0.0
+    services: Histogram = field(default_factory=Histogram)
+
+
+class Account:
+    """One worker's time by state, in seconds, with the interval that is still open."""
+
+    __slots__ = ("_clock", "_cpu_since", "_sequence", "marks", "num_stages", "open_state", "since_s", "stages", "state_s")
+
+    def __init__(self, states: States, clock: Clock, *, first_state: int) -> None:
+        self._clock = clock
+        self._sequence = 0
+        self._cpu_since = 0.0
+        self.num_stages = states.num_stages
+        self.state_s = [0.0] * states.count
+        self.stages = [StageTotals() for _ in range(states.num_stages)]
+        self.open_state = first_state
+        self.since_s = clock()
+        self.marks: deque[tuple[float, int]] = deque([(self.since_s, first_state)], maxlen=_RING_LENGTH)
+
+    def enter(self, state: int) -> float:
+        """End what the worker was doing and begin `state`; returns the time. To be called by the worker itself."""
+        now = self._clock()
+        before = self.open_state
+        self._sequence += 1
+        self.state_s[before] += now - self.since_s
+        self.open_state = state
+        self.since_s = now
+        self._sequence += 1
+        self.marks.append((now, state))
+        if before < self.num_stages or state < self.num_stages:
+            cpu_now = thread_time()
+            if before < self.num_stages:
+                self.stages[before].cpu_s += cpu_now - self._cpu_since
+            self._cpu_since = cpu_now
+        return now
+
+    def served(self, stage: int, num_items: int, num_bytes: int) -> None:
+        """Count what the open interval, in `stage`, was spent on."""
+        totals = self.stages[stage]
+        totals.num_items += num_items
+        totals.num_bytes += num_bytes
+        if num_items:
+            totals.services.add((self._clock() - self.since_s) / num_items, num_items)
+
+    def read(self, now: float) -> list[float]:
+        """Seconds by state up to `now`, the open interval included; for any thread."""
+        while True:
+            sequence = self._sequence
+            totals, state, since = list(self.state_s), self.open_state, self.since_s
+            if sequence == self._sequence and sequence % 2 == 0:
+                totals[state] += max(0.0, now - since)
+                return totals
+
+    def between(self, start_s: float, end_s: float) -> dict[int, float]:
+        """Seconds in each state within [start_s, end_s), as far back as the last marks go."""
+        marks = [*self.marks.copy(), (end_s, -1)]
+        found: dict[int, float] = {}
+        for (since, state), (until, _) in zip(marks, marks[1:], strict=False):
+            overlap = min(until, end_s) - max(since, start_s)
+            if overlap > 0:
+                found[state] = found.get(state, 0.0) + overlap
+        return found

@@ -1,0 +1,217 @@
+"""The plan of batches: which destination comes next, what memory it needs, and what becomes of it when it is full.
+
+All methods but `finish` are called under the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loaderkit.errors import ConfigError, StageError
+from loaderkit.order import Order, Schedule
+from loaderkit.prefetch.slabs import SlabLayout, SlabPool
+from loaderkit.schema import format_bytes
+from loaderkit.stages.batch import pad
+from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
+
+_BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
+_NUM_PROBES = 16
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What `batch` was asked for, and how batches are handed over."""
+
+    size: int
+    pad_value: float = 0
+    policy: Literal["raise", "skip", "replace"] = "raise"
+
+
+class BatchPlan:
+    """Batches of one rank, epoch after epoch, from any position on."""
+
+    def __init__(
+        self,
+        *,
+        source: Source,
+        order: Order,
+        schedule: Schedule,
+        shape: BatchShape,
+        num_epochs: int | None,
+        probe: Callable[[Chunk], None],
+        specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
+        num_batches: int,
+        memory_bytes: int,
+        pinned: bool,
+    ) -> None:
+        self._source = source
+        self._order = order
+        self._schedule = schedule
+        self._shape = shape
+        self._num_epochs = num_epochs
+        self._probe = probe
+        self._specs_of = specs_of
+        self._num_batches = num_batches
+        self.memory_bytes = memory_bytes
+        self._pinned = pinned
+        self._epoch = 0
+        self._start = 0
+        self._step = 0
+        self._ahead: tuple[int, NDArray[np.int64]] = (0, np.empty(0, np.int64))
+        self.specs: Mapping[str, FieldSpec] | None = None
+        self.slabs: SlabPool | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self._shape.size
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, global position) of the batch that would be opened next."""
+        if self._step >= self._schedule.num_batches(self._start):
+            return self._epoch + 1, 0
+        return self._epoch, self._schedule.position_after(self._start, self._step)
+
+    def key(self, index: int) -> str:
+        """The key of a sample, for messages."""
+        return self._source.key(index)
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Go on with the batches of `epoch` from global `position` on."""
+        self._epoch, self._start, self._step = epoch, position, 0
+        self._ahead = (0, np.empty(0, np.int64))
+
+    def prepare(self) -> None:
+        """Find out what a batch looks like, from the first readable sample of the canonical order.
+
+        That sample, and not the first of the epoch, so that the answer never depends on where training resumed. Raises
+        `StageError` if none of the first 16 is readable, `ConfigError` if `memory` holds not even one batch.
+        """
+        first_error: StageError | None = None
+        for index in range(min(_NUM_PROBES, len(self._source))):
+            indices = np.array([index], np.int64)
+            probe = Destination(epoch=0, step=0, positions=indices, indices=indices)
+            chunk = Chunk(probe, 0, 1, 0, indices)
+            self._probe(chunk)
+            sample = chunk.samples[0]
+            if sample is not None:
+                self.specs = self._specs_of(sample, self._source.key(index))
+                break
+            first_error = first_error or chunk.failures[0]
+        else:
+            assert first_error is not None
+            raise first_error
+        layout = SlabLayout.of(self.specs, self._shape.size)
+        if layout.num_bytes > self.memory_bytes:
+            raise ConfigError(
+                f"prefetch.memory is {format_bytes(self.memory_bytes)}, but one batch of {self._shape.size} takes "
+                f"{format_bytes(layout.num_bytes)}: allow at least that much, or make stages.batch.size smaller"
+            )
+        self.slabs = SlabPool(layout, num_kept=self.max_open(layout.num_bytes) + 2, pinned=self._pinned)
+
+    def max_open(self, slab_bytes: int) -> int:
+        """How many destinations may be open at once: the depth asked for, as far as the budget holds them."""
+        return min(self._num_batches, self.memory_bytes // slab_bytes) if slab_bytes else self._num_batches
+
+    @property
+    def room(self) -> tuple[int, bool]:
+        """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
+        assert self.slabs is not None
+        allowed = self.max_open(self.slabs.layout.num_bytes)
+        return allowed, allowed < self._num_batches
+
+    def open(self, chunk_size: int) -> Destination | None:
+        """The next batch with its memory and its chunks, or None after the last epoch."""
+        assert self.specs is not None
+        assert self.slabs is not None
+        while self._step >= self._schedule.num_batches(self._start):
+            if self._schedule.num_batches() == 0:
+                return None
+            self.seek(self._epoch + 1, 0)
+        if self._num_epochs is not None and self._epoch >= self._num_epochs:
+            return None
+        positions, wrapped = self._positions()
+        indices = self._order.indices(self._epoch, positions) if wrapped is not None else self._indices(positions)
+        after = self._schedule.position_after
+        destination = Destination(
+            epoch=self._epoch,
+            step=self._step,
+            positions=positions,
+            indices=indices,
+            wrapped=wrapped,
+            begin=after(self._start, self._step),
+            end=after(self._start, self._step + 1),
+        )
+        destination.fields = self.slabs.take()
+        destination.values = {name: [None] * len(positions) for name, s in self.specs.items() if s.kind != "slab"}
+        size = len(positions)
+        for lo in range(0, size, chunk_size):
+            hi = min(size, lo + chunk_size)
+            destination.chunks.append(Chunk(destination, lo, hi, self._epoch, indices[lo:hi]))
+        destination.num_pending = len(destination.chunks)
+        self._step += 1
+        return destination
+
+    def _positions(self) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+        positions = self._schedule.positions(self._start, self._step)
+        num_samples = self._schedule.num_samples
+        if positions[-1] < num_samples:
+            return positions, None
+        return positions % num_samples, positions >= num_samples
+
+    def _indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at evenly spaced positions, from a block computed ahead."""
+        stride = self._schedule.world_size
+        start, block = self._ahead
+        place = (int(positions[0]) - start) // stride
+        if place < 0 or place + len(positions) > len(block):
+            start, place = int(positions[0]), 0
+            num = max(len(positions), min(_BLOCK_POSITIONS, -(-(self._schedule.num_samples - start) // stride)))
+            ahead = np.arange(start, start + num * stride, stride, dtype=np.int64)
+            block = self._order.indices(self._epoch, ahead)
+            self._ahead = (start, block)
+        return block[place : place + len(positions)].copy()
+
+    def finish(self, destination: Destination) -> dict[str, Any]:
+        """The batch of a full destination, as the user will see it but for the batch stages."""
+        assert self.specs is not None
+        num_slots = len(destination)
+        slots: NDArray[np.int64] | None = None
+        destination.failures.sort(key=lambda failure: (failure.slot, failure.index))
+        if self._shape.policy == "raise" and destination.failures:
+            raise destination.failures[0].error
+        if self._shape.policy == "skip" and destination.failures:
+            bad = {failure.slot for failure in destination.failures}
+            slots = np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)
+            if not len(slots):
+                raise StageError(
+                    f"all {num_slots} samples of batch {destination.step} of epoch {destination.epoch} were bad, so nothing "
+                    f"is left to deliver; the first: {destination.failures[0].error}",
+                    stage=destination.failures[0].error.stage,
+                    epoch=destination.epoch,
+                )
+        batch: dict[str, Any] = {}
+        for name, spec in self.specs.items():
+            if spec.kind == "slab":
+                tensor = destination.fields[name][:num_slots] if num_slots < self._shape.size else destination.fields[name]
+                batch[name] = tensor if slots is None else tensor[torch.from_numpy(slots)]
+                continue
+            values = destination.values[name]
+            kept = values if slots is None else [values[slot] for slot in slots]
+            if spec.kind == "pad":
+                batch[name], batch[f"{name}_sizes"] = pad(kept, self._shape.pad_value)
+            else:
+                batch[name] = kept
+        indices = destination.indices if slots is None else destination.indices[slots]
+        batch["__key__"] = [self._source.key(index) for index in indices.tolist()]
+        if self._schedule.world_size > 1 and not self._schedule.drop_last:
+            wrapped = np.zeros(num_slots, np.bool_) if destination.wrapped is None else destination.wrapped
+            batch["__wrapped__"] = torch.from_numpy(wrapped if slots is None else wrapped[slots])
+        destination.fields = {}
+        return batch

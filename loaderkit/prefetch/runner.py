@@ -1,0 +1,151 @@
+"""How a stage's function is run over a chunk: draws computed at once, failures caught one sample at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.errors import LoaderkitError, StageError
+from loaderkit.keyed import generator, key_of, uniforms
+from loaderkit.types import Chunk, Sample, SampleFailure, Source
+
+_NUM_REPLACEMENTS = 64
+
+
+@dataclass(frozen=True)
+class FailureNamer:
+    """Marks samples of a chunk as failed in one stage, with an error that says which, where and why."""
+
+    stage: str
+    source: Source
+    describe: Callable[[str], str]
+
+    def __call__(self, chunk: Chunk, place: int, error: Exception) -> None:
+        index = int(chunk.indices[place])
+        key, origin = self.source.key(index), self.describe(self.source.origin(index))
+        reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
+        named = StageError(
+            f"{self.stage} failed for sample {key!r} in {origin}: {reason}",
+            stage=self.stage,
+            key=key,
+            origin=origin,
+            epoch=chunk.epoch,
+            position=int(chunk.destination.positions[chunk.lo + place]),
+        )
+        named.__cause__ = error
+        chunk.samples[place] = None
+        chunk.failures[place] = named
+
+
+class StageKeys:
+    """The key of a stage's random numbers in each epoch, from (seed, epoch, stage name)."""
+
+    def __init__(self, seed: int, stage: str) -> None:
+        self._seed = seed
+        self._stage = stage
+        self._latest = (-1, 0)
+
+    def __getitem__(self, epoch: int) -> int:
+        known, key = self._latest
+        if known != epoch:
+            key = key_of("stage", self._seed, epoch, self._stage)
+            self._latest = (epoch, key)  # one assignment: threads may race, but never see a mixture
+        return key
+
+
+def each_sample(
+    function: Callable[[Sample, NDArray[np.float64]], None], num_draws: int, keys: StageKeys, failed: FailureNamer
+) -> Callable[[Chunk], None]:
+    """A chunk stage from a function of one sample and its `num_draws` uniform numbers."""
+    nothing = np.empty(0)
+
+    def run(chunk: Chunk) -> None:
+        draws: Sequence[Any] | NDArray[np.float64]
+        draws = uniforms(keys[chunk.epoch], chunk.indices, num_draws) if num_draws else [nothing] * len(chunk)
+        for place, sample in enumerate(chunk.samples):
+            if sample is not None:
+                try:
+                    function(sample, draws[place])
+                except Exception as error:
+                    failed(chunk, place, error)
+
+    return run
+
+
+def each_with_scratch(
+    function: Callable[[Sample, dict[str, Any]], None], failed: FailureNamer
+) -> Callable[[Chunk], None]:
+    """A chunk stage from a function of one sample and memory it may reuse; every place of a chunk has its own."""
+
+    def run(chunk: Chunk) -> None:
+        scratches = chunk.scratch.setdefault(failed.stage, [])
+        while len(scratches) < len(chunk):
+            scratches.append({})
+        for place, sample in enumerate(chunk.samples):
+            if sample is not None:
+                try:
+                    function(sample, scratches[place])
+                except Exception as error:
+                    failed(chunk, place, error)
+
+    return run
+
+
+def each_call(
+    call: Callable[[Sample, str, np.random.Generator | None], Sample],
+    keys: StageKeys | None,
+    source: Source,
+    failed: FailureNamer,
+) -> Callable[[Chunk], None]:
+    """A chunk stage from a user's function; `keys` only if it wants a generator."""
+
+    def run(chunk: Chunk) -> None:
+        for place, sample in enumerate(chunk.samples):
+            if sample is not None:
+                index = int(chunk.indices[place])
+                rng = generator(keys[chunk.epoch], index) if keys is not None else None
+                try:
+                    chunk.samples[place] = call(sample, source.key(index), rng)
+                except Exception as error:
+                    failed(chunk, place, error)
+
+    return run
+
+
+def replace_failed(
+    chunk: Chunk, run_all: Callable[[Chunk], None], num_samples: int, seed: int, failed: FailureNamer
+) -> list[SampleFailure]:
+    """Fill every failed slot of a chunk with another sample; returns all failures, those of replacements included.
+
+    Try j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches stay the same whatever the
+    concurrency. The replacement goes through all the stages under its own index.
+    """
+    failures = []
+    key = key_of("replace", seed, chunk.epoch)
+    for place in sorted(chunk.failures):
+        slot, original = chunk.lo + place, int(chunk.indices[place])
+        position = int(chunk.destination.positions[slot])
+        failures.append(SampleFailure(slot, original, position, chunk.failures[place]))
+        draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
+        for index in (draws * num_samples).astype(np.int64):
+            attempt = Chunk(chunk.destination, slot, slot + 1, chunk.epoch, np.array([index], np.int64))
+            run_all(attempt)
+            if not attempt.failures:
+                chunk.destination.indices[slot] = index
+                break
+            failures.append(SampleFailure(slot, int(index), position, attempt.failures[0]))
+        else:
+            raise StageError(
+                f"none of {_NUM_REPLACEMENTS} samples drawn to replace {chunk.failures[place].key!r} was good; "
+                f"the first error: {chunk.failures[place]}",
+                stage=failed.stage,
+                key=chunk.failures[place].key,
+                origin=chunk.failures[place].origin,
+                epoch=chunk.epoch,
+                position=position,
+            )
+    return failures

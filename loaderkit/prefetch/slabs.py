@@ -1,0 +1,111 @@
+"""The memory of batches: slabs, taken when a batch is opened and back in the pool when nobody can see them any more.
+
+A slab's tensors share no storage with one another, but every storage keeps one `Lease` alive. The lease dies with the last
+tensor, view, NumPy array or DLPack export made from any of them, and its death returns the slab. So a slab is reused
+exactly when its memory cannot be seen, whether it was delivered, dropped after a `break`, or never finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from loaderkit.schema import format_bytes
+from loaderkit.types import FieldSpec
+
+_ALIGNMENT = 64
+logger = logging.getLogger("loaderkit")
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """Where each field of a batch of `num_slots` samples lies in a slab."""
+
+    num_slots: int
+    fields: tuple[tuple[str, int, int, tuple[int, ...], torch.dtype], ...]  # name, start, end, shape, dtype
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Mapping[str, FieldSpec], num_slots: int) -> SlabLayout:
+        fields = []
+        offset = 0
+        for name, spec in specs.items():
+            if spec.kind == "slab":
+                assert spec.dtype is not None
+                shape = (num_slots, *spec.shape)
+                end = offset + prod(shape) * spec.dtype.itemsize
+                fields.append((name, offset, end, shape, spec.dtype))
+                offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return cls(num_slots, tuple(fields), offset)
+
+
+class _Lease:
+    """Keeps a slab out of the pool while it lives: the base of every array made over the slab."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_free", "_slab")
+
+    def __init__(self, slab: np.ndarray[tuple[int], np.dtype[np.uint8]], free: queue.SimpleQueue[object]) -> None:
+        self._slab = slab
+        self._free = free
+        self.__array_interface__ = slab.__array_interface__
+
+    def __del__(self) -> None:
+        # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
+        self._free.put(self._slab)
+
+
+class SlabPool:
+    """Slabs of one layout. `take` is called under the engine's lock; leases may end anywhere."""
+
+    def __init__(self, layout: SlabLayout, *, num_kept: int, pinned: bool) -> None:
+        self.layout = layout
+        self.num_allocated = 0
+        self._num_kept = num_kept
+        self._pinned = pinned
+        self._free: queue.SimpleQueue[np.ndarray[tuple[int], np.dtype[np.uint8]]] = queue.SimpleQueue()
+        self._is_warned = False
+
+    @property
+    def num_live(self) -> int:
+        """Slabs in use: being filled, waiting to be delivered, or seen by the user."""
+        return self.num_allocated - self._free.qsize()
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Tensors over a free slab, [num_slots, ...] each, uninitialised."""
+        if not self.layout.fields:
+            return {}
+        while self._free.qsize() > self._num_kept:
+            self._free.get()
+            self.num_allocated -= 1
+        try:
+            slab = self._free.get_nowait()
+        except queue.Empty:
+            slab = self._allocate()
+        lease = _Lease(slab, self._free)  # type: ignore[arg-type]
+        whole = np.asarray(lease)
+        tensors = {}
+        for name, start, end, shape, dtype in self.layout.fields:
+            tensors[name] = torch.from_numpy(whole[start:end]).view(dtype).view(shape)
+        return tensors
+
+    def _allocate(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        self.num_allocated += 1
+        if self.num_allocated > 2 * self._num_kept + 8 and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
+                self.num_live - self._num_kept,
+                format_bytes(self.layout.num_bytes),
+            )
+        size = self.layout.num_bytes
+        if self._pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        offset = -memory.ctypes.data % _ALIGNMENT
+        return memory[offset : offset + size]

@@ -1,0 +1,172 @@
+"""The loader's accounts at one moment, and the difference of two moments.
+
+Slot time: for every stage, workers x wall time = busy + starved + blocked + idle. Stages fused into one pool are listed
+singly; `slot_s` is then their own busy time, with starved and idle at the pool's first stage and blocked at its last, so
+that the rows of a pool sum to its workers' time. Stall time: what the consumer waited for, by stage.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass, field
+from typing import Any
+
+from loaderkit.prefetch.accounts import Histogram
+from loaderkit.prefetch.engine import Engine
+
+
+@dataclass
+class StageStats:
+    """One stage's counters. Times in seconds, summed over its workers."""
+
+    name: str
+    workers: int
+    num_items: int = 0
+    num_bytes: int = 0
+    num_failed: int = 0
+    busy_s: float = 0.0
+    cpu_s: float = 0.0
+    starved_s: float = 0.0
+    blocked_s: float = 0.0
+    idle_s: float = 0.0
+    services: Histogram = field(default_factory=Histogram)
+
+    @property
+    def slot_s(self) -> float:
+        return self.busy_s + self.starved_s + self.blocked_s + self.idle_s
+
+    def minus(self, earlier: StageStats) -> StageStats:
+        return StageStats(
+            self.name,
+            self.workers,
+            self.num_items - earlier.num_items,
+            self.num_bytes - earlier.num_bytes,
+            self.num_failed - earlier.num_failed,
+            self.busy_s - earlier.busy_s,
+            self.cpu_s - earlier.cpu_s,
+            self.starved_s - earlier.starved_s,
+            self.blocked_s - earlier.blocked_s,
+            self.idle_s - earlier.idle_s,
+            Histogram([a - b for a, b in zip(self.services.counts, earlier.services.counts, strict=True)]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "workers": self.workers,
+            "num_items": self.num_items,
+            "num_bytes": self.num_bytes,
+            "busy_s": self.busy_s,
+            "cpu_s": self.cpu_s,
+            "starved_s": self.starved_s,
+            "blocked_s": self.blocked_s,
+            "idle_s": self.idle_s,
+            "slot_s": self.slot_s,
+            "p50_s": self.services.percentile(0.5),
+            "p99_s": self.services.percentile(0.99),
+            "num_failed": self.num_failed,
+        }
+
+
+@dataclass
+class Stats:
+    """What `loader.stats()` returns. `wall_s` counts from the first wait for a batch, or from the earlier moment."""
+
+    now_s: float
+    wall_s: float
+    num_batches: int
+    num_samples: int
+    stall_s: dict[str, float]
+    stages: list[StageStats]
+    memory: dict[str, int]
+    tuning: dict[str, Any]
+
+    def since(self, earlier: Stats) -> Stats:
+        """What happened between `earlier` and this moment."""
+        if earlier.num_batches > self.num_batches:
+            raise ValueError("`since` is a moment of another run of this loader")
+        causes = {**earlier.stall_s, **self.stall_s}
+        return Stats(
+            now_s=self.now_s,
+            wall_s=self.wall_s - earlier.wall_s,
+            num_batches=self.num_batches - earlier.num_batches,
+            num_samples=self.num_samples - earlier.num_samples,
+            # An open wait is attributed anew when it ends, so a cause may shrink a little between two moments.
+            stall_s={
+                cause: max(0.0, self.stall_s.get(cause, 0.0) - earlier.stall_s.get(cause, 0.0)) for cause in causes
+            },
+            stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
+            memory=self.memory,
+            tuning=self.tuning,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; the layout is described in docs/reference.md."""
+        total_s = sum(self.stall_s.values())
+        wall_s = max(self.wall_s, 1e-12)
+        return {
+            "wall_s": self.wall_s,
+            "num_batches": self.num_batches,
+            "num_samples": self.num_samples,
+            "stall": {
+                "total_s": total_s,
+                "percent": min(100.0, 100.0 * total_s / wall_s) if self.wall_s > 0 else 0.0,
+                "by_stage": dict(sorted(self.stall_s.items(), key=lambda item: -item[1])),
+            },
+            "stages": [stage.to_dict() for stage in self.stages],
+            "throughput": {
+                "samples_per_s": self.num_samples / wall_s if self.wall_s > 0 else 0.0,
+                "bytes_per_s": sum(stage.num_bytes for stage in self.stages) / wall_s if self.wall_s > 0 else 0.0,
+            },
+            "memory": self.memory,
+            "tuning": self.tuning,
+        }
+
+
+def collect(engine: Engine, tuning: dict[str, Any]) -> Stats:
+    """The accounts of an engine, up to now; from any thread, in well under a millisecond."""
+    now = engine.clock()
+    rows = [StageStats(stage.name, 0) for stage in engine.stages]
+    for pool in engine.pools:
+        numbers = (*pool.plan.sample_stages, *pool.plan.batch_stages)
+        first, last = rows[numbers[0]], rows[numbers[-1]]
+        for number in numbers:
+            rows[number].workers = pool.plan.num_workers
+        for account in pool.accounts:
+            state_s = account.read(now)
+            first.starved_s += state_s[engine.states.starved]
+            first.idle_s += state_s[engine.states.idle]
+            last.blocked_s += state_s[engine.states.blocked]
+            # Inline, one account serves all pools; threads only ever enter their own pool's stages.
+            for number, totals in enumerate(account.stages):
+                row = rows[number]
+                row.busy_s += state_s[number]
+                row.cpu_s += totals.cpu_s
+                row.num_items += totals.num_items
+                row.num_bytes += totals.num_bytes
+                row.num_failed += totals.num_failed
+                row.services = Histogram(
+                    [a + b for a, b in zip(row.services.counts, totals.services.counts, strict=True)]
+                )
+    stall_s = dict(engine.stall_s)
+    for cause, seconds in engine.open_wait(now).items():
+        stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+    slabs = engine.plan.slabs
+    slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
+    return Stats(
+        now_s=now,
+        wall_s=0.0 if engine.first_wait_s is None else now - engine.first_wait_s,
+        num_batches=engine.num_delivered,
+        num_samples=engine.num_samples,
+        stall_s=stall_s,
+        stages=rows,
+        memory={
+            "budget_bytes": engine.plan.memory_bytes,
+            "slab_bytes": slab_bytes,
+            "open_bytes": engine.num_open * slab_bytes,
+            "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
+            "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
+            "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        },
+        tuning=tuning,
+    )

@@ -1,0 +1,119 @@
+"""`kind: dataset`: any Python object with `__len__` and `__getitem__`, such as a map-style torch Dataset.
+
+An item that is a dict is the sample; a tuple's items are named by `fields`, or "0", "1", ...; anything else is the one
+field of `fields`, or "0".
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, field_serializer, field_validator
+
+from loaderkit.errors import SourceError
+from loaderkit.schema import SourceArgs
+from loaderkit.types import FieldRange, Sample
+
+
+class DatasetArgs(SourceArgs):
+    """A Python object with `__len__` and `__getitem__`."""
+
+    kind: Literal["dataset"] = "dataset"
+    object: Any = Field(description='"package.module:name" of the object or of a function that makes it, or the object')
+    args: dict[str, Any] = Field({}, description="keyword arguments, if `object` names a function or class")
+    fields: Annotated[
+        tuple[str, ...] | None, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+    ] = Field(None, description="names for the items of a tuple")
+
+    @field_validator("object")
+    @classmethod
+    def _is_object(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if not all(value.partition(":")[::2]):
+                raise ValueError(f'"package.module:name", not {value!r}')
+        elif not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+            raise ValueError(f"an object with __len__ and __getitem__, not {type(value).__name__}")
+        return value
+
+    @field_serializer("object")
+    def _to_path(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise ValueError(  # noqa: TRY004 - pydantic turns ValueError into its own
+                f"a {type(value).__name__} given as an object cannot be written to YAML: "
+                'give a function that makes it, as "package.module:function"'
+            )
+        return value
+
+
+def open_object(args: DatasetArgs) -> Any:
+    """The object itself: imported, and called if it is a function or class. Raises `SourceError`."""
+    if not isinstance(args.object, str):
+        return args.object
+    module, _, name = args.object.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SourceError(f"the data set {args.object!r} cannot be imported: {error}") from error
+    is_ready = hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, type)
+    if not is_ready and callable(found):
+        found = found(**args.args)
+    if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        raise SourceError(f"{args.object!r} gives {type(found).__name__}, which has no __len__ and __getitem__")
+    return found
+
+
+class DatasetSource:
+    """The items of an object, numbered as it numbers them. Implements `Source` and `ItemSource`."""
+
+    def __init__(self, dataset: Any, args: DatasetArgs) -> None:
+        self._dataset = dataset
+        self._fields = args.fields
+        self._name = type(dataset).__qualname__
+        size = len(dataset)
+        if size == 0:
+            raise SourceError(f"the data set {self._name} has no items: len() is 0")
+        self._size = size if args.limit is None else min(size, args.limit)
+        classes = getattr(dataset, "classes", None)
+        self.classes = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def key(self, index: int) -> str:
+        return str(index)
+
+    def origin(self, index: int) -> str:
+        return self._name
+
+    def item(self, index: int) -> Sample:
+        value = self._dataset[index]
+        if isinstance(value, dict):
+            return dict(value)
+        items = value if isinstance(value, tuple) else (value,)
+        names = self._fields or tuple(map(str, range(len(items))))
+        if len(names) != len(items):
+            raise ValueError(f"the item is a tuple of {len(items)}, `fields` names {len(names)}: {', '.join(names)}")
+        return dict(zip(names, items, strict=True))
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        raise SourceError("the items of a Python object have no byte ranges")
+
+    def constants(self, index: int) -> Sample:
+        return {}
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        raise SourceError(
+            "order.shuffle: block needs a source that knows where its samples' bytes lie (files, tar); "
+            "use global or none with a data set object"
+        )
+
+    def fingerprint(self) -> str:
+        return f"{self._name}-{self._size}"
+
+    def close(self) -> None:
+        """Nothing to release: the object is the user's."""

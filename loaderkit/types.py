@@ -246,7 +246,7 @@ class SampleFailure(NamedTuple):
     """A sample that was bad: what the quarantine file and the statistics need to know."""
 
     slot: int
-    index: int
+    sample: int
     position: int
     error: StageError
 
@@ -267,6 +267,7 @@ class BatchContext(NamedTuple):
 
     epoch: int
     step: int
+    first_position: int
     keys: list[str]
 
 

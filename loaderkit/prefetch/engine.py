@@ -122,8 +122,10 @@ class Engine:
                 thread.start()
         try:
             ready.wait()
+        except BaseException:
+            ready.abort()  # Ctrl-C: let the workers go
+            raise
         finally:
-            ready.abort()  # lets the workers go if this wait was interrupted
             # torch keeps one number for threads to come besides one for each thread: put back what the workers set.
             torch.set_num_threads(num_torch_threads)
 
@@ -429,7 +431,8 @@ class Engine:
                 now = account.enter(number)
                 assert destination.last_chunk is not None
                 destination.last_chunk.marks.append((now, number))
-                context = BatchContext(destination.epoch, destination.step, destination.result["__key__"])
+                first = int(destination.positions[0])
+                context = BatchContext(destination.epoch, destination.step, first, destination.result["__key__"])
                 self.stages[number].run(destination.result, context)
                 account.served(number, len(destination), 0)
         except Exception as error:

@@ -183,7 +183,7 @@ class BatchPlan:
         assert self.specs is not None
         num_slots = len(destination)
         slots: NDArray[np.int64] | None = None
-        destination.failures.sort(key=lambda failure: (failure.slot, failure.index))
+        destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))
         if self._shape.policy == "raise" and destination.failures:
             raise destination.failures[0].error
         if self._shape.policy == "skip" and destination.failures:

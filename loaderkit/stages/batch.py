@@ -17,10 +17,6 @@ from loaderkit.images import describe, to_tensor
 from loaderkit.schema import StageArgs
 from loaderkit.types import Chunk, FieldSpec, Image, Sample
 
-ImageWriter = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes an image, uint8 [C, H, W] of any strides, into its slot."""
-
-
 class BatchArgs(StageArgs):
     """Gather samples into batches."""
 
@@ -80,19 +76,18 @@ def as_tensor(value: Any) -> torch.Tensor:
 def land(
     chunk: Chunk,
     specs: Mapping[str, FieldSpec],
-    write_image: ImageWriter | None,
     failed: Callable[[Chunk, int, Exception], None],
 ) -> None:
     """Write the chunk's good samples into the slots of its destination; those that do not fit are marked as failed.
 
-    `write_image` fills the slots of images that are normalised on the way; None copies them.
+    Images whose slots are float (they are normalised there next) are converted on the way.
     """
     for place, sample in enumerate(chunk.samples):
         if sample is not None and sample.keys() != specs.keys():
             failed(chunk, place, _different_fields(sample, specs))
     for name, spec in specs.items():
         if spec.kind == "slab":
-            _land_slab(chunk, name, spec, write_image if spec.image else None, failed)
+            _land_slab(chunk, name, spec, failed)
         else:
             values = chunk.destination.values[name]
             for place, sample in enumerate(chunk.samples):
@@ -115,7 +110,6 @@ def _land_slab(
     chunk: Chunk,
     name: str,
     spec: FieldSpec,
-    write_image: ImageWriter | None,
     failed: Callable[[Chunk, int, Exception], None],
 ) -> None:
     slots = chunk.destination.fields[name]
@@ -125,8 +119,8 @@ def _land_slab(
                 continue
             try:
                 value = as_tensor(sample[name])
-                _check_fits(value, name, spec, normalised=write_image is not None)
-                (write_image or torch.Tensor.copy_)(slots[chunk.lo + place], value)
+                _check_fits(value, name, spec)
+                slots[chunk.lo + place].copy_(value)
             except Exception as error:
                 failed(chunk, place, error)
 
@@ -149,8 +143,8 @@ def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor)
     return False
 
 
-def _check_fits(value: torch.Tensor, name: str, spec: FieldSpec, *, normalised: bool) -> None:
-    dtype = torch.uint8 if normalised else spec.dtype
+def _check_fits(value: torch.Tensor, name: str, spec: FieldSpec) -> None:
+    dtype = torch.uint8 if spec.image else spec.dtype
     if value.shape != spec.shape or value.dtype != dtype:
         wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
         raise ValueError(

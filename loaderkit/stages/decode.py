@@ -19,12 +19,12 @@ from PIL import Image as Pillow
 from PIL import ImageOps, UnidentifiedImageError
 from pydantic import Field, PositiveInt
 
+from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.images import as_image, describe
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Encoded, Image, Sample
 
-IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pnm"})
-_JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif"})
+_JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _EXIF_ORIENTATION = 0x0112
 
 

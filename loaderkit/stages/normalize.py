@@ -1,7 +1,7 @@
 """`normalize`: (x / 255 - mean) / std of every channel, as float.
 
-Right after `batch` on the CPU it is done while the pixels are written into their slots, which saves a pass over the batch;
-anywhere else on the finished batch. Both do the same arithmetic: x * (1 / (255 std)) + (-mean / std) in float32.
+Right behind `batch` on the CPU it is done in place on each chunk's slots while they are in the cache; anywhere else on the
+finished batch. Both do the same arithmetic: x * (1 / (255 std)) + (-mean / std) in float32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from loaderkit.images import describe
 from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.types import Chunk
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _DTYPES = {
@@ -42,10 +43,6 @@ class NormalizeArgs(StageArgs):
     fields: FieldNames = None
 
 
-def output_dtype(args: NormalizeArgs) -> torch.dtype:
-    return _DTYPES[args.dtype]
-
-
 def _factors(args: NormalizeArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, shift), float32 [C, 1, 1] each."""
     mean = torch.tensor(_IMAGENET["mean"] if args.mean == "imagenet" else args.mean, dtype=torch.float64)
@@ -54,23 +51,21 @@ def _factors(args: NormalizeArgs) -> tuple[torch.Tensor, torch.Tensor]:
     return scale.float().reshape(-1, 1, 1), shift.float().reshape(-1, 1, 1)
 
 
-def image_writer(args: NormalizeArgs) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """A function `(slot, image)` that fills a float slot [C, H, W] from a uint8 image [C, H, W] of any strides."""
+def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str]]) -> Callable[[Chunk], None]:
+    """A chunk stage right behind `batch`: scale and shift the chunk's own slots, which hold the pixels as float32."""
     scale, shift = _factors(args)
 
-    def write(slot: torch.Tensor, image: torch.Tensor) -> None:
-        if slot.dtype == torch.float32:
-            slot.copy_(image).mul_(scale).add_(shift)
-        else:
-            slot.copy_(image.to(torch.float32).mul_(scale).add_(shift))
+    def run(chunk: Chunk) -> None:
+        for name in args.fields or image_fields():
+            chunk.destination.fields[name][chunk.lo : chunk.hi].mul_(scale).add_(shift)
 
-    return write
+    return run
 
 
 def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
     """A batch stage `(batch, image_fields) -> None`; runs where the batch's tensors are."""
     scale, shift = _factors(args)
-    dtype = output_dtype(args)
+    dtype = _DTYPES[args.dtype]
 
     def run(batch: dict[str, Any], image_fields: Iterable[str]) -> None:
         for name in args.fields or image_fields:

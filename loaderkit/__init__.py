@@ -1,0 +1,39 @@
+"""loaderkit: a data-loading pipeline and prefetcher for PyTorch that says why the GPU waits.
+
+    loader = loaderkit.build("pipeline.yaml")
+    with loader:
+        for batch in loader:
+            images, labels = batch["image"], batch["label"]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loaderkit import errors
+    from loaderkit.loader import Loader, build
+    from loaderkit.pipeline import Pipeline
+
+__version__ = "0.1.0"
+__all__ = ["Loader", "Pipeline", "__version__", "build", "errors"]
+
+_HOMES = {"Loader": "loaderkit.loader", "build": "loaderkit.loader", "Pipeline": "loaderkit.pipeline"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import loaderkit` alone must not cost the import of torch (a second or more)."""
+    import importlib
+
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name == "errors":
+        found = importlib.import_module("loaderkit.errors")
+    else:
+        raise AttributeError(f"module 'loaderkit' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

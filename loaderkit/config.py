@@ -1,0 +1,137 @@
+"""One frozen description of a pipeline, whether it comes from YAML, a dict or `Pipeline`.
+
+`parsing.py` makes it, `structure.py` checks how its parts fit together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from loaderkit.errors import ConfigError
+from loaderkit.registry import SOURCES
+from loaderkit.schema import ByteSize, Duration, Model, SourceArgs, StageArgs
+
+
+class BlockArgs(Model):
+    """How `shuffle: block` cuts and mixes."""
+
+    block: ByteSize = Field(8 * 2**20, description="about so many bytes of neighbouring samples make a block")
+    window: PositiveInt = Field(16, description="blocks of a lane mixed together")
+    lanes: PositiveInt = Field(8, description="blocks read in turns; ranks share them out when they divide it")
+
+
+class OrderArgs(Model):
+    """Which sample comes when."""
+
+    shuffle: Literal["global", "block", "none"] = "global"
+    seed: NonNegativeInt = 0
+    epochs: PositiveInt | None = Field(None, description="null: no end")
+    block: BlockArgs = BlockArgs()  # type: ignore[call-arg]
+
+
+class PrefetchArgs(Model):
+    """How far and how fast to work ahead."""
+
+    batches: PositiveInt = Field(4, description="batches being made or ready while the consumer works on another")
+    memory: ByteSize = Field(2 * 2**30, description="bound on the memory of those batches")
+    concurrency: PositiveInt | Literal["auto"] = Field("auto", description="worker threads in all; auto: one a CPU")
+    executor: Literal["inline", "thread"] = Field("thread", description="inline works in next(), without threads")
+    processes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="the loader works in the caller's process")
+    timeout: Duration = Field(60.0, description="a wait this long is reported with the stage, the sample and stacks")
+
+
+class ErrorsArgs(Model):
+    """What to do with samples that cannot be read, decoded or transformed."""
+
+    on_bad_sample: Literal["raise", "skip", "replace"] = "raise"
+    max_bad_samples: NonNegativeInt = Field(100, description="per rank and epoch; one more raises")
+    quarantine: str | None = Field(None, description="a file that gets one JSON line for every bad sample")
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage: its kind, its name (unique in the pipeline) and its arguments."""
+
+    kind: str
+    name: str
+    args: StageArgs
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """A whole pipeline, valid and complete: every default is filled in."""
+
+    source: SourceArgs
+    stages: tuple[StageConfig, ...]
+    version: int = 1
+    name: str = "pipeline"
+    order: OrderArgs = OrderArgs()  # type: ignore[call-arg]
+    prefetch: PrefetchArgs = PrefetchArgs()  # type: ignore[call-arg]
+    errors: ErrorsArgs = ErrorsArgs()  # type: ignore[call-arg]
+    output: tuple[str, ...] | None = None
+
+    @property
+    def source_kind(self) -> str:
+        return next(kind for kind, args in SOURCES.items() if type(self.source) is args)
+
+    def stage(self, kind: str) -> StageConfig:
+        """The first stage of a kind."""
+        return next(stage for stage in self.stages if stage.kind == kind)
+
+    def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
+        """Plain values that `parse` turns back into an equal config; with every default, or only what differs.
+
+        Raises ConfigError for objects that a file cannot name (a lambda, a data set given as an object).
+        """
+        try:
+            data: dict[str, Any] = {"version": self.version, "name": self.name}
+            data["source"] = {"kind": self.source_kind, **_dump(self.source, defaults)}
+            data["order"] = _dump_order(self.order, defaults)
+            data["stages"] = [_dump_stage(stage, defaults) for stage in self.stages]
+            data["prefetch"] = _dump(self.prefetch, defaults)
+            data["errors"] = _dump(self.errors, defaults)
+            data["output"] = list(self.output) if self.output is not None else None
+        except ValueError as error:
+            raise ConfigError(f"this pipeline cannot be written as YAML: {error}") from error
+        return {key: value for key, value in data.items() if defaults or value not in ({}, None)}
+
+    def to_yaml(self, *, defaults: bool = False) -> str:
+        """YAML text that describes this pipeline exactly."""
+        text: str = yaml.safe_dump(
+            _escape(self.to_dict(defaults=defaults)), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+        )
+        return text
+
+
+def _dump(model: Model, defaults: bool) -> dict[str, Any]:
+    dumped = model.model_dump(mode="json", exclude_defaults=not defaults)
+    dumped.pop("kind", None)
+    return dumped
+
+
+def _dump_order(order: OrderArgs, defaults: bool) -> dict[str, Any]:
+    dumped = _dump(order, defaults)
+    if order.shuffle == "block":
+        dumped["block"] = _dump(order.block, defaults)
+        return {key: value for key, value in dumped.items() if key != "block" or value}
+    return {key: value for key, value in dumped.items() if key != "block" or order.block != BlockArgs()}  # type: ignore[call-arg]
+
+
+def _dump_stage(stage: StageConfig, defaults: bool) -> Any:
+    dumped = _dump(stage.args, defaults)
+    if defaults:
+        dumped["name"] = stage.name
+    return {stage.kind: dumped} if dumped else stage.kind
+
+
+def _escape(value: Any) -> Any:
+    """Texts that look like variables get a second dollar sign."""
+    if isinstance(value, str):
+        return value.replace("${", "$${")
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    return [_escape(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,218 @@
+"""Files below a directory of this machine, as objects."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat as stat_bits
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from loaderkit.errors import (
+    AccessDeniedError,
+    ConnectorError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+)
+from loaderkit.types import ObjectInfo
+
+# An empty part, "." or "..": two spellings of one file, or a way out of the root.
+_UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
+# Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+_OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+_Entry = tuple[str, os.DirEntry[str]]
+_Open = tuple[Iterator[_Entry], tuple[int, int]]
+
+
+class FileConnector:
+    """The regular files below `root`; keys are POSIX paths relative to it, hidden files included.
+
+    Symbolic links are followed when listing and reading, so a link may lead outside `root`; a key may not. A read of
+    a small file in the page cache costs four system calls, about 6 us.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self._root = os.path.abspath(root)
+        self._base = self._root if self._root.endswith("/") else self._root + "/"
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All regular files whose key starts with `prefix`, ordered by the bytes of the whole key.
+
+        A file that vanishes meanwhile is left out. Raises `ObjectNotFoundError` if the root is missing,
+        `AccessDeniedError` for a directory that may not be read.
+        """
+        # One entry an open directory: what is left of it, its key, its identity (against endless loops of links).
+        identity = self._identity("")
+        if identity is None:
+            raise ObjectNotFoundError(f"there is no directory {self._root!r}; check the source's `url`")
+        stack: list[_Open] = [(iter(self._entries("", prefix)), identity)]
+        while stack:
+            entries, _ = stack[-1]
+            for key, entry in entries:
+                if not key.endswith("/"):
+                    info = self._info_of(key, entry)
+                    if info is not None:
+                        yield info
+                    continue
+                identity = self._identity(key)
+                if identity is not None and all(identity != above for _, above in stack):
+                    stack.append((iter(self._entries(key, prefix)), identity))
+                    break
+            else:
+                stack.pop()
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size in bytes and etag (from the time of change and the size) of one file."""
+        try:
+            status = os.stat(self._path(key))
+        except (OSError, ValueError) as error:
+            raise self._translated(key, error) from error
+        self._require_regular(key, status)
+        return ObjectInfo(key, status.st_size, _etag(status))
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
+        if start < 0:  # preadv takes -1 for "where the file stands" and reads happily
+            raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+        try:
+            fd = os.open(self._path(key), _OPEN_FLAGS)
+        except (OSError, ValueError) as error:
+            raise self._translated(key, error) from error
+        try:
+            status = os.fstat(fd)
+            self._require_regular(key, status)
+            if etag is not None and etag != _etag(status):
+                raise ObjectChangedError(
+                    f"{self.describe(key)} was changed since it was listed "
+                    f"(then {etag}, now {_etag(status)}); start again, so that it is listed anew"
+                )
+            num_wanted = len(buffer)
+            num_read = os.preadv(fd, [buffer], start) if num_wanted else 0
+            while num_read < num_wanted:
+                num_more = os.preadv(fd, [buffer[num_read:]], start + num_read)
+                if num_more == 0:
+                    raise ShortReadError(
+                        f"{self.describe(key)} ended after {num_read} of the {num_wanted} bytes wanted from byte "
+                        f"{start} on: it has {status.st_size}; it is cut short, or the index that led here is old"
+                    )
+                num_read += num_more
+        except OSError as error:
+            if isinstance(error, ConnectorError):
+                raise
+            raise self._translated(key, error) from error
+        finally:
+            os.close(fd)
+
+    def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Create or replace a file, with its parent directories; readers see the old bytes or the new ones."""
+        try:
+            path = self._path(key)
+            directory = os.path.dirname(path)
+            os.makedirs(directory, exist_ok=True)
+            temporary = f"{directory}/.{secrets.token_hex(8)}.tmp"
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(data)
+                os.replace(temporary, path)
+            except BaseException:
+                if os.path.lexists(temporary):
+                    os.unlink(temporary)
+                raise
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConnectorError):
+                raise
+            raise self._translated(key, error) from error
+
+    def delete(self, key: str) -> None:
+        """Remove a file; a missing one is no error, as in S3."""
+        try:
+            os.unlink(self._path(key))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise self._translated(key, error) from error
+
+    def describe(self, key: str) -> str:
+        """The file's path."""
+        return self._base + key
+
+    def close(self) -> None:
+        """Nothing is held between two calls."""
+
+    def _path(self, key: str) -> str:
+        if _UNUSUAL_PART.search(key):
+            raise ObjectNotFoundError(
+                f"{key!r} is no key: a key is a path below {self._root!r} without '.', '..' and empty parts"
+            )
+        return self._base + key
+
+    def _entries(self, directory: str, prefix: str) -> Sequence[_Entry]:
+        """The entries of a directory that can match, in canonical order; a directory's key ends with "/"."""
+        found = []
+        try:
+            with os.scandir(self._base + directory) as entries:
+                for entry in entries:
+                    key = directory + entry.name
+                    if _is_directory(entry):
+                        key += "/"
+                    if key.startswith(prefix) or (key.endswith("/") and prefix.startswith(key)):
+                        found.append((key, entry))
+        except FileNotFoundError:
+            return []  # removed since its parent was read
+        except OSError as error:
+            raise self._translated(directory, error) from error
+        # "a-b/x" comes before "a/x": sorting directories with their slash makes the walk's order that of whole keys.
+        return sorted(found, key=lambda pair: os.fsencode(pair[0]))
+
+    def _identity(self, directory: str) -> tuple[int, int] | None:
+        """What tells one directory from another whatever its name; None if it is gone."""
+        try:
+            status = os.stat(self._base + directory)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._translated(directory, error) from error
+        return status.st_dev, status.st_ino
+
+    def _info_of(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
+        try:
+            status = entry.stat()
+        except FileNotFoundError:
+            return None  # removed meanwhile, or a link that leads nowhere
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise self._translated(key, error) from error
+        return ObjectInfo(key, status.st_size, _etag(status)) if stat_bits.S_ISREG(status.st_mode) else None
+
+    def _require_regular(self, key: str, status: os.stat_result) -> None:
+        if not stat_bits.S_ISREG(status.st_mode):
+            what = "a directory" if stat_bits.S_ISDIR(status.st_mode) else "a device, pipe or socket"
+            raise ObjectNotFoundError(f"{self.describe(key)} is {what}, not a file")
+
+    def _translated(self, key: str, error: OSError | ValueError) -> ConnectorError:
+        if isinstance(error, ConnectorError):
+            return error
+        name = self._base + key
+        if isinstance(error, ValueError):  # a NUL, or a character that no file name can hold
+            return ObjectNotFoundError(f"{key!r} is no key: {error}")
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            return ObjectNotFoundError(f"there is no file {name!r} ({error.strerror}); was it moved or deleted?")
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return AccessDeniedError(f"{name!r} may not be read or changed by this user ({error.strerror})")
+        return ConnectorError(f"{name!r}: {error.strerror or error}")
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or one into a place that may not be seen: whoever reads it is told
+        return False
+
+
+def _etag(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}"

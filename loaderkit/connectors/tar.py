@@ -1,0 +1,135 @@
+"""The members of tar archives as objects, over any connector that holds the archives."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from loaderkit.errors import ObjectNotFoundError, ShortReadError
+from loaderkit.types import Connector, Member, ObjectInfo
+
+
+@dataclass
+class _Shard:
+    """One archive as it was when its members were read; `lock` is held while they are."""
+
+    info: ObjectInfo
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    members: dict[str, Member] | None = None
+
+
+class TarConnector:
+    """Objects called "<archive's key>/<member's name>": the regular files inside the `.tar` objects of `inner`.
+
+    `members` gives the members of one archive in archive order; it is called once an archive, when that archive is
+    first needed, from any thread. Of members with one name the last counts, as when a tar is extracted. Names are
+    only ever looked up, never used as paths.
+    """
+
+    def __init__(self, inner: Connector, members: Callable[[ObjectInfo], Sequence[Member]]) -> None:
+        self._inner = inner
+        self._members = members
+        self._lock = threading.Lock()
+        self._shards: dict[str, _Shard] = {}
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All members whose key starts with `prefix`, ordered by the UTF-8 bytes of the key.
+
+        Reads the members of the archives that can match, one after the other. Raises what `members` raises.
+        """
+        cut = prefix.find(".tar/")
+        infos = [
+            info
+            for info in self._inner.list(prefix if cut < 0 else prefix[: cut + 4])
+            if info.key.endswith(".tar") and ((info.key + "/").startswith(prefix) or prefix.startswith(info.key + "/"))
+        ]
+        # "a.tar-b.tar/x" comes before "a.tar/x", so the archives' own order is not that of the members.
+        infos.sort(key=lambda info: _order(info.key + "/"))
+        while infos:
+            # A store may hold both "a.tar" and "a.tar/b.tar"; their members then interleave.
+            root = infos[0].key + "/"
+            together = next((i for i, info in enumerate(infos) if i and not info.key.startswith(root)), len(infos))
+            lists = [self._listed(info, prefix) for info in infos[:together]]
+            yield from heapq.merge(*lists, key=lambda info: _order(info.key))
+            del infos[:together]
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size in bytes and etag of one member: the archive's etag and the member's place in it."""
+        return _info(*self._find(key, afresh=True))
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` with the member's bytes from `start` on, or raise; see `Connector.read_into`.
+
+        An archive replaced since its members were read is an `ObjectChangedError`, with or without `etag`, until
+        `list` or `stat` has seen the new one.
+        """
+        shard, member = self._find(key)
+        if start < 0 or start + len(buffer) > member.size:
+            raise ShortReadError(
+                f"{self.describe(key)} has {member.size} bytes; {len(buffer)} were wanted from byte {start} on"
+            )
+        # A member's tag is checked through the archive's: what precedes the last "@" must be the archive's tag.
+        shard_etag = shard.info.etag if etag is None else etag.rpartition("@")[0]
+        self._inner.read_into(shard.info.key, member.start + start, buffer, etag=shard_etag)
+
+    def describe(self, key: str) -> str:
+        """The archive's name, "!", and the member's name."""
+        for shard_key, name in _splits(key):
+            return f"{self._inner.describe(shard_key)}!{name}"
+        return self._inner.describe(key)
+
+    def close(self) -> None:
+        """Close the connector that holds the archives."""
+        self._inner.close()
+
+    def _find(self, key: str, afresh: bool = False) -> tuple[_Shard, Member]:
+        for shard_key, name in _splits(key):
+            shard = None if afresh else self._shards.get(shard_key)
+            if shard is None:
+                try:
+                    shard = self._shard(self._inner.stat(shard_key))
+                except ObjectNotFoundError:
+                    continue
+            member = self._loaded(shard).get(name)
+            if member is not None:
+                return shard, member
+        raise ObjectNotFoundError(f"there is no member {key!r}: a key is '<archive>.tar/<member>'")
+
+    def _shard(self, info: ObjectInfo) -> _Shard:
+        """The record of an archive; a new one if the archive was replaced."""
+        with self._lock:
+            shard = self._shards.get(info.key)
+            if shard is None or shard.info != info:
+                shard = self._shards[info.key] = _Shard(info)
+            return shard
+
+    def _loaded(self, shard: _Shard) -> dict[str, Member]:
+        if shard.members is None:
+            with shard.lock:
+                if shard.members is None:
+                    shard.members = {member.name: member for member in self._members(shard.info)}
+        return shard.members
+
+    def _listed(self, info: ObjectInfo, prefix: str) -> Iterator[ObjectInfo]:
+        shard = self._shard(info)
+        for name in sorted(self._loaded(shard), key=_order):
+            if f"{info.key}/{name}".startswith(prefix):
+                yield _info(shard, self._loaded(shard)[name])
+
+
+def _info(shard: _Shard, member: Member) -> ObjectInfo:
+    return ObjectInfo(f"{shard.info.key}/{member.name}", member.size, f"{shard.info.etag}@{member.start:x}")
+
+
+def _splits(key: str) -> Iterator[tuple[str, str]]:
+    """Every way to read a key as archive and member: a directory, too, may be called "x.tar"."""
+    cut = key.find(".tar/")
+    while cut >= 0:
+        yield key[: cut + 4], key[cut + 5 :]
+        cut = key.find(".tar/", cut + 1)
+
+
+def _order(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")

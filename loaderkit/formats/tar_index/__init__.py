@@ -1,0 +1,21 @@
+"""Where the members of a tar archive lie, without reading the members.
+
+load_index   an index beside the archive (wds.py), or one kept on this machine (store.py), or else:
+scan_tar     the archive's headers, read through a connector by ranges (scan.py)
+TarIndex     what all of them give (index.py)
+"""
+
+from loaderkit.formats.tar_index.index import TarIndex
+from loaderkit.formats.tar_index.scan import scan_tar
+from loaderkit.formats.tar_index.store import default_cache_dir, load_index
+from loaderkit.formats.tar_index.wds import parse_wds_index, wds_index_key, write_wds_index
+
+__all__ = [
+    "TarIndex",
+    "default_cache_dir",
+    "load_index",
+    "parse_wds_index",
+    "scan_tar",
+    "wds_index_key",
+    "write_wds_index",
+]

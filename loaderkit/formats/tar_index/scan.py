@@ -1,0 +1,271 @@
+"""Find the members of a tar archive by reading its headers, through a connector, by ranges.
+
+Formats: v7, ustar, GNU (long names and links, base-256 sizes) and PAX (`path` and `size`, of one member or of all that
+follow). POSIX.1-2017, pax, "ustar Interchange Format"; GNU tar manual, "Basic Tar Format".
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NoReturn
+from zlib import adler32
+
+import numpy as np
+
+from loaderkit.errors import FormatError
+from loaderkit.formats.tar_index.index import TarIndex
+from loaderkit.formats.tar_index.window import Window
+from loaderkit.types import Connector, ObjectInfo
+
+_BLOCK = 512
+_MAX_EXTENDED_BYTES = 1 << 20
+_EXTENDED = frozenset(b"LKxXg")
+_REFUSED = {
+    ord("S"): "is stored sparse; create the archive again without --sparse",
+    ord("M"): "goes on from another volume; join the volumes first",
+}
+_REGULAR = frozenset(b"\x0007")  # "7" is a file once meant to lie in one piece
+_WITHOUT_DATA = frozenset(b"123456")  # links, devices, directories, pipes: their size field means nothing
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+
+Found = tuple[bytes, int, int]
+"""Name, first byte and number of bytes of a regular file."""
+
+
+def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], float] = time.perf_counter) -> TarIndex:
+    """The regular files of the archive `info`, in archive order, up to the first block of zeros.
+
+    Directories, links and devices are left out. `clock` (seconds) only decides how far apart members must lie to be
+    worth skipping. Warns when the archive may have been cut at the end of a member. Raises `FormatError` naming the
+    archive and the offset for everything else that is wrong, and what the connector raises.
+    """
+    scanner = TarScanner(connector, info, clock)
+    names = bytearray()
+    starts: list[int] = []
+    sizes: list[int] = []
+    for name, start, size in scanner.walk(0):
+        names += name
+        names.append(0)
+        starts.append(start)
+        sizes.append(size)
+    return TarIndex(
+        np.array(starts, np.int64), np.array(sizes, np.int64), bytes(names), is_whole=not scanner.has_odd_end
+    )
+
+
+@dataclass
+class _Extended:
+    """What extended headers have said about the member to come."""
+
+    is_pending: bool = False
+    long_name: bytes | None = None
+    records: dict[bytes, bytes] = field(default_factory=dict)
+
+
+class TarScanner:
+    """Walks over the headers of one archive."""
+
+    def __init__(self, connector: Connector, info: ObjectInfo, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.has_odd_end = False
+        self._window = Window(connector, info, clock)
+        self._where = connector.describe(info.key)
+        self._num_bytes = info.size
+        self._globals: dict[bytes, bytes] = {}
+
+    def walk(self, position: int) -> Iterator[Found]:
+        """All regular files whose headers stand at `position` (the start of a header) or later."""
+        extended = _Extended()
+        name = b""
+        while position + _BLOCK <= self._num_bytes:
+            header = self._window.take(position, _BLOCK)
+            if not header[0] and not any(header):
+                return self._end_mark(position, extended)
+            if not _checksum_fits(header):
+                self._fail_as_no_header(position, header)
+            size = _number(header[124:136])
+            kind = header[156]
+            start = position + _BLOCK
+            if kind in _EXTENDED:
+                position = self._read_extended(position, kind, size, extended)
+                continue
+            name = _name_of(header)
+            if extended.is_pending or self._globals:
+                name, size, kind = self._override(position, (name, size, kind), extended)
+                extended = _Extended()
+            if kind in _REFUSED:
+                self._fail(position, f"{_shown(name)} {_REFUSED[kind]}")
+            if kind in _WITHOUT_DATA or (kind == 0 and name.endswith(b"/")):
+                position = start
+                continue
+            size = self._checked_size(position, name, size)
+            if kind in _REGULAR:
+                yield name, start, size
+            position = start + _padded(size)
+        return self._end(position, name, extended)
+
+    def _read_extended(self, position: int, kind: int, size: int | None, extended: _Extended) -> int:
+        """Take in the extended header at `position`; returns where the next header stands."""
+        body = self._extended_body(position, size)
+        if kind == ord("g"):
+            self._globals.update(self._pax_records(position, body))
+        else:
+            extended.is_pending = True
+            if kind == ord("L"):
+                extended.long_name = body.partition(b"\0")[0]
+            elif kind != ord("K"):
+                extended.records.update(self._pax_records(position, body))
+        return position + _BLOCK + _padded(len(body))
+
+    def _override(
+        self, position: int, found: tuple[bytes, int | None, int], extended: _Extended
+    ) -> tuple[bytes, int | None, int]:
+        """Name, size and kind of the member at `position`, as its extended headers have them."""
+        name, size, kind = found
+        if extended.long_name is not None:
+            name = extended.long_name
+        records = {**self._globals, **extended.records}
+        name = records.get(b"path") or name  # an empty value takes a record back
+        if records.get(b"size"):
+            size = _decimal(records[b"size"])
+        if any(key.startswith(b"GNU.sparse.") for key in records):
+            name, kind = records.get(b"GNU.sparse.name", name), ord("S")
+        if b"\0" in name:
+            self._fail(position, f"the name {_shown(name)} contains a NUL; the archive is damaged")
+        return name, size, kind
+
+    def _checked_size(self, position: int, name: bytes, size: int | None) -> int:
+        if size is None or size < 0:
+            self._fail(position, f"the size of {_shown(name)} is no number; the archive is damaged")
+        if position + _BLOCK + size > self._num_bytes:
+            self._fail(
+                position,
+                f"{_shown(name)} should have {size} bytes from byte {position + _BLOCK} on, but the archive has only "
+                f"{self._num_bytes} bytes: it was cut short; copy it again",
+            )
+        return size
+
+    def _extended_body(self, position: int, size: int | None) -> bytes:
+        """The body of an extended header."""
+        start = position + _BLOCK
+        if size is None or not 0 <= size <= _MAX_EXTENDED_BYTES:
+            self._fail(position, f"an extended header of {size} bytes (at most {_MAX_EXTENDED_BYTES}); it is damaged")
+        if start + size > self._num_bytes:
+            self._fail(position, "the archive ends inside an extended header: it was cut short; copy it again")
+        return bytes(self._window.take(start, size))
+
+    def _pax_records(self, position: int, body: bytes) -> dict[bytes, bytes]:
+        """The records "<length> <key>=<value>\\n" of an extended header."""
+        records = {}
+        place = 0
+        while place < len(body) and body[place]:
+            blank = body.find(b" ", place, place + 20)
+            length = _decimal(body[place:blank]) if blank > place else None
+            if not length or place + length > len(body) or body[place + length - 1] != 0x0A:
+                self._fail(position, f"damaged PAX header, at its byte {place}")
+            key, equals, value = body[blank + 1 : place + length - 1].partition(b"=")
+            if not equals:
+                self._fail(position, f"damaged PAX header, at its byte {place}: a record without '='")
+            records[key] = value
+            place += length
+        return records
+
+    def _end(self, position: int, name: bytes, extended: _Extended) -> None:
+        """The archive's bytes end at, or less than a header after, `position`, without an end-of-archive mark."""
+        if self._num_bytes == 0:
+            self._fail(0, "the archive is empty (0 bytes), which is not even a tar without members; copy it again")
+        if extended.is_pending:
+            self._fail(position, "the archive ends after an extended header, before its member; copy it again")
+        if position > self._num_bytes:
+            self._fail(self._num_bytes, f"the archive ends in the padding after {_shown(name)}; copy it again")
+        rest = self._window.take(position, self._num_bytes - position)
+        if any(rest):
+            if position == 0:
+                self._fail_as_no_header(0, rest)
+            self._fail(position, f"the archive ends inside the header after {_shown(name)}; copy it again")
+        self._warn(
+            f"{self._where} ends without the mark that ends a tar, after {_shown(name)}: it may have been cut short "
+            "there, and members may be missing"
+        )
+
+    def _end_mark(self, position: int, extended: _Extended) -> None:
+        if extended.is_pending:
+            self._fail(position, "the archive ends after an extended header, before its member; it is damaged")
+        if any(self._window.rest_after(position + _BLOCK)):
+            self._warn(
+                f"{self._where}: more data follow the end-of-archive mark at byte {position} and are not read; "
+                "archives joined with `cat` must be created again, or joined with `tar --concatenate`"
+            )
+
+    def _warn(self, message: str) -> None:
+        self.has_odd_end = True
+        warnings.warn(message, stacklevel=4)
+
+    def _fail_as_no_header(self, position: int, found: bytes | bytearray) -> NoReturn:
+        if position == 0:
+            for magic, how in _COMPRESSED.items():
+                if found.startswith(magic):
+                    raise FormatError(
+                        f"{self._where} is compressed with {how}, so its members cannot be read one by one; "
+                        "decompress it first"
+                    )
+            raise FormatError(f"{self._where} is not a tar archive (no valid header at byte 0)")
+        self._fail(position, "no valid tar header (its checksum is wrong): the archive is damaged; copy it again")
+
+    def _fail(self, position: int, what: str) -> NoReturn:
+        raise FormatError(f"{self._where}, byte {position}: {what}")
+
+
+def _checksum_fits(header: bytes | bytearray) -> bool:
+    stored = _number(header[148:156])
+    # The low half of Adler-32 is 1 + the sum of the bytes modulo 65521, which 256 bytes cannot reach: a sum in C.
+    total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2
+    total += 8 * 0x20 - sum(header[148:156])
+    if stored == total:
+        return True
+    # Some old writers summed signed bytes.
+    num_high = sum(byte > 127 for byte in header) - sum(byte > 127 for byte in header[148:156])
+    return stored == total - 256 * num_high
+
+
+def _number(field: bytes | bytearray) -> int | None:
+    """An octal or base-256 field; None if it is neither."""
+    if field[0] & 0x80:
+        value = int.from_bytes(field, "big") & ~(0x80 << 8 * (len(field) - 1))
+        return value - (1 << 8 * len(field) - 1) if field[0] & 0x40 else value
+    text = field.partition(b"\0")[0].strip(b" ")
+    if not text:
+        return 0
+    try:
+        return int(text, 8) if text.isdigit() else None
+    except ValueError:  # an 8 or a 9
+        return None
+
+
+def _decimal(text: bytes) -> int | None:
+    # 20 digits are more than any size: int() of an endless number would take endless time.
+    return int(text) if text.isdigit() and len(text) <= 20 else None
+
+
+def _name_of(header: bytes | bytearray) -> bytes:
+    name = bytes(header[:100].partition(b"\0")[0])
+    # Only POSIX archives have a prefix; old GNU ones keep times in its place.
+    if header[345] and header[257:263] == b"ustar\0":
+        return bytes(header[345:500].partition(b"\0")[0]) + b"/" + name
+    return name
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _shown(name: bytes) -> str:
+    return repr(name.decode("utf-8", "surrogateescape"))

@@ -1,0 +1,150 @@
+"""Where an index comes from: a file beside the archive, one kept on this machine, or the archive itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from loaderkit.formats.tar_index.index import TarIndex, sample_key_and_extension
+from loaderkit.formats.tar_index.scan import TarScanner, scan_tar
+from loaderkit.formats.tar_index.wds import parse_wds_index, wds_index_key
+from loaderkit.types import Connector, ObjectInfo
+
+_VERSION = 1
+
+
+def default_cache_dir() -> Path:
+    """$LOADERKIT_CACHE_DIR, or `loaderkit` in $XDG_CACHE_HOME, or ~/.cache/loaderkit."""
+    own = os.environ.get("LOADERKIT_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loaderkit"
+
+
+def load_index(
+    connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, use_wds_index: bool = True
+) -> TarIndex:
+    """The members of the archive `info`, from wherever that costs least.
+
+    First the `.idx` beside it, if there is one and it fits the archive (one that does not is warned about); it lists
+    only what can belong to a sample, so whoever wants every member says `use_wds_index=False`. Then the copy in
+    `cache_dir` (None: keep no copies), if it was made from the same object by size and etag. Else the headers are
+    scanned, and a copy kept; failing to keep one is no error. Raises what `scan_tar` raises.
+    """
+    index = _beside(connector, info) if use_wds_index else None
+    if index is not None:
+        return index
+    if cache_dir is None:
+        return scan_tar(connector, info)
+    name = blake2b(os.fsencode(connector.describe(info.key)), digest_size=16).hexdigest()
+    path = Path(cache_dir) / "tar-index" / f"{name}.npz"
+    index = _kept(path, info)
+    if index is None:
+        index = scan_tar(connector, info)
+        if index.is_whole:  # else the next one to open it is to be warned, too
+            _keep(path, info, index)
+    return index
+
+
+def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
+    """The index file beside the archive, if it is there and fits."""
+    key = wds_index_key(info.key)
+    where = connector.describe(key)
+    try:
+        beside = connector.stat(key)
+        data = bytearray(beside.size)
+        connector.read_into(key, 0, memoryview(data), etag=beside.etag)
+    except (ObjectNotFoundError, AccessDeniedError):  # a store may answer "denied" for what does not exist
+        return None
+    try:
+        index = parse_wds_index(data.decode("utf-8", "surrogateescape"), where)
+        if index is None:
+            return None
+        misfit = _misfit(connector, info, index)
+    except FormatError as error:
+        misfit = str(error)
+    if misfit is None:
+        return index
+    warnings.warn(
+        f"the index {where} is not used, since it does not fit its archive: {misfit}; create or delete it anew "
+        "(`loaderkit index`)",
+        stacklevel=3,
+    )
+    return None
+
+
+def _misfit(connector: Connector, info: ObjectInfo, index: TarIndex) -> str | None:
+    """Why an index cannot be of this archive, or None. Looks at the headers before the first and last member."""
+    ends = index.starts + index.sizes
+    if np.any(ends > info.size):
+        return f"it has members beyond the archive's {info.size} bytes"
+    if np.any(index.starts[1:] < ends[:-1]):
+        return "its members overlap"
+    scanner = TarScanner(connector, info)
+    last = len(index) - 1
+    for place in sorted({0, last}) if len(index) else ():
+        # From the end of the member before: extended headers may stand between the two.
+        expected = index[place]
+        for name, start, size in scanner.walk(_next_header(index, place - 1)):
+            found = name.decode("utf-8", "surrogateescape")
+            if (found, start, size) == expected:
+                break
+            if start >= expected.start or sample_key_and_extension(found) is not None:
+                return f"it gives {expected.name!r} ({expected.size} bytes) where the archive has {found!r} ({size})"
+        else:
+            return f"the archive has no {expected.name!r} at byte {expected.start}"
+    for name, _, _ in scanner.walk(_next_header(index, last)):
+        found = name.decode("utf-8", "surrogateescape")
+        if sample_key_and_extension(found) is not None:
+            return f"the archive goes on with {found!r}, which the index lacks"
+    return None
+
+
+def _next_header(index: TarIndex, place: int) -> int:
+    return -(-int(index.starts[place] + index.sizes[place]) // 512) * 512 if place >= 0 else 0
+
+
+def _kept(path: Path, info: ObjectInfo) -> TarIndex | None:
+    """The copy kept on this machine; None if there is none, or not of this object, or a damaged one."""
+    try:
+        # Opened here, since np.load leaves a damaged file open.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as parts:
+            if (int(parts["version"]), int(parts["size"]), str(parts["etag"])) != (_VERSION, info.size, info.etag):
+                return None
+            index = TarIndex(
+                parts["starts"].astype(np.int64, casting="safe"),
+                parts["sizes"].astype(np.int64, casting="safe"),
+                parts["names"].astype(np.uint8, casting="safe").tobytes(),
+            )
+    except Exception:  # a damaged zip shows itself as one of a dozen exceptions; all of them mean: scan again
+        return None
+    inside = (index.starts >= 0) & (index.sizes >= 0) & (index.sizes <= info.size - index.starts)
+    return index if np.all(inside) else None
+
+
+def _keep(path: Path, info: ObjectInfo, index: TarIndex) -> None:
+    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "xb") as file:
+                np.savez_compressed(
+                    file,
+                    version=np.int64(_VERSION),
+                    size=np.int64(info.size),
+                    etag=np.array(info.etag),
+                    starts=index.starts,
+                    sizes=index.sizes,
+                    names=np.frombuffer(index.packed_names, np.uint8),
+                )
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError:  # a read-only or full disk costs time at the next start, nothing else
+        return

@@ -1,0 +1,76 @@
+"""A window on an object that moves forward and finds out by itself how much to read at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from loaderkit.types import Connector, ObjectInfo
+
+_SMALL_BYTES = 4 << 10
+_LEAST_WINDOW_BYTES = 256 << 10
+_MOST_WINDOW_BYTES = 4 << 20
+_MOST_BREAK_EVEN_BYTES = 8 << 20
+
+
+class Window:
+    """Small pieces of an object, taken in ascending order, served from few reads.
+
+    Where pieces lie close together one read serves many of them; where they lie far apart each is read alone. What
+    "far" means follows from the store: the number of bytes it delivers in the time one more request costs (about
+    70 kB for a file in the page cache, more than 1 MB for S3), taken from the reads made so far.
+    """
+
+    def __init__(self, connector: Connector, info: ObjectInfo, clock: Callable[[], float]) -> None:
+        self._connector = connector
+        self._info = info
+        self._clock = clock
+        self._data = bytearray()
+        self._start = 0
+        self._num_filled = 0
+        self._num_taken = 0  # since the last read
+        self._request_s = float("inf")
+        self._byte_s = float("inf")
+
+    def take(self, position: int, num_bytes: int) -> bytearray:
+        """A copy of `num_bytes` bytes from `position` on; they must lie inside the object."""
+        offset = position - self._start
+        if offset < 0 or offset + num_bytes > self._num_filled:
+            self._move(position, num_bytes)
+            offset = 0
+        self._num_taken += 1
+        return self._data[offset : offset + num_bytes]
+
+    def rest_after(self, position: int) -> bytearray:
+        """What was already read from `position` on."""
+        return self._data[max(0, position - self._start) : self._num_filled]
+
+    def _move(self, position: int, num_bytes: int) -> None:
+        wanted = max(num_bytes, self._num_bytes_to_read(position))
+        wanted = min(wanted, self._info.size - position)
+        if wanted > len(self._data):
+            self._data = bytearray(wanted)
+        before_s = self._clock()
+        with memoryview(self._data) as whole, whole[:wanted] as part:
+            self._connector.read_into(self._info.key, position, part, etag=self._info.etag)
+        self._learn(wanted, self._clock() - before_s)
+        self._start, self._num_filled, self._num_taken = position, wanted, 0
+
+    def _num_bytes_to_read(self, position: int) -> int:
+        if self._info.size <= _LEAST_WINDOW_BYTES:
+            return self._info.size
+        if self._request_s == float("inf"):
+            return _SMALL_BYTES
+        break_even = float(_LEAST_WINDOW_BYTES)
+        if self._byte_s < float("inf"):
+            break_even = min(self._request_s / self._byte_s, _MOST_BREAK_EVEN_BYTES)
+        if (position - self._start) / max(1, self._num_taken) > break_even:
+            return _SMALL_BYTES
+        # At eight times the break-even the cost of the request itself is a ninth.
+        return int(min(max(8 * break_even, _LEAST_WINDOW_BYTES), _MOST_WINDOW_BYTES))
+
+    def _learn(self, num_bytes: int, seconds: float) -> None:
+        # The fastest read of each kind is the one that was disturbed least.
+        if num_bytes <= _SMALL_BYTES:
+            self._request_s = min(self._request_s, max(seconds, 1e-9))
+        elif self._request_s < float("inf"):
+            self._byte_s = min(self._byte_s, max(seconds - self._request_s, 1e-9) / num_bytes)

@@ -1,0 +1,317 @@
+"""The loader a training loop iterates over, and `build`, which makes it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from loaderkit.builder import Parts, make_parts
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import ClosedError, ConfigError, TooManyBadSamplesError
+from loaderkit.order import State
+from loaderkit.parsing import load_yaml, parse
+from loaderkit.pipeline import Pipeline
+from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.stats import Stats, collect
+from loaderkit.types import Connector, Destination
+
+logger = logging.getLogger("loaderkit")
+
+
+def build(
+    pipeline: str | Path | Mapping[str, Any] | Pipeline,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    connectors: Mapping[str, Connector] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Loader:
+    """A loader for a pipeline: the path of a YAML file, a dict of the same layout, or a `Pipeline`.
+
+    `rank` and `world_size` default to torch.distributed's, then to the environment's RANK and WORLD_SIZE, then to 0 and 1.
+    `overrides` replaces single values by dotted key ("stages.batch.size"); paths among them are relative to the working
+    directory. `connectors` gives a connector for a URL scheme, such as {"memory": MemoryConnector(...)}.
+
+    The source is listed here, so that `len()` and `classes` are known; no thread runs before `start()` or the first
+    `next()`. Raises ConfigError, SourceError, ConnectorError, FormatError.
+    """
+    config = to_config(pipeline, overrides)
+    return Loader(make_parts(config, rank=rank, world_size=world_size, connectors=connectors or {}, clock=clock))
+
+
+def to_config(
+    pipeline: str | Path | Mapping[str, Any] | Pipeline, overrides: Mapping[str, Any] | None = None
+) -> PipelineConfig:
+    """The frozen, validated description of any of the ways to describe a pipeline. Raises ConfigError."""
+    if isinstance(pipeline, Pipeline):
+        return parse(pipeline.config.to_dict(), overrides=overrides) if overrides else pipeline.config
+    if isinstance(pipeline, Mapping):
+        return parse(pipeline, overrides=overrides)
+    if isinstance(pipeline, (str, Path)):
+        return load_yaml(Path(pipeline), overrides=overrides)
+    raise ConfigError(f"a pipeline is a path, a dict or a loaderkit.Pipeline, not {type(pipeline).__name__}")
+
+
+class Loader:
+    """Batches of one rank, epoch after epoch. One consumer thread; `stats` may be called from any."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._engine: Engine | None = None
+        self._last_stats: Stats | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._closed = False
+        self._epoch = 0  # of what was delivered last, or will be first
+        self._position = 0  # delivered in that epoch, over all ranks
+        self._next = (0, 0)  # (epoch, position) where the next iteration begins
+        self._iteration = 0
+        self._bad = _BadSamples(parts)
+
+    # ---------------------------------------------------------------------------------------------------- iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch: what is left of the one that was resumed, else the next one. Ends an earlier iteration."""
+        self._check_open()
+        epoch, position = self._next
+        self._iteration += 1
+        self._next = (epoch + 1, 0)
+        last = self._parts.config.order.epochs
+        if last is not None and epoch >= last:
+            return iter(())
+        self._epoch, self._position = epoch, position
+        return _Epoch(self, self._iteration, self._parts.schedule.num_batches(position))
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return self._parts.schedule.num_batches()
+
+    def start(self) -> None:
+        """Begin to prefetch, before the first `next()`. Idempotent."""
+        self._check_open()
+        if not self._is_over(self._next[0]):
+            self._running_engine(*self._next).start()
+
+    def _is_over(self, epoch: int) -> bool:
+        last = self._parts.config.order.epochs
+        return last is not None and epoch >= last
+
+    def _running_engine(self, epoch: int, position: int) -> Engine:
+        """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
+        if self._engine is None:
+            self._engine = self._parts.make_engine()
+            self._finalizer = weakref.finalize(self, self._engine.close)
+        self._engine.seek(epoch, position)
+        return self._engine
+
+    def _deliver(self) -> Any:
+        """The next batch of the current epoch. After an error nothing is left running."""
+        engine = self._running_engine(self._epoch, self._position)
+        try:
+            destination = engine.next()
+            self._bad.note(destination)
+            if destination.error is not None:
+                raise destination.error
+        except Exception:
+            self._stop_engine()
+            raise
+        self._position = destination.end
+        batch = destination.result
+        output = self._parts.config.output
+        return batch if output is None else tuple(batch[name] for name in output)
+
+    def _stop_engine(self) -> None:
+        if self._engine is not None:
+            self._last_stats = collect(self._engine, self._parts.tuning)
+            self._engine.close()
+            self._engine = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+
+    # -------------------------------------------------------------------------------------------------- where it is
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, or before any batch the one that comes first."""
+        return self._epoch
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes, by number, if the source knows them."""
+        return self._parts.source.classes
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set, over all ranks."""
+        return len(self._parts.source)
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The description this loader was built from."""
+        return self._parts.config
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`. The epoch that comes anyway keeps its place and what was prefetched."""
+        self._check_open()
+        if epoch < 0:
+            raise ValueError(f"epochs count from 0, not {epoch}")
+        if epoch != self._next[0]:
+            self._next = (epoch, 0)
+        if self._iteration == 0:
+            self._epoch, self._position = self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands: JSON values, after any batch, in microseconds. What was read ahead does not count."""
+        return State(
+            self._epoch, self._position, self._parts.config.order.seed, self._parts.fingerprint
+        ).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly behind the batch after which `state` was taken, also with other numbers of ranks or workers.
+
+        A state taken after the last batch of an epoch yields nothing once, then goes on. Raises StateError if it belongs
+        to another data set or pipeline.
+        """
+        self._check_open()
+        restored = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
+        restored.check(
+            seed=self._parts.config.order.seed, fingerprint=self._parts.fingerprint, num_samples=len(self._parts.source)
+        )
+        self._iteration += 1
+        self._epoch, self._position = self._next = (restored.epoch, restored.position)
+
+    # ----------------------------------------------------------------------------------------------------- watching
+
+    def stats(self, since: Stats | None = None) -> Stats:
+        """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
+        engine = self._engine
+        if engine is not None:
+            now = collect(engine, self._parts.tuning)
+        else:
+            now = self._last_stats or collect(self._parts.make_engine(), self._parts.tuning)
+        return now if since is None else now.since(since)
+
+    def __repr__(self) -> str:
+        schedule = self._parts.schedule
+        return (
+            f"<Loader {self._parts.config.name!r}: {len(self._parts.source)} samples, {len(self)} batches of "
+            f"{schedule.batch_size} on rank {schedule.rank} of {schedule.world_size}, epoch {self._epoch}>"
+        )
+
+    # ------------------------------------------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """Stop everything and give back threads, memory and descriptors. Idempotent; batches delivered stay valid."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_engine()
+        self._bad.close()
+        self._parts.source.close()
+        if self._parts.connector is not None:
+            self._parts.connector.close()
+
+    def __enter__(self) -> Loader:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the loader is closed: build another one")
+
+
+class _Epoch(Iterator[Any]):
+    """One pass over (the rest of) an epoch."""
+
+    def __init__(self, loader: Loader, iteration: int, num_left: int) -> None:
+        self._loader = loader
+        self._iteration = iteration
+        self._num_left = num_left
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        loader._check_open()
+        if self._num_left == 0:
+            raise StopIteration
+        if self._iteration != loader._iteration:
+            raise ClosedError("this iterator was ended by a newer iteration, set_epoch or load_state_dict")
+        try:
+            batch = loader._deliver()
+        except Exception:
+            self._num_left = 0
+            raise
+        self._num_left -= 1
+        return batch
+
+
+class _BadSamples:
+    """Counts and records the bad samples of delivered batches, so that both are the same however far was read ahead."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._errors = parts.config.errors
+        self._source = parts.source
+        self._epoch = -1
+        self._seen: set[int] = set()
+        self._file: int | None = None
+        path = self._errors.quarantine
+        if path is not None:
+            folder = os.path.dirname(path)
+            if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+                raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
+
+    def note(self, destination: Destination) -> None:
+        """Write new bad samples down; raise TooManyBadSamplesError when there are more than allowed."""
+        if destination.epoch != self._epoch:
+            self._epoch, self._seen = destination.epoch, set()
+        for failure in destination.failures:
+            if failure.sample in self._seen:
+                continue
+            self._seen.add(failure.sample)
+            error = failure.error
+            self._write(
+                {
+                    "key": error.key,
+                    "source": error.origin,
+                    "stage": error.stage,
+                    "error": str(error),
+                    "epoch": destination.epoch,
+                    "position": failure.position,
+                }
+            )
+            if self._errors.on_bad_sample != "raise" and len(self._seen) > self._errors.max_bad_samples:
+                raise TooManyBadSamplesError(
+                    f"more than errors.max_bad_samples = {self._errors.max_bad_samples} samples of epoch {destination.epoch} "
+                    f"were bad; the last: {error}",
+                    stage=error.stage,
+                    key=error.key,
+                    origin=error.origin,
+                    epoch=destination.epoch,
+                    position=failure.position,
+                ) from error
+            if self._errors.on_bad_sample != "raise":
+                logger.warning("bad sample (%s): %s", self._errors.on_bad_sample, error)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._errors.quarantine is None:
+            return
+        if self._file is None:
+            self._file = os.open(self._errors.quarantine, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        os.write(self._file, json.dumps(line).encode() + b"\n")  # one write a line: ranks may share the file
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

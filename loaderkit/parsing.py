@@ -1,0 +1,340 @@
+"""From YAML or a dict to a `PipelineConfig`.
+
+    YAML text ─> nodes with lines ─> ${VAR} ─> overrides ─> models ─> structure ─> PipelineConfig
+
+Every complaint on the way is collected, and all of them are raised together as one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from loaderkit.config import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig
+from loaderkit.errors import ConfigError
+from loaderkit.problems import KeyPath, Problems, nearest
+from loaderkit.registry import SOURCES, STAGES
+from loaderkit.schema import Model, SourceArgs, StageArgs
+from loaderkit.structure import check_structure
+
+_SECTIONS = ("version", "name", "source", "order", "stages", "prefetch", "errors", "output")
+_MAX_NODES = 100_000
+_VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+
+M = TypeVar("M", bound=Model)
+
+
+def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> PipelineConfig:
+    """The pipeline a YAML file describes. Paths in it are relative to the file. Raises ConfigError."""
+    reader = Problems(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{path}: the pipeline cannot be read: {reason}") from error
+    data = _read_yaml(text, reader)
+    reader.raise_problems()
+    return _parse(data, reader, path.parent, overrides or {})
+
+
+def parse(
+    data: Mapping[str, Any], *, base: Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> PipelineConfig:
+    """The pipeline a dict describes. Paths in it are relative to `base`, by default the working directory."""
+    return _parse(_copied(data), Problems(None), base or Path.cwd(), overrides or {})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
+
+
+def _read_yaml(text: str, reader: Problems) -> Any:
+    loader = yaml.SafeLoader(text)
+    num_nodes = 0
+
+    def build(node: yaml.Node, path: KeyPath) -> Any:
+        nonlocal num_nodes
+        num_nodes += 1
+        if num_nodes > _MAX_NODES or len(path) > 64:
+            raise yaml.YAMLError(f"more than {_MAX_NODES} values: aliases that repeat one another?")
+        reader.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            loader.flatten_mapping(node)
+            mapping: dict[Any, Any] = {}
+            for key_node, value_node in node.value:
+                key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+                line = key_node.start_mark.line + 1
+                reader.lines[(*path, str(key))] = line
+                if not isinstance(key, str):
+                    reader.complain(path, f"the key {key!r} is not text", line=line)
+                elif key in mapping:
+                    reader.complain((*path, key), "this key stands here twice", line=line)
+                mapping[key] = build(value_node, (*path, str(key)))
+            return mapping
+        if isinstance(node, yaml.SequenceNode):
+            return [build(item, (*path, number)) for number, item in enumerate(node.value)]
+        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+
+    try:
+        root = loader.get_single_node()
+        return build(root, ()) if root is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        reader.complain((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
+        return None
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]) -> PipelineConfig:
+    if not isinstance(data, dict):
+        found = "nothing" if data is None else type(data).__name__
+        reader.complain((), f"a pipeline is a mapping with at least `source` and `stages`, this is {found}")
+        reader.raise_problems()
+    if reader.file is not None:
+        data = _expand(data, (), reader)
+    _apply_overrides(data, overrides, reader)
+    for key in data:
+        if key not in _SECTIONS:
+            reader.complain((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
+    if data.get("version", 1) != 1 or isinstance(data.get("version"), bool):
+        reader.complain(("version",), f"this loaderkit reads version 1, not {data['version']!r}")
+    if not isinstance(data.get("name", ""), str):
+        reader.complain(("name",), f"expected text, not {data['name']!r}")
+    source = _parse_source(data, reader, base)
+    stages = _parse_stages(data, reader)
+    order = _parse_section(OrderArgs, data, "order", reader)
+    prefetch = _parse_section(PrefetchArgs, data, "prefetch", reader)
+    errors = _parse_section(ErrorsArgs, data, "errors", reader)
+    output = _parse_output(data, reader)
+    if source is not None:
+        check_structure(source, stages, order, reader)
+    reader.raise_problems()
+    assert source is not None
+    assert order is not None
+    assert prefetch is not None
+    assert errors is not None
+    if errors.quarantine is not None:
+        errors = errors.model_copy(update={"quarantine": str(base.absolute() / Path(errors.quarantine).expanduser())})
+    name = data.get("name", reader.file.stem if reader.file is not None else "pipeline")
+    return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output)
+
+
+def _expand(value: Any, path: KeyPath, reader: Problems) -> Any:
+    """Put in environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself."""
+    if isinstance(value, str):
+
+        def put_in(match: re.Match[str]) -> str:
+            if match[0].startswith("$$"):
+                return match[0][1:]
+            found = os.environ.get(match[1], match[2])
+            if found is None:
+                reader.complain(path, f"the environment has no variable {match[1]}: set it, or write ${{{match[1]}:-default}}")
+                return ""
+            return found
+
+        expanded = _VARIABLE.sub(put_in, value)
+        # A value that is one variable and nothing else has the type of what stands in the variable, as in a shell.
+        match = _VARIABLE.fullmatch(value)
+        return yaml.safe_load(expanded) if match and not value.startswith("$$") and expanded else expanded
+    if isinstance(value, dict):
+        return {key: _expand(item, (*path, key), reader) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_expand(item, (*path, number), reader) for number, item in enumerate(value)]
+    return value
+
+
+def _apply_overrides(data: dict[str, Any], overrides: Mapping[str, Any], reader: Problems) -> None:
+    for dotted, value in overrides.items():
+        section, *rest = dotted.split(".")
+        if section not in _SECTIONS:
+            reader.complain((), f"override {dotted!r}: unknown key {section!r}; {nearest(section, _SECTIONS)}")
+            continue
+        if section == "source" and rest == ["url"] and isinstance(value, str):
+            value = _absolute_url(value, Path.cwd())  # noqa: PLW2901 - from the caller's place, not the file's
+        elif dotted == "errors.quarantine" and isinstance(value, str):
+            value = str(Path.cwd() / Path(value).expanduser())  # noqa: PLW2901
+        target: Any = data
+        parts = [section, *rest]
+        if section == "stages" and rest:
+            stage = _stage_arguments(data.get("stages"), rest[0])
+            if stage is None:
+                names = [name for name, _ in _stage_names(data.get("stages"))]
+                reader.complain((), f"override {dotted!r}: no stage is called {rest[0]!r}; {nearest(rest[0], names)}")
+                continue
+            target, parts = stage, rest[1:]
+        for part in parts[:-1]:
+            if not isinstance(target.get(part), dict):
+                target[part] = {}
+            target = target[part]
+        if parts:
+            target[parts[-1]] = value
+
+
+def _stage_names(stages: Any) -> list[tuple[str, int]]:
+    """(name, place) of every stage as far as it can be told before validation."""
+    names: list[tuple[str, int]] = []
+    counts: dict[str, int] = {}
+    for number, item in enumerate(stages if isinstance(stages, list) else []):
+        kind = item if isinstance(item, str) else next(iter(item), None) if isinstance(item, dict) else None
+        args = item.get(kind) if isinstance(item, dict) else None
+        name = args.get("name") if isinstance(args, dict) else None
+        if isinstance(kind, str):
+            counts[kind] = counts.get(kind, 0) + 1
+            default = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
+            names.append((name if isinstance(name, str) else default, number))
+    return names
+
+
+def _stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
+    """The mutable arguments of the stage called `name` in the raw list."""
+    for found, number in _stage_names(stages):
+        if found == name:
+            item = stages[number]
+            if isinstance(item, str) or not isinstance(item[next(iter(item))], dict):
+                kind = item if isinstance(item, str) else next(iter(item))
+                stages[number] = item = {kind: {}}
+            arguments: dict[str, Any] = item[next(iter(item))]
+            return arguments
+    return None
+
+
+def _parse_source(data: dict[str, Any], reader: Problems, base: Path) -> SourceArgs | None:
+    raw = data.get("source")
+    if not isinstance(raw, dict):
+        said = "is missing" if "source" not in data else f"is {raw!r}"
+        reader.complain(("source",), f"`source` {said}: expected a mapping with `kind` ({', '.join(SOURCES)}) and where to read")
+        return None
+    kind = raw.get("kind")
+    if kind not in SOURCES:
+        text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
+        reader.complain(("source", "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
+        return None
+    parsed = _validate(SOURCES[kind], raw, ("source",), reader)
+    url = getattr(parsed, "url", None)
+    if parsed is not None and url is not None:
+        parsed = parsed.model_copy(update={"url": _absolute_url(url, base)})
+    return parsed
+
+
+def _absolute_url(url: str, base: Path) -> str:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url):
+        return url
+    return os.path.normpath(base.absolute() / Path(url).expanduser())
+
+
+def _parse_section(model: type[M], data: dict[str, Any], key: str, reader: Problems) -> M | None:
+    raw = data.get(key)
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        reader.complain((key,), f"expected a mapping with {', '.join(model.model_fields)}, not {raw!r}")
+        return None
+    return _validate(model, raw, (key,), reader)
+
+
+def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, ...]:
+    raw = data.get("stages")
+    if not isinstance(raw, list) or not raw:
+        said = "is missing" if "stages" not in data else "is empty" if raw == [] else f"is {raw!r}"
+        reader.complain(("stages",), f"`stages` {said}: expected a list that begins with `read` and has a `batch`")
+        return ()
+    stages: list[StageConfig] = []
+    seen: set[str] = set()
+    names = dict((number, name) for name, number in _stage_names(raw))
+    for number, item in enumerate(raw):
+        path: KeyPath = ("stages", number)
+        if isinstance(item, dict) and len(item) == 1:
+            kind, arguments = next(iter(item.items()))
+        else:
+            kind, arguments = item, {}
+        if not isinstance(kind, str):
+            reader.complain(path, f"a stage is a name, or one name with its arguments, not {item!r}")
+            continue
+        if kind not in STAGES:
+            reader.complain(path, f"unknown stage {kind!r}; {nearest(kind, STAGES)}")
+            continue
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            own = [name for name in STAGES[kind].args.model_fields if name not in StageArgs.model_fields]
+            reader.complain((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
+            continue
+        args = _validate(STAGES[kind].args, arguments, (*path, kind), reader)
+        if args is not None:
+            name = names[number]
+            if name in seen:
+                reader.complain(path, f"two stages are called {name!r}: give one of them another `name`")
+            seen.add(name)
+            stages.append(StageConfig(kind, name, args))
+    return tuple(stages)
+
+
+def _parse_output(data: dict[str, Any], reader: Problems) -> tuple[str, ...] | None:
+    raw = data.get("output")
+    if raw is None:
+        return None
+    if isinstance(raw, (list, tuple)) and raw and all(isinstance(name, str) for name in raw):
+        return tuple(raw)
+    reader.complain(("output",), f"expected a list of fields, or null, not {raw!r}")
+    return None
+
+
+def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, reader: Problems) -> M | None:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        expected: dict[KeyPath, list[str]] = {}
+        for item in error.errors(include_url=False):
+            inner, _ = _follow(raw, item["loc"])
+            if item["type"] == "extra_forbidden":
+                known = _model_at(model, inner[:-1]).model_fields
+                reader.complain((*path, *inner), f"unknown key {inner[-1]!r}; {nearest(str(inner[-1]), known)}")
+            elif item["type"] == "missing":
+                name = str(item["loc"][-1])
+                field = _model_at(model, inner).model_fields.get(name)
+                meaning = f": {field.description}" if field is not None and field.description else ""
+                reader.complain((*path, *inner), f"{name!r} is missing{meaning}")
+            else:
+                text = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+                texts = expected.setdefault(inner, [])
+                if text not in texts:
+                    texts.append(text)
+        for inner, texts in expected.items():
+            stated = " or ".join(texts)
+            given = "" if ", not " in stated else f", not {_follow(raw, inner)[1]!r}"
+            reader.complain((*path, *inner), f"expected {stated}{given}")
+        return None
+
+
+def _follow(raw: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
+    """The part of a pydantic location that is in the data (the rest names branches of unions), and the value there."""
+    path: KeyPath = ()
+    value = raw
+    for part in loc:
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            break
+        path = (*path, part)
+    return path, value
+
+
+def _model_at(model: type[Model], path: KeyPath) -> type[Model]:
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, Model)):
+            return model
+        model = annotation
+    return model

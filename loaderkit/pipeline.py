@@ -1,0 +1,142 @@
+"""A pipeline described in Python, one method a stage; every method returns a new description.
+
+    Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().resize(224).batch(64)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import ConfigError
+from loaderkit.parsing import load_yaml, parse
+from loaderkit.problems import nearest
+from loaderkit.registry import STAGES
+from loaderkit.schema import StageArgs
+
+
+class Pipeline:
+    """An immutable description. Stage methods are named after the kinds of stage and take their arguments.
+
+    Relative paths are relative to the working directory when the description is read (`config`, `to_yaml`, `build`).
+    """
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self._description = dict(description)
+
+    @classmethod
+    def files(cls, url: str | Path, **source: Any) -> Pipeline:
+        """Samples that are files under `url`; see `source` of kind files in the reference."""
+        return cls._of_source("files", url=str(url), **source)
+
+    @classmethod
+    def tar(cls, url: str | Path, **source: Any) -> Pipeline:
+        """Samples in WebDataset's tar shards under `url`; see `source` of kind tar in the reference."""
+        return cls._of_source("tar", url=str(url), **source)
+
+    @classmethod
+    def dataset(cls, object: Any, **source: Any) -> Pipeline:  # noqa: A002 - the key's name
+        """Samples that `object[i]` gives, for i below `len(object)`; or "package.module:name" of such an object."""
+        return cls._of_source("dataset", object=object, **source)
+
+    @classmethod
+    def _of_source(cls, kind: str, **source: Any) -> Pipeline:
+        return cls({"source": {"kind": kind, **_plain(source)}, "stages": []})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipeline:
+        """The pipeline of a YAML file. Raises ConfigError."""
+        return cls.of(load_yaml(Path(path), overrides=overrides))
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Pipeline:
+        """The pipeline that a config describes."""
+        pipeline = cls({})
+        pipeline.__dict__["config"] = config
+        return pipeline
+
+    @cached_property
+    def config(self) -> PipelineConfig:
+        """The validated, frozen description. Raises ConfigError naming everything that is wrong."""
+        return parse(self._description)
+
+    def to_yaml(self, *, defaults: bool = False) -> str:
+        """YAML text that `from_yaml` turns back into an equal pipeline. Paths in it are absolute."""
+        return self.config.to_yaml(defaults=defaults)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pipeline) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash(self.config.name)
+
+    def __repr__(self) -> str:
+        stages = ", ".join(stage.name for stage in self.config.stages)
+        return f"Pipeline({self.config.name!r}: {self.config.source_kind} -> {stages})"
+
+    def named(self, name: str) -> Pipeline:
+        """The same under another name."""
+        return self._with(name=name)
+
+    def shuffle(self, mode: str = "global", *, seed: int = 0, **block: Any) -> Pipeline:
+        """The order: global, block (with `block`, `window`, `lanes`) or none."""
+        return self._with_section("order", shuffle=mode, seed=seed, **({"block": _plain(block)} if block else {}))
+
+    def epochs(self, num_epochs: int | None) -> Pipeline:
+        """Stop after so many epochs; None: never."""
+        return self._with_section("order", epochs=num_epochs)
+
+    def prefetch(self, **settings: Any) -> Pipeline:
+        """How far to work ahead: batches, memory, concurrency, executor, timeout."""
+        return self._with_section("prefetch", **_plain(settings))
+
+    def errors(self, **settings: Any) -> Pipeline:
+        """What to do with bad samples: on_bad_sample, max_bad_samples, quarantine."""
+        return self._with_section("errors", **_plain(settings))
+
+    def output(self, *fields: str) -> Pipeline:
+        """Batches as tuples of these fields."""
+        return self._with(output=list(fields))
+
+    def _raw(self) -> dict[str, Any]:
+        return dict(self._description or self.config.to_dict())
+
+    def _with(self, **sections: Any) -> Pipeline:
+        return Pipeline({**self._raw(), **sections})
+
+    def _with_section(self, key: str, **settings: Any) -> Pipeline:
+        return self._with(**{key: {**self._raw().get(key, {}), **settings}})
+
+    def __getattr__(self, kind: str) -> Callable[..., Pipeline]:
+        """A method for every kind of stage: positional arguments in the order of the reference, or by name."""
+        if kind.startswith("_") or kind not in STAGES:
+            raise AttributeError(f"a pipeline has no stage {kind!r}; {nearest(kind, STAGES)}")
+        names = [name for name in STAGES[kind].args.model_fields if name not in StageArgs.model_fields]
+
+        def add(*values: Any, **arguments: Any) -> Pipeline:
+            if len(values) > len(names):
+                raise ConfigError(f"{kind} takes {len(names)} arguments ({', '.join(names)}), not {len(values)}")
+            given = dict(zip(names, values, strict=False))
+            if doubled := given.keys() & arguments.keys():
+                raise ConfigError(f"{kind}: {', '.join(sorted(doubled))} given twice")
+            arguments = _plain({**given, **arguments})
+            return self._with(stages=[*self._raw()["stages"], {kind: arguments} if arguments else kind])
+
+        add.__name__ = kind
+        add.__doc__ = STAGES[kind].args.__doc__
+        add.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        )
+        return add
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *STAGES]
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tuples as lists and paths as texts, as they would stand in YAML."""
+    return {key: list(value) if type(value) is tuple else str(value) if isinstance(value, Path) else value for key, value in values.items()}

@@ -1,0 +1,66 @@
+"""Which kinds of source and stage there are. To add one, write its module and name it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from loaderkit.schema import SourceArgs, StageArgs
+from loaderkit.sources.dataset import DatasetArgs
+from loaderkit.sources.files import FilesArgs
+from loaderkit.sources.tar import TarArgs
+from loaderkit.stages import color, geometry
+from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.call import CallArgs
+from loaderkit.stages.decode import DecodeArgs
+from loaderkit.stages.normalize import NormalizeArgs
+from loaderkit.stages.read import ReadArgs
+from loaderkit.stages.transfer import TransferArgs
+
+Scope = Literal["sample", "boundary", "batch", "either"]
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A kind of stage: its arguments, on which side of `batch` it may stand, and whether it needs images.
+
+    `make` and `num_draws` belong to stages that are functions of one sample; the others are wired in `builder.py`.
+    """
+
+    args: type[StageArgs]
+    scope: Scope
+    needs_images: bool = False
+    make: Callable[[Any], Callable[..., None]] | None = None
+    num_draws: int = 0
+
+
+STAGES: Mapping[str, StageKind] = MappingProxyType(
+    {
+        "read": StageKind(ReadArgs, "sample"),
+        "decode": StageKind(DecodeArgs, "sample"),
+        "resize": StageKind(geometry.ResizeArgs, "sample", True, geometry.resize),
+        "center_crop": StageKind(geometry.CenterCropArgs, "sample", True, geometry.center_crop),
+        "random_crop": StageKind(geometry.RandomCropArgs, "sample", True, geometry.random_crop, 2),
+        "random_resized_crop": StageKind(
+            geometry.RandomResizedCropArgs,
+            "sample",
+            True,
+            geometry.random_resized_crop,
+            geometry.RANDOM_RESIZED_CROP_DRAWS,
+        ),
+        "random_horizontal_flip": StageKind(
+            geometry.RandomHorizontalFlipArgs, "sample", True, geometry.random_horizontal_flip, 1
+        ),
+        "color_jitter": StageKind(color.ColorJitterArgs, "sample", True, color.color_jitter, color.COLOR_JITTER_DRAWS),
+        "call": StageKind(CallArgs, "either"),
+        "batch": StageKind(BatchArgs, "boundary"),
+        "normalize": StageKind(NormalizeArgs, "batch", True),
+        "transfer": StageKind(TransferArgs, "batch"),
+    }
+)
+
+SOURCES: Mapping[str, type[SourceArgs]] = MappingProxyType({"files": FilesArgs, "tar": TarArgs, "dataset": DatasetArgs})
+
+SCHEMES = ("file", "memory")

@@ -1,0 +1,153 @@
+"""Samples that are files: one file, one sample, and if wanted the class from the folder it lies in."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import islice
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from loaderkit.catalog import Catalog, FieldMap, Fields, Include, Patterns, cut_blocks
+from loaderkit.errors import SourceError
+from loaderkit.schema import SourceArgs
+from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Sample
+
+_MAX_COUNTED = 10_000
+
+
+class FilesArgs(SourceArgs):
+    """`kind: files`: every matching file below `url` is a sample."""
+
+    kind: Literal["files"] = "files"
+    url: Annotated[str, Field(min_length=1, description="the folder: a path, file://, s3://bucket/prefix, memory://")]
+    include: Include = Field("**/*", description="which files, relative to url: globs with **, and braces")
+    label: Literal["parent", "none"] = Field(
+        "none", description="parent: the class is the place of the file's folder in the sorted folder names"
+    )
+    fields: Fields | None = Field(
+        None, description="field -> extensions, as in {image: 'jpg;png'}; default: images are `image`"
+    )
+
+    @model_validator(mode="after")
+    def _label_has_one_origin(self) -> FilesArgs:
+        if self.label == "parent" and self.fields and "label" in self.fields:
+            raise ValueError("`label: parent` and a field called label: which of the two is the label?")
+        return self
+
+
+class FilesSource:
+    """The files of `connector` that match, in the order of the UTF-8 bytes of their keys.
+
+    A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
+    folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number. Raises
+    `SourceError` if nothing matches or a file fits no field, and what listing raises.
+    """
+
+    classes: list[str] | None
+
+    def __init__(self, connector: Connector, args: FilesArgs) -> None:
+        self._connector = connector
+        self._args = args
+        self._patterns = Patterns(args.include)
+        self._field_map = FieldMap(args.fields)
+        self._num_seen = 0
+        self._folders: dict[str, int] = {}
+        folder_ids = array("q")
+        self._catalog = Catalog(self._chosen(folder_ids))
+        if not len(self._catalog):
+            self._fail_empty()
+        self.classes = None
+        if args.label == "parent":
+            self.classes = sorted(self._folders)
+            place = {name: number for number, name in enumerate(self.classes)}
+            renumbered = np.array([place[name] for name in self._folders], np.int64)
+            self._labels = renumbered[np.array(folder_ids, np.int64)].astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self._catalog)
+
+    def key(self, index: int) -> str:
+        """The file's path relative to `url`."""
+        return self._catalog.keys[index]
+
+    def origin(self, index: int) -> str:
+        """The same: a file is its own origin."""
+        return self._catalog.keys[index]
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The whole file, as the field its extension belongs to."""
+        info = self._catalog[index]
+        field, extension = self._field_of(info.key)
+        return [FieldRange(field, extension, ByteRange(info.key, 0, info.size, info.etag))]
+
+    def constants(self, index: int) -> Sample:
+        """{"label": class number} with `label: parent`, else nothing."""
+        return {} if self.classes is None else {"label": int(self._labels[index])}
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        """Runs of files of about `block_bytes` together: int64 [number of runs + 1]."""
+        return cut_blocks(self._catalog.sizes, block_bytes)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits from keys, sizes and classes."""
+        found = blake2b(self._catalog.keys.digest(), digest_size=8)
+        found.update(self._catalog.sizes.astype("<i8").tobytes())
+        found.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
+        return found.hexdigest()
+
+    def close(self) -> None:
+        """Close the connector."""
+        self._connector.close()
+
+    def _chosen(self, folder_ids: array[int]) -> Iterator[ObjectInfo]:
+        """The files that are samples; notes every matching file's folder, and the samples' in `folder_ids`."""
+        num_chosen = 0
+        for info in self._connector.list(self._patterns.prefix):
+            self._num_seen += 1
+            if not self._patterns.matches(info.key):
+                continue
+            is_wanted = self._args.limit is None or num_chosen < self._args.limit
+            if not is_wanted and self._args.label == "none":
+                return
+            self._field_of(info.key)
+            if self._args.label == "parent":
+                folder = self._folders.setdefault(self._folder_of(info.key), len(self._folders))
+                if is_wanted:
+                    folder_ids.append(folder)
+            if is_wanted:
+                num_chosen += 1
+                yield info
+
+    def _field_of(self, key: str) -> tuple[str, str]:
+        found = self._field_map.split_key(key)
+        if found is None:
+            fields = self._args.fields
+            why = (
+                f"none of the fields {fields} has its extension" if fields else "it has no extension to name its field"
+            )
+            raise SourceError(
+                f"{self._connector.describe(key)} matches `include`, but {why}; narrow `include` or widen `fields`"
+            )
+        return found
+
+    def _folder_of(self, key: str) -> str:
+        folder = key.rpartition("/")[0].rpartition("/")[2]
+        if not folder:
+            raise SourceError(
+                f"{self._connector.describe(key)} lies in no folder below {self._args.url!r}, so `label: parent` gives "
+                "it no class; move it, narrow `include`, or use `label: none`"
+            )
+        return folder
+
+    def _fail_empty(self) -> None:
+        keys = [info.key for info in islice(self._connector.list(""), _MAX_COUNTED)]
+        number = f"{len(keys)}" + (" or more" if len(keys) == _MAX_COUNTED else "")
+        seen = f"{number} files are there, such as {keys[0]!r}" if keys else "there is no file at all"
+        raise SourceError(
+            f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and `include`"
+        )

@@ -1,0 +1,108 @@
+"""Whether the stages of a pipeline fit together and fit the source, as far as the description tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loaderkit.catalog import IMAGE_EXTENSIONS
+from loaderkit.config import OrderArgs, StageConfig
+from loaderkit.problems import Problems, nearest
+from loaderkit.registry import SOURCES, STAGES
+from loaderkit.schema import SourceArgs
+
+
+def check_structure(
+    source: SourceArgs, stages: tuple[StageConfig, ...], order: OrderArgs | None, reader: Problems
+) -> None:
+    """Complain of stages that are missing, on the wrong side of `batch`, or fed with what they cannot take."""
+    if not stages:
+        return
+    kinds = [stage.kind for stage in stages]
+
+    def complain(number: int, message: str) -> None:
+        reader.complain(("stages", number), message)
+
+    if kinds[0] != "read":
+        if "read" in kinds:
+            complain(kinds.index("read"), "`read` must be the first stage")
+        else:
+            complain(0, "the first stage must be `read`, which is missing")
+    if "batch" not in kinds:
+        complain(len(kinds) - 1, "no `batch` stage: samples must be gathered into batches, e.g. `- batch: {size: 64}`")
+        return
+    border = kinds.index("batch")
+    for number, stage in enumerate(stages):
+        scope = STAGES[stage.kind].scope
+        if stage.kind in ("read", "batch", "decode") and kinds.index(stage.kind) != number:
+            complain(number, f"a second `{stage.kind}`: a pipeline has one")
+        elif scope == "batch" and number < border:
+            complain(number, f"`{stage.kind}` acts on batches: put it after `batch`")
+        elif scope == "sample" and number > border:
+            complain(number, f"`{stage.kind}` acts on single samples: put it before `batch`")
+    _check_fields(source, stages, reader)
+    if order is not None and order.shuffle == "block" and type(source) is SOURCES["dataset"]:
+        reader.complain(
+            ("order", "shuffle"),
+            "block needs a source that knows where its bytes lie (files, tar); a data set object has none: use global or none",
+        )
+
+
+def _check_fields(source: SourceArgs, stages: tuple[StageConfig, ...], reader: Problems) -> None:
+    """Image stages need images, as far as the description tells what the fields are."""
+    fields = _declared_fields(source)
+    is_bytes = type(source) is not SOURCES["dataset"]
+    for number, stage in enumerate(stages):
+        if stage.kind == "decode":
+            is_bytes = False
+        elif stage.kind == "call":
+            fields = None  # it may make anything of anything
+            is_bytes = False
+        elif STAGES[stage.kind].needs_images:
+            wanted = getattr(stage.args, "fields", None)
+            if is_bytes:
+                reader.complain(("stages", number), f"`{stage.kind}` needs images, and these are still encoded: put `decode` before")
+            elif fields is not None:
+                _check_images(number, stage.kind, wanted, fields, reader)
+
+
+def _check_images(
+    number: int, kind: str, wanted: tuple[str, ...] | None, fields: Mapping[str, str], reader: Problems
+) -> None:
+    for name in wanted or ():
+        if name not in fields:
+            reader.complain(("stages", number), f"`{kind}` names the field {name!r}; {nearest(name, fields)}")
+        elif fields[name] != "image":
+            reader.complain(("stages", number), f"`{kind}` acts on images, and {name!r} is {fields[name]}")
+    if wanted is None and "image" not in fields.values():
+        listed = ", ".join(f"{name} ({what})" for name, what in fields.items())
+        reader.complain(("stages", number), f"`{kind}` acts on images, and there is none: the fields are {listed}")
+
+
+def _declared_fields(source: SourceArgs) -> dict[str, str] | None:
+    """field -> image, text, number or bytes, where the description tells; None where only the data can."""
+    declared = getattr(source, "fields", None)
+    if isinstance(declared, Mapping):
+        found = {name: _kind_of(str(extensions).split(";"), IMAGE_EXTENSIONS) for name, extensions in declared.items()}
+    else:
+        include = getattr(source, "include", None)
+        patterns = (include,) if isinstance(include, str) else include or ()
+        extensions = [pattern.rpartition(".")[2].lower() for pattern in patterns if "." in pattern]
+        if type(source) is not SOURCES["files"] or len(extensions) != len(patterns) or not extensions:
+            return None
+        if not all(extension.isalnum() for extension in extensions):
+            return None
+        found = {
+            "image" if extension in IMAGE_EXTENSIONS else extension: _kind_of([extension], IMAGE_EXTENSIONS)
+            for extension in extensions
+        }
+    if getattr(source, "label", "none") == "parent":
+        found["label"] = "a number"
+    return found
+
+
+def _kind_of(extensions: list[str], images: frozenset[str]) -> str:
+    last = {extension.strip().lower().rpartition(".")[2] for extension in extensions}
+    if last <= images:
+        return "image"
+    names = {"txt": "text", "text": "text", "json": "JSON", "cls": "a number", "npy": "an array"}
+    return names.get(next(iter(last)), "bytes") if len(last) == 1 else "bytes"

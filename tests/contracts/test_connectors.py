@@ -1,0 +1,242 @@
+"""What every connector promises, for each of them: listing order, prefixes, ranges, errors, threads."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.connectors.tar import TarConnector
+from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError
+from loaderkit.formats.tar_index import scan_tar
+from loaderkit.types import Connector
+
+
+class Writable(Connector, Protocol):
+    def write(self, key: str, data: bytes | bytearray | memoryview) -> None: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+class Store:
+    """A connector with objects in it. `place` turns a test's key into the connector's, `replace` changes an object."""
+
+    def __init__(
+        self, connector: Connector, place: Callable[[str], str], replace: Callable[[str, bytes], None]
+    ) -> None:
+        self.connector = connector
+        self.place = place
+        self.replace = replace
+
+    def read(self, key: str, start: int, num_bytes: int, etag: str | None = None) -> bytes:
+        buffer = bytearray(num_bytes)
+        self.connector.read_into(self.place(key), start, memoryview(buffer), etag=etag)
+        return bytes(buffer)
+
+
+def tar_bytes(objects: Mapping[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in objects.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def plain_store(connector: Writable, objects: Mapping[str, bytes]) -> Store:
+    for key, data in objects.items():
+        connector.write(key, data)
+    return Store(connector, lambda key: key, connector.write)
+
+
+def tar_store(inner: Writable, objects: Mapping[str, bytes]) -> Store:
+    inner.write("shards/a.tar", tar_bytes(objects))
+    connector = TarConnector(inner, lambda info: scan_tar(inner, info))
+
+    def replace(key: str, data: bytes) -> None:
+        inner.write("shards/a.tar", tar_bytes({**objects, key: data}))
+
+    return Store(connector, lambda key: f"shards/a.tar/{key}", replace)
+
+
+Factory = Callable[[Mapping[str, bytes]], Store]
+KINDS = ["file", "memory", "tar-over-file", "tar-over-memory"]
+
+
+@contextmanager
+def opened(kind: str) -> Iterator[Factory]:
+    with tempfile.TemporaryDirectory() as directory:
+        inner: Writable = FileConnector(directory) if kind.endswith("file") else MemoryConnector()
+        yield lambda objects: tar_store(inner, objects) if kind.startswith("tar") else plain_store(inner, objects)
+
+
+@pytest.fixture(params=KINDS)
+def factory(request: pytest.FixtureRequest) -> Iterator[Factory]:
+    with opened(request.param) as make:
+        yield make
+
+
+# Few letters, so that keys share prefixes: "-" and "!" sort before "/", "0" after it, the others take 2 to 4 bytes.
+PARTS = st.text(alphabet="a-!0.é\uffee\U0001f600", min_size=1, max_size=3).filter(lambda part: part not in (".", ".."))
+KEYS = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
+
+
+@st.composite
+def key_sets(draw: st.DrawFn) -> list[str]:
+    """Keys of which none is a directory of another: a file system could not hold both."""
+    chosen: list[str] = []
+    for key in draw(st.lists(KEYS, max_size=12, unique=True)):
+        if not any(key.startswith(other + "/") or other.startswith(key + "/") for other in chosen):
+            chosen.append(key)
+    return chosen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(keys=key_sets(), prefix=st.one_of(st.just(""), KEYS, KEYS.map(lambda key: key[:2])))
+def test_listing_is_ordered_by_the_bytes_of_the_key(kind: str, keys: list[str], prefix: str) -> None:
+    with opened(kind) as factory:
+        store = factory({key: key.encode() for key in keys})
+        wanted = sorted((key for key in keys if key.startswith(prefix)), key=lambda key: key.encode())
+        if not keys:
+            assert list(store.connector.list("")) == []
+            return
+        infos = list(store.connector.list(store.place(prefix)))
+        assert [info.key for info in infos] == [store.place(key) for key in wanted]
+        assert [info.size for info in infos] == [len(key.encode()) for key in wanted]
+        assert [store.connector.stat(info.key) for info in infos] == infos
+
+
+def test_prefix_is_a_string_not_a_directory(factory: Factory) -> None:
+    store = factory({"ab/c": b"1", "abc": b"2", "ab-c": b"3", "b": b"4"})
+
+    def listed(prefix: str) -> list[str]:
+        return [info.key.removeprefix(store.place("")) for info in store.connector.list(store.place(prefix))]
+
+    assert listed("ab") == ["ab-c", "ab/c", "abc"]
+    assert listed("ab/") == ["ab/c"]
+    assert listed("abc") == ["abc"]
+    assert listed("abcd") == []
+    assert listed("../") == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.binary(max_size=2000), ends=st.tuples(st.integers(0, 2000), st.integers(0, 2000)))
+def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -> None:
+    start, end = sorted(min(place, len(data)) for place in ends)
+    with opened(kind) as factory:
+        store = factory({"x/data.bin": data, "y": b"neighbour"})
+        etag = store.connector.stat(store.place("x/data.bin")).etag
+        assert store.read("x/data.bin", start, end - start) == data[start:end]
+        assert store.read("x/data.bin", start, end - start, etag) == data[start:end]
+
+
+@pytest.mark.parametrize(("start", "num_bytes"), [(0, 11), (10, 1), (9, 2), (500, 4), (1 << 40, 1)])
+def test_reading_past_the_end_is_an_error(factory: Factory, start: int, num_bytes: int) -> None:
+    store = factory({"a": b"0123456789", "b": b"x" * 5000})
+    with pytest.raises(ShortReadError, match=f"{num_bytes}.*wanted from byte {start}"):
+        store.read("a", start, num_bytes)
+
+
+def test_reading_before_the_start_is_an_error(factory: Factory) -> None:
+    store = factory({"a": b"0123456789"})
+    for start in (-1, -5, -512):
+        with pytest.raises(ShortReadError):
+            store.read("a", start, 4)
+
+
+def test_missing_keys(factory: Factory) -> None:
+    store = factory({"dir/a": b"0"})
+    for key in ("b", "dir/b", "dir", "dir/a/b", "x/y/z", "dir/a\0", "n" * 5000, "\ud800"):
+        with pytest.raises(ObjectNotFoundError):
+            store.read(key, 0, 1)
+        with pytest.raises(ObjectNotFoundError):
+            store.connector.stat(store.place(key))
+
+
+def test_keys_do_not_lead_out(factory: Factory) -> None:
+    store = factory({"dir/a": b"0", "b": b"1"})
+    for key in ("../etc/passwd", "/etc/passwd", "dir/../b", "..", ".", "", "dir/", "./b", "dir//a", "dir/./a"):
+        with pytest.raises(ObjectNotFoundError):
+            store.read(key, 0, 1)
+        with pytest.raises(ObjectNotFoundError):
+            store.connector.stat(store.place(key))
+
+
+def test_a_replaced_object_is_noticed(factory: Factory) -> None:
+    store = factory({"a": b"old old old"})
+    old = store.connector.stat(store.place("a"))
+    store.replace("a", b"new")
+    with pytest.raises(ObjectChangedError, match="start again"):
+        store.read("a", 0, 3, old.etag)
+    new = store.connector.stat(store.place("a"))
+    assert new.etag != old.etag
+    assert store.read("a", 0, 3, new.etag) == b"new"
+    with pytest.raises(ObjectChangedError):
+        store.read("a", 0, 3, old.etag)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "with space",
+        "a+b%20c",
+        "%2e%2e",
+        "naïve/日本語.jpg",
+        "café",
+        "-x",
+        "~",
+        "a\nb",
+        "q?x=1&y#z",
+        "\udce9",
+        "x.tar/y",
+    ],
+)
+def test_unusual_keys(factory: Factory, key: str) -> None:
+    store = factory({key: b"data"})
+    assert [info.key for info in store.connector.list(store.place(""))] == [store.place(key)]
+    assert store.read(key, 1, 2) == b"at"
+    assert store.place(key).split("/")[-1] in store.connector.describe(store.place(key))
+
+
+def test_many_threads(factory: Factory) -> None:
+    objects = {f"d{i % 7}/{i}": bytes([i]) * (i + 1) for i in range(100)}
+    store = factory(objects)
+    etags = {info.key: info.etag for info in store.connector.list(store.place(""))}
+
+    def check(i: int) -> bool:
+        key, data = list(objects.items())[i % 100]
+        return store.read(key, 0, len(data), etags[store.place(key)]) == data
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(2000)))
+
+
+def test_close_twice(factory: Factory) -> None:
+    store = factory({"a": b""})
+    store.connector.close()
+    store.connector.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_write_and_delete(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        connector: Writable = FileConnector(directory) if kind == "file" else MemoryConnector()
+        connector.write("a/b/c", b"1")
+        connector.write("a/b/c", bytearray(b"22"))
+        assert [(info.key, info.size) for info in connector.list("")] == [("a/b/c", 2)]
+        connector.delete("a/b/c")
+        connector.delete("a/b/c")
+        assert list(connector.list("")) == []

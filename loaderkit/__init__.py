@@ -1,9 +1,9 @@
 """loaderkit: a data-loading pipeline and prefetcher for PyTorch that says why the GPU waits.
 
-    loader = loaderkit.build("pipeline.yaml")
-    with loader:
-        for batch in loader:
-            images, labels = batch["image"], batch["label"]
+loader = loaderkit.build("pipeline.yaml")
+with loader:
+    for batch in loader:
+        images, labels = batch["image"], batch["label"]
 """
 
 from __future__ import annotations

@@ -177,7 +177,9 @@ def _fingerprint(config: PipelineConfig, source: Source) -> dict[str, str]:
         found["fields"] = json.dumps(fields, sort_keys=True, default=list)
     for stage in config.stages:
         if stage.kind not in ("read", "batch", "transfer"):
-            args = stage.args.model_dump(mode="python", exclude={"workers", "name", "max_pixels"}, exclude_defaults=True)
+            args = stage.args.model_dump(
+                mode="python", exclude={"workers", "name", "max_pixels"}, exclude_defaults=True
+            )
             found[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
     return found
 
@@ -431,9 +433,9 @@ class _Compiler:
             rng = generator(keys[context.epoch], context.first_position) if wants_rng else None
             result = call_on_batch(function, batch, rng)
             if result is not batch:
-                kept = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
+                kept: dict[str, Any] = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
                 batch.clear()
-                batch.update({**kept, **result})
+                batch.update(kept | result)
 
         return call_batch
 

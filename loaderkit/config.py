@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -30,7 +30,7 @@ class OrderArgs(Model):
     shuffle: Literal["global", "block", "none"] = "global"
     seed: NonNegativeInt = 0
     epochs: PositiveInt | None = Field(None, description="null: no end")
-    block: BlockArgs = BlockArgs()  # type: ignore[call-arg]
+    block: BlockArgs = BlockArgs()
 
 
 class PrefetchArgs(Model):
@@ -69,9 +69,9 @@ class PipelineConfig:
     stages: tuple[StageConfig, ...]
     version: int = 1
     name: str = "pipeline"
-    order: OrderArgs = OrderArgs()  # type: ignore[call-arg]
-    prefetch: PrefetchArgs = PrefetchArgs()  # type: ignore[call-arg]
-    errors: ErrorsArgs = ErrorsArgs()  # type: ignore[call-arg]
+    order: OrderArgs = field(default_factory=OrderArgs)
+    prefetch: PrefetchArgs = field(default_factory=PrefetchArgs)
+    errors: ErrorsArgs = field(default_factory=ErrorsArgs)
     output: tuple[str, ...] | None = None
 
     @property
@@ -102,7 +102,11 @@ class PipelineConfig:
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that describes this pipeline exactly."""
         text: str = yaml.safe_dump(
-            _escape(self.to_dict(defaults=defaults)), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True
+            _escape(self.to_dict(defaults=defaults)),
+            sort_keys=False,
+            default_flow_style=None,
+            width=120,
+            allow_unicode=True,
         )
         return text
 
@@ -118,7 +122,7 @@ def _dump_order(order: OrderArgs, defaults: bool) -> dict[str, Any]:
     if order.shuffle == "block":
         dumped["block"] = _dump(order.block, defaults)
         return {key: value for key, value in dumped.items() if key != "block" or value}
-    return {key: value for key, value in dumped.items() if key != "block" or order.block != BlockArgs()}  # type: ignore[call-arg]
+    return {key: value for key, value in dumped.items() if key != "block" or order.block != BlockArgs()}
 
 
 def _dump_stage(stage: StageConfig, defaults: bool) -> Any:

@@ -26,7 +26,7 @@ def as_image(value: Any) -> Image | None:
     if isinstance(value, torch.Tensor):
         if value.dtype != torch.uint8 or value.ndim not in (2, 3) or value.is_cuda:
             return None
-        value = (value.unsqueeze(0) if value.ndim == 2 else value).permute(1, 2, 0).numpy()  # noqa: PD013
+        value = (value.unsqueeze(0) if value.ndim == 2 else value).permute(1, 2, 0).numpy()
     elif not isinstance(value, np.ndarray):
         if not _is_pillow(value):
             return None

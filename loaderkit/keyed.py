@@ -130,4 +130,3 @@ def _scale(values: NDArray[np.int64], key: U64, below: NDArray[np.int64]) -> NDA
     mixed *= below.astype(np.uint64)
     mixed >>= np.uint64(32)
     return mixed.view(np.int64)
-

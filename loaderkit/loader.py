@@ -52,7 +52,7 @@ def to_config(
 ) -> PipelineConfig:
     """The frozen, validated description of any of the ways to describe a pipeline. Raises ConfigError."""
     if isinstance(pipeline, Pipeline):
-        return parse(pipeline.config.to_dict(), overrides=overrides) if overrides else pipeline.config
+        return pipeline.with_overrides(overrides).config if overrides else pipeline.config
     if isinstance(pipeline, Mapping):
         return parse(pipeline, overrides=overrides)
     if isinstance(pipeline, (str, Path)):
@@ -170,9 +170,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands: JSON values, after any batch, in microseconds. What was read ahead does not count."""
-        return State(
-            self._epoch, self._position, self._parts.config.order.seed, self._parts.fingerprint
-        ).to_dict()
+        return State(self._epoch, self._position, self._parts.config.order.seed, self._parts.fingerprint).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly behind the batch after which `state` was taken, also with other numbers of ranks or workers.

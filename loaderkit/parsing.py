@@ -38,16 +38,17 @@ def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Pipe
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{path}: the pipeline cannot be read: {reason}") from error
-    data = _read_yaml(text, reader)
-    reader.raise_problems()
+    data = _expand(_read_yaml(text, reader), (), reader)
     return _parse(data, reader, path.parent, overrides or {})
 
 
 def parse(
-    data: Mapping[str, Any], *, base: Path | None = None, overrides: Mapping[str, Any] | None = None
+    data: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None, expand: bool = True
 ) -> PipelineConfig:
-    """The pipeline a dict describes. Paths in it are relative to `base`, by default the working directory."""
-    return _parse(_copied(data), Problems(None), base or Path.cwd(), overrides or {})
+    """The pipeline a dict describes; paths in it are relative to the working directory. `expand`: put in ${VAR}."""
+    reader = Problems(None)
+    plain = _copied(data)
+    return _parse(_expand(plain, (), reader) if expand else plain, reader, Path.cwd(), overrides or {})
 
 
 def _copied(value: Any) -> Any:
@@ -70,7 +71,7 @@ def _read_yaml(text: str, reader: Problems) -> Any:
             loader.flatten_mapping(node)
             mapping: dict[Any, Any] = {}
             for key_node, value_node in node.value:
-                key = loader.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+                key = loader.construct_object(key_node, deep=True)
                 line = key_node.start_mark.line + 1
                 reader.lines[(*path, str(key))] = line
                 if not isinstance(key, str):
@@ -81,7 +82,7 @@ def _read_yaml(text: str, reader: Problems) -> Any:
             return mapping
         if isinstance(node, yaml.SequenceNode):
             return [build(item, (*path, number)) for number, item in enumerate(node.value)]
-        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        return loader.construct_object(node, deep=True)
 
     try:
         root = loader.get_single_node()
@@ -92,16 +93,15 @@ def _read_yaml(text: str, reader: Problems) -> Any:
         reader.complain((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
         return None
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]) -> PipelineConfig:
     if not isinstance(data, dict):
+        reader.raise_problems()
         found = "nothing" if data is None else type(data).__name__
         reader.complain((), f"a pipeline is a mapping with at least `source` and `stages`, this is {found}")
         reader.raise_problems()
-    if reader.file is not None:
-        data = _expand(data, (), reader)
     _apply_overrides(data, overrides, reader)
     for key in data:
         if key not in _SECTIONS:
@@ -136,9 +136,12 @@ def _expand(value: Any, path: KeyPath, reader: Problems) -> Any:
         def put_in(match: re.Match[str]) -> str:
             if match[0].startswith("$$"):
                 return match[0][1:]
-            found = os.environ.get(match[1], match[2])
+            default: str | None = match[2]
+            found = os.environ.get(match[1], default)
             if found is None:
-                reader.complain(path, f"the environment has no variable {match[1]}: set it, or write ${{{match[1]}:-default}}")
+                reader.complain(
+                    path, f"the environment has no variable {match[1]}: set it, or write ${{{match[1]}:-default}}"
+                )
                 return ""
             return found
 
@@ -212,10 +215,12 @@ def _parse_source(data: dict[str, Any], reader: Problems, base: Path) -> SourceA
     raw = data.get("source")
     if not isinstance(raw, dict):
         said = "is missing" if "source" not in data else f"is {raw!r}"
-        reader.complain(("source",), f"`source` {said}: expected a mapping with `kind` ({', '.join(SOURCES)}) and where to read")
+        reader.complain(
+            ("source",), f"`source` {said}: expected a mapping with `kind` ({', '.join(SOURCES)}) and where to read"
+        )
         return None
     kind = raw.get("kind")
-    if kind not in SOURCES:
+    if not isinstance(kind, str) or kind not in SOURCES:
         text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
         reader.complain(("source", "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
         return None
@@ -250,7 +255,7 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
         return ()
     stages: list[StageConfig] = []
     seen: set[str] = set()
-    names = dict((number, name) for name, number in _stage_names(raw))
+    names = {number: name for name, number in _stage_names(raw)}
     for number, item in enumerate(raw):
         path: KeyPath = ("stages", number)
         if isinstance(item, dict) and len(item) == 1:
@@ -321,11 +326,9 @@ def _follow(raw: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
     path: KeyPath = ()
     value = raw
     for part in loc:
-        if isinstance(value, dict) and part in value:
+        try:
             value = value[part]
-        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
+        except (KeyError, IndexError, TypeError):
             break
         path = (*path, part)
     return path, value

@@ -1,6 +1,6 @@
 """A pipeline described in Python, one method a stage; every method returns a new description.
 
-    Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().resize(224).batch(64)
+Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().resize(224).batch(64)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pipeline:
     @cached_property
     def config(self) -> PipelineConfig:
         """The validated, frozen description. Raises ConfigError naming everything that is wrong."""
-        return parse(self._description)
+        return parse(self._description, expand=False)
 
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that `from_yaml` turns back into an equal pipeline. Paths in it are absolute."""
@@ -102,6 +102,10 @@ class Pipeline:
         """Batches as tuples of these fields."""
         return self._with(output=list(fields))
 
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Pipeline:
+        """The same with single values replaced by dotted key ("stages.batch.size")."""
+        return Pipeline.of(parse(self._raw(), overrides=overrides, expand=False))
+
     def _raw(self) -> dict[str, Any]:
         return dict(self._description or self.config.to_dict())
 
@@ -139,4 +143,7 @@ class Pipeline:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Tuples as lists and paths as texts, as they would stand in YAML."""
-    return {key: list(value) if type(value) is tuple else str(value) if isinstance(value, Path) else value for key, value in values.items()}
+    return {
+        key: list(value) if type(value) is tuple else str(value) if isinstance(value, Path) else value
+        for key, value in values.items()
+    }

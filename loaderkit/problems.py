@@ -34,7 +34,9 @@ class Problems:
             line = f"line {problem.line}: " if problem.line else ""
             key = f"{problem.where}: " if problem.where else ""
             texts.append(f"{line}{key}{problem.message}")
-        message = f"{where}: {texts[0]}" if len(texts) == 1 else f"{where}: {len(texts)} problems\n  " + "\n  ".join(texts)
+        message = (
+            f"{where}: {texts[0]}" if len(texts) == 1 else f"{where}: {len(texts)} problems\n  " + "\n  ".join(texts)
+        )
         raise ConfigError(message, tuple(problems))
 
 

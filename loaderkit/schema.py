@@ -53,9 +53,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:g}s" if float(f"{seconds:g}") == seconds else f"{seconds!r}s"
 
 
-ByteSize = Annotated[
-    int, BeforeValidator(parse_bytes), Field(gt=0), PlainSerializer(format_bytes, when_used="always")
-]
+ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), PlainSerializer(format_bytes, when_used="always")]
 Duration = Annotated[
     float, BeforeValidator(parse_seconds), Field(gt=0), PlainSerializer(format_seconds, when_used="always")
 ]
@@ -77,7 +75,10 @@ class StageArgs(Model):
     """What every stage takes."""
 
     name: str | None = Field(
-        None, min_length=1, pattern=r"^[A-Za-z_][\w-]*$", description="default: its kind; a second one of a kind is kind-2"
+        None,
+        min_length=1,
+        pattern=r"^[A-Za-z_][\w-]*$",
+        description="default: its kind; a second one of a kind is kind-2",
     )
     workers: PositiveInt | Literal["auto"] = Field(
         "auto", description="threads of its own, or auto: share the automatic pool with its neighbours"

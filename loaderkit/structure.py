@@ -60,7 +60,9 @@ def _check_fields(source: SourceArgs, stages: tuple[StageConfig, ...], reader: P
         elif STAGES[stage.kind].needs_images:
             wanted = getattr(stage.args, "fields", None)
             if is_bytes:
-                reader.complain(("stages", number), f"`{stage.kind}` needs images, and these are still encoded: put `decode` before")
+                reader.complain(
+                    ("stages", number), f"`{stage.kind}` needs images, and these are still encoded: put `decode` before"
+                )
             elif fields is not None:
                 _check_images(number, stage.kind, wanted, fields, reader)
 

@@ -258,7 +258,7 @@ class Stage:
     name: str
     kind: str
     scope: Literal["sample", "batch"]
-    run: Callable[..., None]
+    run: Callable[..., Any]
     workers: int | None = None  # None: shares the automatic pool
 
 

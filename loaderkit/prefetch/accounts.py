@@ -10,8 +10,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from time import thread_time
-from typing import NamedTuple
 
 Clock = Callable[[], float]
 
@@ -20,29 +20,17 @@ _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
 
 
-class States(NamedTuple):
+class States:
     """The numbers of an account's states: stages 0 .. num_stages - 1, then what a worker does between them."""
 
-    num_stages: int
+    __slots__ = ("blocked", "idle", "num_stages", "num_states", "starved")
 
-    @property
-    def starved(self) -> int:
-        """Waiting for input."""
-        return self.num_stages
-
-    @property
-    def blocked(self) -> int:
-        """Waiting for room downstream."""
-        return self.num_stages + 1
-
-    @property
-    def idle(self) -> int:
-        """Not wanted."""
-        return self.num_stages + 2
-
-    @property
-    def count(self) -> int:
-        return self.num_stages + 3
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.starved = num_stages  # waiting for input
+        self.blocked = num_stages + 1  # waiting for room downstream
+        self.idle = num_stages + 2  # not wanted
+        self.num_states = num_stages + 3
 
 
 class Histogram:
@@ -84,14 +72,24 @@ class StageTotals:
 class Account:
     """One worker's time by state, in seconds, with the interval that is still open."""
 
-    __slots__ = ("_clock", "_cpu_since", "_sequence", "marks", "num_stages", "open_state", "since_s", "stages", "state_s")
+    __slots__ = (
+        "_clock",
+        "_cpu_since",
+        "_sequence",
+        "marks",
+        "num_stages",
+        "open_state",
+        "since_s",
+        "stages",
+        "state_s",
+    )
 
     def __init__(self, states: States, clock: Clock, *, first_state: int) -> None:
         self._clock = clock
         self._sequence = 0
         self._cpu_since = 0.0
         self.num_stages = states.num_stages
-        self.state_s = [0.0] * states.count
+        self.state_s = [0.0] * states.num_states
         self.stages = [StageTotals() for _ in range(states.num_stages)]
         self.open_state = first_state
         self.since_s = clock()
@@ -135,7 +133,7 @@ class Account:
         """Seconds in each state within [start_s, end_s), as far back as the last marks go."""
         marks = [*self.marks.copy(), (end_s, -1)]
         found: dict[int, float] = {}
-        for (since, state), (until, _) in zip(marks, marks[1:], strict=False):
+        for (since, state), (until, _) in pairwise(marks):
             overlap = min(until, end_s) - max(since, start_s)
             if overlap > 0:
                 found[state] = found.get(state, 0.0) + overlap

@@ -5,7 +5,7 @@ All methods but `finish` are called under the engine's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -199,7 +199,9 @@ class BatchPlan:
         batch: dict[str, Any] = {}
         for name, spec in self.specs.items():
             if spec.kind == "slab":
-                tensor = destination.fields[name][:num_slots] if num_slots < self._shape.size else destination.fields[name]
+                tensor = (
+                    destination.fields[name][:num_slots] if num_slots < self._shape.size else destination.fields[name]
+                )
                 batch[name] = tensor if slots is None else tensor[torch.from_numpy(slots)]
                 continue
             values = destination.values[name]

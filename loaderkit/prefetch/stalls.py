@@ -9,6 +9,7 @@ executed meanwhile; after it had landed it is `wakeup`. The parts sum to the wai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from loaderkit.prefetch.accounts import Account
@@ -65,7 +66,7 @@ def attribute(
     charge(MEMORY if was_short_of_memory else START, begin, way.opened_s)
     borders = [*way.marks, (way.done_s, QUEUED)]
     charge_queue(0, way.opened_s, borders[0][0])
-    for (since, state), (until, _) in zip(borders, borders[1:], strict=False):
+    for (since, state), (until, _) in pairwise(borders):
         if state <= QUEUED:
             charge_queue(QUEUED - state, since, until)
         else:

@@ -20,18 +20,20 @@ def describe_wait(destination: Destination | None, engine: Engine) -> str:
         lines.append("no batch has been opened yet")
     else:
         now = engine.clock()
-        lines.append(f"awaited: batch {destination.step} of epoch {destination.epoch}, {destination.num_pending} chunks left")
+        lines.append(
+            f"awaited: batch {destination.step} of epoch {destination.epoch}, {destination.num_pending} chunks left"
+        )
         for chunk in destination.chunks:
             if chunk.marks and chunk.samples:
                 since, state = chunk.marks[-1]
                 place = engine.stages[state].name if state >= 0 else "a queue"
                 keys = ", ".join(repr(engine.plan.key(index)) for index in chunk.indices[:4].tolist())
-                lines.append(f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now - since:.1f} s, samples {keys} ...")
+                lines.append(
+                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now - since:.1f} s, samples {keys} ..."
+                )
             elif not chunk.marks:
                 lines.append(f"  slots {chunk.lo} to {chunk.hi}: taken by no worker yet")
-    for pool in engine.pools:
-        for thread in pool.threads:
-            lines.append(stack_of(thread))
+    lines += [stack_of(thread) for pool in engine.pools for thread in pool.threads]
     return "\n".join(lines)
 
 

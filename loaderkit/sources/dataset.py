@@ -41,7 +41,7 @@ class DatasetArgs(SourceArgs):
     @field_serializer("object")
     def _to_path(self, value: Any) -> str:
         if not isinstance(value, str):
-            raise ValueError(  # noqa: TRY004 - pydantic turns ValueError into its own
+            raise ValueError(
                 f"a {type(value).__name__} given as an object cannot be written to YAML: "
                 'give a function that makes it, as "package.module:function"'
             )

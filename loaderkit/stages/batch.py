@@ -17,6 +17,7 @@ from loaderkit.images import describe, to_tensor
 from loaderkit.schema import StageArgs
 from loaderkit.types import Chunk, FieldSpec, Image, Sample
 
+
 class BatchArgs(StageArgs):
     """Gather samples into batches."""
 

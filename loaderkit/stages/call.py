@@ -26,7 +26,9 @@ _KEY = "__key__"
 class CallArgs(StageArgs):
     """Call a function of your own."""
 
-    function: str | Callable[..., Any] = Field(description='"package.module:function", or in Python the function itself')
+    function: str | Callable[..., Any] = Field(
+        description='"package.module:function", or in Python the function itself'
+    )
     args: dict[str, Any] = Field({}, description="keyword arguments for every call")
 
     @field_validator("function")
@@ -101,5 +103,7 @@ def call_on_batch(
 
 def _checked(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"the function returned {type(value).__name__}; it must return a dict, or None to keep the one given")
+        raise TypeError(
+            f"the function returned {type(value).__name__}; it must return a dict, or None to keep the one given"
+        )
     return value

@@ -41,49 +41,59 @@ class DecodeArgs(StageArgs):
 def decode(args: DecodeArgs, *, reuse: bool) -> Callable[[Sample, dict[str, Any]], None]:
     """A function `(sample, scratch) -> None`. With `reuse`, JPEGs are decoded into `scratch`'s memory, which the next
     sample with that scratch overwrites; without, every image owns its pixels."""
-    masks = frozenset(args.masks or ())
+    decoder = _Decoder(args, reuse)
 
     def run(sample: Sample, scratch: dict[str, Any]) -> None:
         for field in args.fields or tuple(sample):
             value = sample.get(field)
             try:
                 if type(value) is Encoded:
-                    sample[field] = _decode_encoded(value, field, scratch)
+                    sample[field] = decoder.encoded(value, field, scratch)
                 elif args.fields is not None:
-                    sample[field] = _decode_value(value, field, scratch)
+                    sample[field] = decoder.value(value, field, scratch)
             except _UNREADABLE as error:
-                raise ValueError(f"field {field!r}: {error}" if len(sample) > 1 and args.fields else str(error)) from error
+                raise ValueError(f"field {field!r}: {error}" if len(sample) > 1 else str(error)) from error
 
-    def _decode_encoded(value: Encoded, field: str, scratch: dict[str, Any]) -> Any:
+    return run
+
+
+class _Decoder:
+    """Decodes one field, as the arguments say."""
+
+    def __init__(self, args: DecodeArgs, reuse: bool) -> None:
+        self._args = args
+        self._masks = frozenset(args.masks or ())
+        self._reuse = reuse
+
+    def encoded(self, value: Encoded, field: str, scratch: dict[str, Any]) -> Any:
         extension = value.extension.rpartition(".")[2]
         if extension in IMAGE_EXTENSIONS:
-            return _decode_image(value.data, field, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
+            return self._image(value.data, field, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
         reader = _READERS.get(extension)
         return bytes(value.data) if reader is None else reader(value.data)
 
-    def _decode_value(value: Any, field: str, scratch: dict[str, Any]) -> Any:
+    def value(self, value: Any, field: str, scratch: dict[str, Any]) -> Any:
+        """A field that was named, of a source that gives objects: encoded bytes, or an image already."""
         if value is None:
             raise ValueError("the sample has no such field")
         if isinstance(value, (bytes, bytearray, memoryview)):
             data = memoryview(value)
-            return _decode_image(data, field, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
+            return self._image(data, field, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
         image = as_image(value)
         if image is None:
             raise ValueError(f"cannot decode {describe(value)}")
         return image
 
-    def _decode_image(data: memoryview, field: str, scratch: dict[str, Any], *, is_jpeg: bool) -> Image:
+    def _image(self, data: memoryview, field: str, scratch: dict[str, Any], *, is_jpeg: bool) -> Image:
         if not len(data):
             raise ValueError("the file is empty (0 bytes)")
-        if is_jpeg and field not in masks and not args.exif_orientation:
-            pixels = _decode_jpeg(data, args.max_pixels, scratch.setdefault(field, {}) if reuse else None)
+        args = self._args
+        if is_jpeg and field not in self._masks and not args.exif_orientation:
+            pixels = _decode_jpeg(data, args.max_pixels, scratch.setdefault(field, {}) if self._reuse else None)
             if pixels is not None:
                 return Image(pixels)
-        return _decode_with_pillow(
-            data, is_mask=field in masks, upright=args.exif_orientation, max_pixels=args.max_pixels
-        )
-
-    return run
+        is_mask = field in self._masks
+        return _decode_with_pillow(data, is_mask=is_mask, upright=args.exif_orientation, max_pixels=args.max_pixels)
 
 
 _UNREADABLE = (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError)

@@ -65,7 +65,7 @@ def read_ranges(source: Source, connector: Connector, failed: SampleErrors) -> C
 def _buffer(chunk: Chunk, size: int) -> memoryview:
     buffer = chunk.scratch.get("read")
     if buffer is None or len(buffer) < size:
-        buffer = memoryview(np.empty(max(1, size + size // 4), np.uint8))
+        buffer = np.empty(max(1, size + size // 4), np.uint8).data
         chunk.scratch["read"] = buffer
     return buffer[:size]
 

@@ -26,11 +26,13 @@ def resolve_device(wanted: str) -> torch.device:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and not num_devices):
         return torch.device("cpu")
-    device = torch.device("cuda" if wanted == "auto" else wanted)
-    number = torch.cuda.current_device() if device.index is None and num_devices else device.index or 0
+    is_named = ":" in wanted
+    number = int(wanted.partition(":")[2]) if is_named else torch.cuda.current_device() if num_devices else 0
     if number >= num_devices:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise RuntimeError(f"device {wanted!r} was asked for, but torch {torch.__version__}, {built}, sees {num_devices}")
+        raise RuntimeError(
+            f"device {wanted!r} was asked for, but torch {torch.__version__}, {built}, sees {num_devices}"
+        )
     return torch.device("cuda", number)
 
 
@@ -40,7 +42,7 @@ def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
     It returns when the copies are complete, so the pinned slab may be reused at once. The copies were allocated on the
     side stream; `record_stream` keeps their memory until the consumer's stream is done with them.
     """
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(batch: dict[str, Any]) -> None:
         with torch.cuda.stream(stream):

@@ -22,14 +22,13 @@ from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, Sequential
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine, PoolPlan
 from loaderkit.prefetch.plan import BatchPlan, BatchShape
-from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, each_with_scratch, replace_failed
+from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import SCHEMES, STAGES
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
-from loaderkit.stages.decode import DecodeArgs, decode
 from loaderkit.stages.normalize import NormalizeArgs, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
@@ -339,17 +338,15 @@ class _Compiler:
                 return read_items(self._source, failed)
             assert self._connector is not None
             return read_ranges(self._source, self._connector, failed)
-        if isinstance(args, DecodeArgs):
-            # A user's function may keep what it is given; without one, nobody sees decoded pixels after `batch`.
-            reuse = not any(stage.kind == "call" for stage in self._config.stages[: self._border])
-            return each_with_scratch(decode(args, reuse=reuse), failed)
         if isinstance(args, CallArgs):
             function, wants_rng = self._bind(config.name, args)
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
         if isinstance(args, BatchArgs):
             return self._batch(failed)
         assert kind.make is not None
-        return each_sample(kind.make(args), kind.num_draws, keys, failed)
+        # A user's function may keep what it is given; without one, nobody sees a stage's pixels after `batch`.
+        reuse = not any(stage.kind == "call" for stage in self._config.stages[: self._border])
+        return each_sample(kind.make(args), kind.num_draws, keys, failed, reuse=reuse)
 
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:

@@ -14,7 +14,7 @@ from loaderkit.sources.tar import TarArgs
 from loaderkit.stages import color, geometry
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import CallArgs
-from loaderkit.stages.decode import DecodeArgs
+from loaderkit.stages.decode import DecodeArgs, decode
 from loaderkit.stages.normalize import NormalizeArgs
 from loaderkit.stages.read import ReadArgs
 from loaderkit.stages.transfer import TransferArgs
@@ -39,7 +39,7 @@ class StageKind:
 STAGES: Mapping[str, StageKind] = MappingProxyType(
     {
         "read": StageKind(ReadArgs, "sample"),
-        "decode": StageKind(DecodeArgs, "sample"),
+        "decode": StageKind(DecodeArgs, "sample", make=decode),
         "resize": StageKind(geometry.ResizeArgs, "sample", True, geometry.resize),
         "center_crop": StageKind(geometry.CenterCropArgs, "sample", True, geometry.center_crop),
         "random_crop": StageKind(geometry.RandomCropArgs, "sample", True, geometry.random_crop, 2),

@@ -296,14 +296,17 @@ class Engine:
     def _work_inline(self) -> None:
         """Carry one chunk through every pool, in the consumer's thread."""
         account = self.pools[0].accounts[0]
-        chunk = self._take(account)
-        if chunk is not None:
-            item: Chunk | Destination | None = chunk
+        item: Chunk | Destination | None = self._take(account)
+        num_torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
+        try:
             for pool in self.pools:
                 if item is not None:
                     item = self._run(pool, account, item)
-            if isinstance(item, Destination):
-                self._deliver(item)
+        finally:
+            torch.set_num_threads(num_torch_threads)
+        if isinstance(item, Destination):
+            self._deliver(item)
         account.enter(self.states.blocked)
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:

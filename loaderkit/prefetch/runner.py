@@ -58,37 +58,30 @@ class StageKeys:
 
 
 def each_sample(
-    function: Callable[[Sample, NDArray[np.float64]], None], num_draws: int, keys: StageKeys, failed: FailureNamer
+    function: Callable[[Sample, NDArray[np.float64], dict[str, Any] | None], None],
+    num_draws: int,
+    keys: StageKeys,
+    failed: FailureNamer,
+    *,
+    reuse: bool,
 ) -> Callable[[Chunk], None]:
-    """A chunk stage from a function of one sample and its `num_draws` uniform numbers."""
+    """A chunk stage from a function of one sample, its `num_draws` uniform numbers, and memory it may reuse.
+
+    That memory belongs to the chunk, one dict for every place, and passes to another chunk once this one has landed;
+    without `reuse` the function gets None.
+    """
     nothing = np.empty(0)
 
     def run(chunk: Chunk) -> None:
         draws: Sequence[Any] | NDArray[np.float64]
         draws = uniforms(keys[chunk.epoch], chunk.indices, num_draws) if num_draws else [nothing] * len(chunk)
-        for place, sample in enumerate(chunk.samples):
-            if sample is not None:
-                try:
-                    function(sample, draws[place])
-                except Exception as error:
-                    failed(chunk, place, error)
-
-    return run
-
-
-def each_with_scratch(
-    function: Callable[[Sample, dict[str, Any]], None], failed: FailureNamer
-) -> Callable[[Chunk], None]:
-    """A chunk stage from a function of one sample and memory it may reuse; every place of a chunk has its own."""
-
-    def run(chunk: Chunk) -> None:
-        scratches = chunk.scratch.setdefault(failed.stage, [])
+        scratches: list[dict[str, Any]] = chunk.scratch.setdefault(failed.stage, [])
         while len(scratches) < len(chunk):
             scratches.append({})
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
                 try:
-                    function(sample, scratches[place])
+                    function(sample, draws[place], scratches[place] if reuse else None)
                 except Exception as error:
                     failed(chunk, place, error)
 

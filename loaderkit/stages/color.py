@@ -63,7 +63,7 @@ class ColorJitterArgs(StageArgs):
 COLOR_JITTER_DRAWS = 8
 
 
-def color_jitter(args: ColorJitterArgs) -> Callable[[Sample, NDArray[np.float64]], None]:
+def color_jitter(args: ColorJitterArgs) -> Callable[..., None]:
     """Eight draws: four factors, and four numbers whose order is the order of the steps."""
     steps = (
         (adjust_brightness, args.brightness, 1.0),
@@ -72,7 +72,7 @@ def color_jitter(args: ColorJitterArgs) -> Callable[[Sample, NDArray[np.float64]
         (adjust_hue, args.hue, 0.0),
     )
 
-    def run(sample: Sample, draws: NDArray[np.float64]) -> None:
+    def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> None:
         for name, image in image_fields(sample, args.fields):
             if image.mask:
                 continue

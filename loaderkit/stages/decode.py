@@ -38,12 +38,12 @@ class DecodeArgs(StageArgs):
     max_pixels: PositiveInt = Field(178_956_970, description="refuse larger images (decompression bombs)")
 
 
-def decode(args: DecodeArgs, *, reuse: bool) -> Callable[[Sample, dict[str, Any]], None]:
-    """A function `(sample, scratch) -> None`. With `reuse`, JPEGs are decoded into `scratch`'s memory, which the next
-    sample with that scratch overwrites; without, every image owns its pixels."""
-    decoder = _Decoder(args, reuse)
+def decode(args: DecodeArgs) -> Callable[..., None]:
+    """A function `(sample, draws, scratch) -> None`. JPEGs are decoded into `scratch`'s memory, which the next sample
+    with that scratch overwrites; with None, every image owns its pixels."""
+    decoder = _Decoder(args)
 
-    def run(sample: Sample, scratch: dict[str, Any]) -> None:
+    def run(sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> None:
         for field in args.fields or tuple(sample):
             value = sample.get(field)
             try:
@@ -60,19 +60,18 @@ def decode(args: DecodeArgs, *, reuse: bool) -> Callable[[Sample, dict[str, Any]
 class _Decoder:
     """Decodes one field, as the arguments say."""
 
-    def __init__(self, args: DecodeArgs, reuse: bool) -> None:
+    def __init__(self, args: DecodeArgs) -> None:
         self._args = args
         self._masks = frozenset(args.masks or ())
-        self._reuse = reuse
 
-    def encoded(self, value: Encoded, field: str, scratch: dict[str, Any]) -> Any:
+    def encoded(self, value: Encoded, field: str, scratch: dict[str, Any] | None) -> Any:
         extension = value.extension.rpartition(".")[2]
         if extension in IMAGE_EXTENSIONS:
             return self._image(value.data, field, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
         reader = _READERS.get(extension)
         return bytes(value.data) if reader is None else reader(value.data)
 
-    def value(self, value: Any, field: str, scratch: dict[str, Any]) -> Any:
+    def value(self, value: Any, field: str, scratch: dict[str, Any] | None) -> Any:
         """A field that was named, of a source that gives objects: encoded bytes, or an image already."""
         if value is None:
             raise ValueError("the sample has no such field")
@@ -84,12 +83,12 @@ class _Decoder:
             raise ValueError(f"cannot decode {describe(value)}")
         return image
 
-    def _image(self, data: memoryview, field: str, scratch: dict[str, Any], *, is_jpeg: bool) -> Image:
+    def _image(self, data: memoryview, field: str, scratch: dict[str, Any] | None, *, is_jpeg: bool) -> Image:
         if not len(data):
             raise ValueError("the file is empty (0 bytes)")
         args = self._args
         if is_jpeg and field not in self._masks and not args.exif_orientation:
-            pixels = _decode_jpeg(data, args.max_pixels, scratch.setdefault(field, {}) if self._reuse else None)
+            pixels = _decode_jpeg(data, args.max_pixels, None if scratch is None else scratch.setdefault(field, {}))
             if pixels is not None:
                 return Image(pixels)
         is_mask = field in self._masks

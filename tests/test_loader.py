@@ -1,0 +1,424 @@
+"""What a training loop relies on: the same bytes always, exact resume, ranks that share out the data, states that fit."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ClosedError, ConfigError, StateError
+
+
+def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, seed: int = 3) -> Pipeline:
+    """Everything random there is, so that one wrong draw changes bytes."""
+    return (
+        Pipeline.files(photos, include="**/*.jpg", label="parent")
+        .shuffle(seed=seed)
+        .read()
+        .decode()
+        .random_resized_crop(32)
+        .random_horizontal_flip()
+        .color_jitter(brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1)
+        .batch(batch_size, drop_last=drop_last)
+        .transfer("auto")
+        .normalize()
+    )
+
+
+def digest(batch: dict[str, Any]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in batch.items():
+        found.update(name.encode())
+        found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return found.hexdigest()
+
+
+def digests(loader: loaderkit.Loader, num_epochs: int = 1) -> list[str]:
+    return [digest(batch) for _ in range(num_epochs) for batch in loader]
+
+
+@pytest.fixture(scope="module")
+def reference(photos: Path) -> list[str]:
+    """Three epochs of the augmented pipeline, without threads."""
+    with loaderkit.build(augmented(photos), overrides={"prefetch.executor": "inline"}) as loader:
+        return digests(loader, 3)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("workers", [1, 2, 8])
+    @pytest.mark.parametrize("depth", [1, 4, 16])
+    def test_same_for_any_concurrency(self, photos: Path, reference: list[str], workers: int, depth: int) -> None:
+        overrides = {"prefetch.concurrency": workers, "prefetch.batches": depth}
+        with loaderkit.build(augmented(photos), overrides=overrides) as loader:
+            assert digests(loader, 3) == reference
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            {"stages.decode.workers": 2},
+            {"stages.read.workers": 3, "stages.color_jitter.workers": 2},
+            {"stages.batch.workers": 1, "stages.normalize.workers": 2},
+            {"stages.transfer.workers": 1, "stages.read.workers": 1},
+            {"prefetch.memory": "100KiB"},
+            {"stages.decode.workers": 2, "prefetch.executor": "inline"},
+        ],
+    )
+    def test_same_for_any_pools(self, photos: Path, reference: list[str], overrides: dict[str, Any]) -> None:
+        with loaderkit.build(augmented(photos), overrides=overrides) as loader:
+            assert digests(loader, 3) == reference
+
+    def test_epochs_differ_in_order_and_augmentation(self, reference: list[str]) -> None:
+        assert len(set(reference)) == len(reference)
+
+    def test_another_seed_is_another_run(self, photos: Path, reference: list[str]) -> None:
+        with loaderkit.build(augmented(photos, seed=4)) as loader:
+            assert not set(digests(loader)) & set(reference)
+
+    def test_files_and_tar_hold_the_same_samples(self, photos: Path, shards: Path) -> None:
+        def pixels(pipeline: Pipeline) -> dict[str, bytes]:
+            described = pipeline.shuffle("none").read().decode().resize([16, 16]).batch(7)
+            with loaderkit.build(described) as loader:
+                return {
+                    key.rpartition("/")[2].removesuffix(".jpg"): image.numpy().tobytes() + bytes([int(label)])
+                    for batch in loader
+                    for key, image, label in zip(batch["__key__"], batch["image"], batch["label"], strict=True)
+                }
+
+        from_files = pixels(Pipeline.files(photos, label="parent"))
+        assert len(from_files) == 60
+        assert pixels(Pipeline.tar(shards)) == from_files
+
+
+class TestResume:
+    def test_after_every_batch_of_an_epoch(self, photos: Path, reference: list[str]) -> None:
+        states = []
+        with loaderkit.build(augmented(photos)) as loader:
+            num_batches = len(loader)
+            assert num_batches == 8
+            states.append(json.dumps(loader.state_dict()))
+            for _ in loader:
+                states.append(json.dumps(loader.state_dict()))
+        for delivered, state in enumerate(states):
+            with loaderkit.build(augmented(photos)) as loader:
+                loader.load_state_dict(json.loads(state))
+                assert json.dumps(loader.state_dict()) == state, "loading a state must not change it"
+                rest = digests(loader)
+                assert rest == reference[delivered:num_batches]
+                assert digests(loader) == reference[num_batches : 2 * num_batches]
+
+    def test_in_a_new_process(self, photos: Path, reference: list[str], tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
+        with loaderkit.build(tmp_path / "p.yaml") as loader:
+            stream = iter(loader)
+            for _ in range(3):
+                next(stream)
+            (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+        program = (
+            "import json, sys; sys.path.insert(0, sys.argv[3]); import loaderkit; from test_loader import digests\n"
+            "with loaderkit.build(sys.argv[1], overrides={'prefetch.concurrency': 3}) as loader:\n"
+            "    loader.load_state_dict(json.load(open(sys.argv[2])))\n"
+            "    print(json.dumps(digests(loader)))\n"
+        )
+        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "state.json"), str(Path(__file__).parent)]
+        ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+        assert json.loads(ran.stdout) == reference[3:8]
+
+    def test_state_counts_what_was_delivered_not_what_was_read_ahead(self, photos: Path) -> None:
+        with loaderkit.build(augmented(photos), overrides={"prefetch.batches": 8}) as loader:
+            stream = iter(loader)
+            assert loader.state_dict()["position"] == 0
+            next(stream)
+            assert loader.state_dict()["position"] == 8
+
+    def test_after_the_last_batch_yields_nothing_once(self, photos: Path, reference: list[str]) -> None:
+        with loaderkit.build(augmented(photos)) as loader:
+            digests(loader)
+            state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (0, 60)
+        with loaderkit.build(augmented(photos)) as loader:
+            loader.load_state_dict(state)
+            assert list(loader) == []
+            assert digests(loader) == reference[8:16]
+
+    def test_with_other_ranks_and_batch_size_covers_the_rest(self, photos: Path) -> None:
+        def keys(loader: loaderkit.Loader) -> list[str]:
+            return [key for batch in loader for key in batch["__key__"]]
+
+        with loaderkit.build(augmented(photos)) as loader:
+            stream = iter(loader)
+            begun = [key for _ in range(2) for key in next(stream)["__key__"]]
+            state = loader.state_dict()
+            rest = [key for batch in stream for key in batch["__key__"]]
+        shared = []
+        for rank in range(4):
+            with loaderkit.build(augmented(photos, 5), rank=rank, world_size=4) as loader:
+                loader.load_state_dict(state)
+                shared.append(keys(loader))
+        assert sorted(key for part in shared for key in part) == sorted(rest)
+        assert [key for row in zip(*shared, strict=True) for key in row] == rest
+        assert len(begun) + len(rest) == 60
+
+    def test_in_a_loop_that_sets_the_epoch(self, photos: Path, reference: list[str]) -> None:
+        """The usual loop calls set_epoch(epoch) at its top; that must not rewind a resumed epoch."""
+        with loaderkit.build(augmented(photos)) as loader:
+            stream = iter(loader)
+            next(stream)
+            state = loader.state_dict()
+        seen = []
+        with loaderkit.build(augmented(photos)) as loader:
+            loader.load_state_dict(state)
+            for epoch in range(loader.epoch, 2):
+                loader.set_epoch(epoch)
+                seen += digests(loader)
+        assert seen == reference[1:16]
+
+    def test_refuses_the_state_of_another_pipeline(self, photos: Path, shards: Path) -> None:
+        with loaderkit.build(augmented(photos)) as loader:
+            state = loader.state_dict()
+        others = {
+            "data": Pipeline.files(photos / "ant").shuffle(seed=3).read().decode().resize([8, 8]).batch(8),
+            "seed": augmented(photos, seed=9),
+            "stages": augmented(photos).call(lambda batch: batch),
+        }
+        for part, other in others.items():
+            with loaderkit.build(other) as loader, pytest.raises(StateError, match=part):
+                loader.load_state_dict(state)
+        changed = loaderkit.build(augmented(photos), overrides={"stages.random_resized_crop.scale": [0.5, 1.0]})
+        with changed, pytest.raises(StateError, match=r"stages\.random_resized_crop"):
+            changed.load_state_dict(state)
+
+    def test_saving_costs_microseconds_of_work(self, photos: Path) -> None:
+        """No listing, no hashing, no copy of the data: the state is built from what is known."""
+        with loaderkit.build(augmented(photos)) as loader:
+            calls: list[str] = []
+
+            def count(frame: Any, event: str, argument: Any) -> None:
+                if event == "call":
+                    calls.append(frame.f_code.co_name)
+
+            sys.setprofile(count)
+            try:
+                loader.state_dict()
+            finally:
+                sys.setprofile(None)
+        assert len(calls) < 20
+
+
+class TestRanks:
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+    @pytest.mark.parametrize("shuffle", ["global", "block", "none"])
+    def test_together_the_data_set_in_the_order_of_one_rank(self, photos: Path, world_size: int, shuffle: str) -> None:
+        block = {"block": "20KiB", "window": 2, "lanes": 4} if shuffle == "block" else {}
+        pipeline = Pipeline.files(photos).shuffle(shuffle, seed=1, **block).read().batch(4)
+
+        def rows(rank: int, world: int) -> list[tuple[str, bool]]:
+            with loaderkit.build(pipeline, rank=rank, world_size=world) as loader:
+                return [
+                    (key, bool(mark))
+                    for batch in loader
+                    for key, mark in zip(
+                        batch["__key__"], batch.get("__wrapped__", torch.zeros(len(batch["__key__"]))), strict=True
+                    )
+                ]
+
+        alone = [key for key, _ in rows(0, 1)]
+        assert len(set(alone)) == 60
+        ranks = [rows(rank, world_size) for rank in range(world_size)]
+        assert len({len(part) for part in ranks}) == 1, "ranks with different numbers of samples hang collectives"
+        interleaved = [item for row in zip(*ranks, strict=True) for item in row]
+        assert [key for key, wrapped in interleaved if not wrapped] == alone
+        assert [wrapped for _, wrapped in interleaved] == [place >= 60 for place in range(len(interleaved))]
+
+    def test_drop_last_gives_every_rank_whole_batches(self, photos: Path) -> None:
+        for rank in range(3):
+            pipeline = Pipeline.files(photos).read().batch(7, drop_last=True)
+            with loaderkit.build(pipeline, rank=rank, world_size=3) as loader:
+                batches = list(loader)
+            assert [len(batch["__key__"]) for batch in batches] == [7, 7] == [7] * len(loader)
+            assert all("__wrapped__" not in batch for batch in batches)
+
+    def test_from_the_environment(self, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        assert "rank 1 of 3" in repr(loaderkit.build(augmented(photos)))
+        monkeypatch.setenv("RANK", "three")
+        with pytest.raises(ConfigError, match="RANK='three'"):
+            loaderkit.build(augmented(photos))
+
+    def test_zero_batches_is_an_error(self, photos: Path) -> None:
+        with pytest.raises(ConfigError, match="no batch at all"):
+            loaderkit.build(augmented(photos, 64, drop_last=True))
+
+
+class TestEpochs:
+    def test_an_early_break_goes_on_with_the_next_epoch(self, photos: Path, reference: list[str]) -> None:
+        with loaderkit.build(augmented(photos)) as loader:
+            for _ in loader:
+                break
+            assert (loader.epoch, loader.state_dict()["position"]) == (0, 8)
+            assert digests(loader) == reference[8:16]
+
+    def test_a_limit_of_epochs(self, photos: Path, reference: list[str]) -> None:
+        with loaderkit.build(augmented(photos).epochs(2)) as loader:
+            assert digests(loader, 2) == reference[:16]
+            assert list(loader) == []
+            loader.start()
+            assert list(loader) == []
+
+    def test_set_epoch(self, photos: Path, reference: list[str]) -> None:
+        with loaderkit.build(augmented(photos)) as loader:
+            loader.set_epoch(2)
+            assert loader.epoch == 2
+            assert digests(loader) == reference[16:]
+            loader.set_epoch(0)
+            assert digests(loader) == reference[:8]
+
+    def test_set_epoch_to_what_is_prefetched_does_not_read_again(self, photos: Path) -> None:
+        with loaderkit.build(augmented(photos), overrides={"prefetch.batches": 16}) as loader:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                for _ in loader:
+                    pass
+            num_read = loader.stats().stages[0].num_items
+        assert num_read <= 3 * 60 + 16 * 8, "prefetched batches were dropped and read again"
+
+    def test_a_newer_iteration_ends_the_older(self, photos: Path) -> None:
+        with loaderkit.build(augmented(photos)) as loader:
+            old = iter(loader)
+            next(old)
+            new = iter(loader)
+            with pytest.raises(ClosedError, match="newer"):
+                next(old)
+            assert len(list(new)) == 8
+
+    def test_classes_and_length(self, photos: Path) -> None:
+        loader = loaderkit.build(augmented(photos))
+        assert loader.classes == ["ant", "bee", "cat"]
+        assert len(loader) == 8
+        labels = torch.cat([batch["label"] for batch in loader])
+        assert torch.bincount(labels).tolist() == [20, 20, 20]
+        loader.close()
+
+    def test_output_is_a_tuple_in_that_order(self, photos: Path) -> None:
+        with loaderkit.build(augmented(photos).output("label", "image")) as loader:
+            label, image = next(iter(loader))
+        assert (label.shape, image.shape) == ((8,), (8, 3, 32, 32))
+        with (
+            pytest.raises(ConfigError, match="imagine"),
+            loaderkit.build(augmented(photos).output("imagine")) as loader,
+        ):
+            next(iter(loader))
+
+    def test_start_prefetches(self, photos: Path, reference: list[str]) -> None:
+        with loaderkit.build(augmented(photos)) as loader:
+            loader.start()
+            assert any(thread.name.startswith("loaderkit") for thread in threading.enumerate())
+            assert digests(loader) == reference[:8]
+
+
+class TestDatasetObject:
+    def test_a_torch_dataset(self) -> None:
+        items = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+        with loaderkit.build(Pipeline.dataset(items, fields=["x", "y"]).shuffle(seed=1).read().batch(2)) as loader:
+            batches = list(loader)
+        assert sorted(int(y) for batch in batches for y in batch["y"]) == list(range(5))
+        for batch in batches:
+            assert torch.equal(batch["x"][:, 0], batch["y"] * 2.0)
+            assert batch["__key__"] == [str(int(y)) for y in batch["y"]]
+
+    def test_by_name(self) -> None:
+        pipeline = {
+            "source": {"kind": "dataset", "object": "builtins:range", "args": {}},
+            "stages": ["read", {"batch": {"size": 2}}],
+        }
+        with pytest.raises(TypeError):
+            loaderkit.build(pipeline)  # range() without arguments: the user's own error, unchanged
+
+
+class TestClosing:
+    def test_close_is_idempotent_and_final(self, photos: Path) -> None:
+        loader = loaderkit.build(augmented(photos))
+        next(iter(loader))
+        loader.close()
+        loader.close()
+        for use in (lambda: iter(loader), loader.start, lambda: loader.set_epoch(1), loader.__enter__):
+            with pytest.raises(ClosedError):
+                use()
+
+    def test_batches_outlive_the_loader(self, photos: Path, reference: list[str]) -> None:
+        loader = loaderkit.build(augmented(photos))
+        batches = list(loader)
+        loader.close()
+        del loader
+        gc.collect()
+        assert [digest(batch) for batch in batches] == reference[:8]
+
+    def test_a_dropped_loader_stops_its_threads(self, photos: Path) -> None:
+        before = set(threading.enumerate())
+        loader = loaderkit.build(augmented(photos))
+        next(iter(loader))
+        del loader
+        gc.collect()
+        assert set(threading.enumerate()) == before
+
+    def test_an_interpreter_that_ends_with_the_loader_open(self, photos: Path, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
+        for last in ("", "raise SystemExit(7)", "1 / 0"):
+            program = (
+                f"import loaderkit\nloader = loaderkit.build({str(tmp_path / 'p.yaml')!r})\nnext(iter(loader))\n{last}"
+            )
+            ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+            assert ran.returncode == {"": 0, "1 / 0": 1}.get(last, 7)
+            assert "loaderkit" not in ran.stderr.replace("<string>", "") or last == "1 / 0"
+
+    def test_use_after_a_fork_is_refused(self, photos: Path, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
+        program = (
+            "import os, sys, loaderkit\n"
+            f"loader = loaderkit.build({str(tmp_path / 'p.yaml')!r})\n"
+            "stream = iter(loader); next(stream)\n"
+            "pid = os.fork()\n"
+            "try:\n    next(stream)\n    code = 0\n"
+            "except loaderkit.errors.ClosedError as error:\n    code = 5 if 'fork' in str(error) else 6\n"
+            "if pid == 0: os._exit(code)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), code)\n"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ran.stdout.split() == ["5", "0"]
+
+
+class TestImport:
+    def test_import_is_light(self) -> None:
+        program = (
+            "import sys, loaderkit, loaderkit.errors, loaderkit.cli\n"
+            "heavy = {'torch', 'numpy', 'PIL', 'pydantic', 'yaml', 'nvidia', 's3torchconnector', 'webdataset'}\n"
+            "print(sorted(heavy & set(sys.modules)))"
+        )
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert ran.stdout.strip() == "[]"
+
+    def test_public_names(self) -> None:
+        assert set(loaderkit.__all__) == {"Loader", "Pipeline", "__version__", "build", "errors"}
+        for name in loaderkit.__all__:
+            assert getattr(loaderkit, name) is not None
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """Every test here must leave no thread of ours behind."""
+    yield
+    gc.collect()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]

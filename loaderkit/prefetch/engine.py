@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +22,13 @@ from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.plan import BatchPlan
+from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
 _CHUNK_TARGET_S = 0.004  # a hand-off's 20 us are then half a per cent
 _FIRST_CHUNK_SIZE = 8
 _JOIN_S = 10.0
 logger = logging.getLogger("loaderkit")
-
-
-@dataclass(frozen=True)
-class PoolPlan:
-    """A pool to be: which stages it runs, by number (sample stages, then batch stages), with how many workers."""
-
-    sample_stages: tuple[int, ...]
-    batch_stages: tuple[int, ...]
-    num_workers: int
-    lands: bool  # its last sample stage is `batch`
 
 
 class Pool:

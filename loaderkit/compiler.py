@@ -1,0 +1,211 @@
+"""From stage configs to stages that run: functions bound to their arguments, the source, the seed and the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from loaderkit.config import PipelineConfig, StageConfig
+from loaderkit.errors import ConfigError, LoaderkitError, StageError
+from loaderkit.keyed import generator
+from loaderkit.prefetch.plan import BatchPlan
+from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
+from loaderkit.registry import STAGES
+from loaderkit.sources.dataset import DatasetSource
+from loaderkit.stages.batch import BatchArgs, land, specs_of
+from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
+from loaderkit.stages.normalize import NormalizeArgs, normalize, normalize_slots
+from loaderkit.stages.read import read_items, read_ranges
+from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
+from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage
+
+
+class Compiler:
+    """Turns stage configs into runnable stages that share the source, the seed and the policy for bad samples."""
+
+    def __init__(self, config: PipelineConfig, source: Source, connector: Connector | None) -> None:
+        self._config = config
+        self._source = source
+        self._connector = connector
+        self._seed = config.order.seed
+        self._border = [stage.kind for stage in config.stages].index("batch")
+        self._sample_runs: list[Callable[[Chunk], Any]] = []
+        self.plan: BatchPlan | None = None
+        self.device = torch.device("cpu")
+        wanted = next((stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)), None)
+        if wanted is not None:
+            try:
+                self.device = resolve_device(wanted.device)
+            except RuntimeError as error:
+                raise ConfigError(f"stages.transfer.device: {error}") from error
+        self._normalized_in_slots = self._find_slot_normalize()
+
+    def _find_slot_normalize(self) -> StageConfig | None:
+        """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
+        for stage in self._config.stages[self._border + 1 :]:
+            if isinstance(stage.args, NormalizeArgs):
+                fits = stage.args.dtype == "float32" and stage.args.fields is None and self.device.type == "cpu"
+                return stage if fits else None
+            if stage.kind != "transfer":
+                return None
+        return None
+
+    def stages(self) -> list[Stage]:
+        found = []
+        late: list[Stage] = []
+        for number, config in enumerate(self._config.stages):
+            workers = None if config.args.workers == "auto" else config.args.workers
+            in_slots = config is self._normalized_in_slots
+            if number <= self._border or in_slots:
+                run = self._sample_run(config) if not in_slots else self._slot_normalize(config)
+                if number < self._border:
+                    self._sample_runs.append(run)
+                found.append(Stage(config.name, config.kind, "sample", run, workers))
+            else:
+                late.append(Stage(config.name, config.kind, "batch", self._batch_run(config), workers))
+        return found + late
+
+    def run_sample_stages(self, chunk: Chunk) -> None:
+        """Everything before `batch`, for samples outside the stream: the probe, and replacements."""
+        for run in self._sample_runs:
+            run(chunk)
+
+    def specs_of(self, sample: dict[str, Any], key: str) -> Mapping[str, FieldSpec]:
+        args = self._config.stages[self._border].args
+        assert isinstance(args, BatchArgs)
+        dtype = torch.float32 if self._normalized_in_slots is not None else None
+        try:
+            specs = specs_of(sample, key, args.ragged, dtype)
+        except (ValueError, TypeError) as error:
+            raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
+        for name in self._config.output or ():
+            if name not in specs and name not in ("__key__", "__wrapped__") and not self._has_batch_call():
+                raise ConfigError(f"output names the field {name!r}, but batches have {', '.join(specs)} and __key__")
+        return specs
+
+    def _has_batch_call(self) -> bool:
+        return any(stage.kind == "call" for stage in self._config.stages[self._border :])
+
+    @property
+    def _specs(self) -> Mapping[str, FieldSpec]:
+        assert self.plan is not None
+        assert self.plan.specs is not None
+        return self.plan.specs
+
+    def _image_fields(self) -> list[str]:
+        return [name for name, spec in self._specs.items() if spec.image]
+
+    def _sample_run(self, config: StageConfig) -> Callable[[Chunk], Any]:
+        failed = FailureNamer(config.name, self._source, self._describe)
+        keys = StageKeys(self._seed, config.name)
+        args, kind = config.args, STAGES[config.kind]
+        if config.kind == "read":
+            if isinstance(self._source, DatasetSource):
+                return read_items(self._source, failed)
+            assert self._connector is not None
+            return read_ranges(self._source, self._connector, failed)
+        if isinstance(args, CallArgs):
+            function, wants_rng = self._bind(config.name, args)
+            return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
+        if isinstance(args, BatchArgs):
+            return self._batch(failed)
+        assert kind.make is not None
+        # A user's function may keep what it is given; without one, nobody sees a stage's pixels after `batch`.
+        reuse = not any(stage.kind == "call" for stage in self._config.stages[: self._border])
+        return each_sample(kind.make(args), kind.num_draws, keys, failed, reuse=reuse)
+
+    def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
+        try:
+            return bind(args)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {error}") from error
+
+    def _describe(self, origin: str) -> str:
+        return self._connector.describe(origin) if self._connector is not None else origin
+
+    def _batch(self, failed: FailureNamer) -> Callable[[Chunk], None]:
+        replaces = self._config.errors.on_bad_sample == "replace"
+
+        def fill(chunk: Chunk) -> None:
+            self.run_sample_stages(chunk)
+            land(chunk, self._specs, failed)
+
+        def run(chunk: Chunk) -> None:
+            land(chunk, self._specs, failed)
+            if not chunk.failures:
+                return
+            if replaces:
+                found = replace_failed(chunk, fill, len(self._source), self._seed, failed)
+            else:
+                found = [
+                    SampleFailure(chunk.lo + place, int(chunk.indices[place]), error.position, error)
+                    for place, error in chunk.failures.items()
+                ]
+            chunk.destination.failures.extend(found)
+
+        return run
+
+    def _slot_normalize(self, config: StageConfig) -> Callable[[Chunk], None]:
+        assert isinstance(config.args, NormalizeArgs)
+        run = normalize_slots(config.args, self._image_fields)
+
+        def checked(chunk: Chunk) -> None:
+            if not self._image_fields():
+                raise _batch_error(config.name, chunk.epoch, chunk.destination.step, "the batch has no image field")
+            try:
+                run(chunk)
+            except (RuntimeError, ValueError) as error:
+                raise _batch_error(config.name, chunk.epoch, chunk.destination.step, str(error)) from error
+
+        return checked
+
+    def _batch_run(self, config: StageConfig) -> Callable[[dict[str, Any], BatchContext], None]:
+        act = self._batch_action(config)
+
+        def run(batch: dict[str, Any], context: BatchContext) -> None:
+            try:
+                act(batch, context)
+            except Exception as error:
+                reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
+                raise _batch_error(config.name, context.epoch, context.step, reason, context.keys) from error
+
+        return run
+
+    def _batch_action(self, config: StageConfig) -> Callable[[dict[str, Any], BatchContext], None]:
+        args = config.args
+        if isinstance(args, NormalizeArgs):
+            scale = normalize(args)
+
+            def normalize_batch(batch: dict[str, Any], _: BatchContext) -> None:
+                names = args.fields or self._image_fields()
+                if not names:
+                    raise ValueError("the batch has no image field")
+                scale(batch, names)
+
+            return normalize_batch
+        if isinstance(args, TransferArgs):
+            if self.device.type == "cpu":
+                return lambda batch, context: None
+            move = transfer(self.device)
+            return lambda batch, context: move(batch)
+        assert isinstance(args, CallArgs)
+        function, wants_rng = self._bind(config.name, args)
+        keys = StageKeys(self._seed, config.name)
+
+        def call_batch(batch: dict[str, Any], context: BatchContext) -> None:
+            rng = generator(keys[context.epoch], context.first_position) if wants_rng else None
+            result = call_on_batch(function, batch, rng)
+            if result is not batch:
+                kept: dict[str, Any] = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
+                batch.clear()
+                batch.update(kept | result)
+
+        return call_batch
+
+
+def _batch_error(stage: str, epoch: int, step: int, reason: str, keys: list[str] | None = None) -> StageError:
+    listed = f" (samples {', '.join(map(repr, keys[:3]))}, ...)" if keys else ""
+    return StageError(f"{stage} failed for batch {step} of epoch {epoch}{listed}: {reason}", stage=stage, epoch=epoch)

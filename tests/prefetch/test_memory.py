@@ -1,0 +1,202 @@
+"""Slabs and leases: reused exactly when nobody can see them; budgets kept; nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ConfigError
+from loaderkit.prefetch.slabs import SlabLayout, SlabPool
+from loaderkit.types import FieldSpec
+
+
+def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:
+    specs = {name: FieldSpec("slab", shape, dtype) for name, (shape, dtype) in fields.items()}
+    return SlabPool(SlabLayout.of(specs, 4), num_kept=3, pinned=False)
+
+
+class TestLeases:
+    def views(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Everything that can outlive a tensor and still see its memory."""
+        x = tensors["x"]
+        weight = torch.ones(3, requires_grad=True)
+        return {
+            "tensor": x,
+            "view": x[1:, :2],
+            "detached": x.detach(),
+            "numpy": x.numpy(),
+            "numpy view": x.numpy()[1:],
+            "dlpack": torch.utils.dlpack.from_dlpack(x),
+            "saved for backward": (x * weight).sum(),
+            "storage": x.untyped_storage(),
+            "memoryview": memoryview(x.numpy()),
+        }
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            "tensor",
+            "view",
+            "detached",
+            "numpy",
+            "numpy view",
+            "dlpack",
+            "saved for backward",
+            "storage",
+            "memoryview",
+        ],
+    )
+    def test_a_slab_is_kept_by_anything_that_sees_it(self, kind: str) -> None:
+        pool = make_pool(x=((3,), torch.float32), label=((), torch.int64))
+        tensors = pool.take()
+        held = self.views(tensors)[kind]
+        del tensors
+        gc.collect()
+        assert pool.num_live == 1
+        del held
+        gc.collect()
+        assert pool.num_live == 0
+
+    def test_fields_share_a_slab_but_no_storage(self) -> None:
+        pool = make_pool(x=((3,), torch.float32), y=((2, 2), torch.bfloat16), label=((), torch.int64))
+        tensors = pool.take()
+        assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {
+            "x": ((4, 3), torch.float32),
+            "y": ((4, 2, 2), torch.bfloat16),
+            "label": ((4,), torch.int64),
+        }
+        for name, tensor in tensors.items():
+            tensor.fill_({"x": 1.5, "y": 2.5, "label": 7}[name])
+        assert {name: t.unique().tolist() for name, t in tensors.items()} == {"x": [1.5], "y": [2.5], "label": [7]}
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors.values())
+        assert all(t.data_ptr() % 64 == 0 for t in tensors.values())
+        label = tensors.pop("label")
+        del tensors, tensor
+        gc.collect()
+        assert pool.num_live == 1, "one field alone keeps the slab"
+        del label
+        assert pool.num_live == 0
+
+    def test_memory_is_used_again(self) -> None:
+        pool = make_pool(x=((1000,), torch.float32))
+        addresses = set()
+        for _ in range(50):
+            addresses.add(pool.take()["x"].data_ptr())
+        assert len(addresses) == 1
+        assert pool.num_allocated == 1
+
+    def test_surplus_is_given_back(self) -> None:
+        pool = make_pool(x=((1000,), torch.float32))
+        held = [pool.take() for _ in range(20)]
+        assert pool.num_allocated == 20
+        held.clear()
+        gc.collect()
+        pool.take()
+        assert pool.num_allocated <= 4
+
+
+def tiny(photos: Path, batch_size: int = 8) -> Pipeline:
+    return Pipeline.files(photos, label="parent").shuffle(seed=0).read().decode().resize([24, 24]).batch(batch_size)
+
+
+class TestBudget:
+    def test_never_more_open_than_the_budget_holds(self, photos: Path) -> None:
+        slab = 8 * 24 * 24 * 3 + 64
+        for slabs in (1, 2, 3):
+            overrides = {"prefetch.memory": slabs * slab + 10, "prefetch.batches": 16, "prefetch.concurrency": 4}
+            with loaderkit.build(tiny(photos).epochs(3), overrides=overrides) as loader:
+                for _ in range(3):
+                    for _ in loader:
+                        memory = loader.stats().memory
+                        assert memory["open_bytes"] <= memory["budget_bytes"]
+                        assert memory["allocated_bytes"] <= (slabs + 2) * memory["slab_bytes"]
+
+    def test_less_than_one_batch_names_the_minimum(self, photos: Path) -> None:
+        loader = loaderkit.build(tiny(photos), overrides={"prefetch.memory": "4KiB"})
+        with pytest.raises(ConfigError, match=r"one batch of 8 takes 13888"):
+            next(iter(loader))
+
+    def test_keeping_every_batch_works_and_warns_once(
+        self, photos: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.WARNING), loaderkit.build(tiny(photos, 1)) as loader:
+            batches = list(loader)
+            again = list(loader)
+        assert len({batch["image"].data_ptr() for batch in batches + again}) == 120
+        assert len([record for record in caplog.records if "still referenced" in record.message]) == 1
+
+    def test_delivered_batches_are_never_overwritten(self, photos: Path) -> None:
+        with loaderkit.build(tiny(photos), overrides={"prefetch.batches": 2}) as loader:
+            kept = [(batch["image"], batch["image"].clone()) for _ in range(4) for batch in loader]
+        assert all(torch.equal(image, copy) for image, copy in kept)
+
+
+def count_resources() -> tuple[int, int]:
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class TestNothingGrows:
+    def test_a_hundred_early_breaks_of_one_loader(self, photos: Path) -> None:
+        with loaderkit.build(tiny(photos)) as loader:
+            for _ in range(20):
+                for _ in loader:
+                    break
+            before, resident = count_resources(), resident_bytes()
+            for _ in range(100):
+                for _ in loader:
+                    break
+            assert count_resources() == before
+            assert resident_bytes() - resident < 16 * 2**20
+
+    def test_a_hundred_loaders_broken_off(self, photos: Path) -> None:
+        def once() -> None:
+            for _ in loaderkit.build(tiny(photos)):
+                break
+
+        for _ in range(10):
+            once()
+        before, resident = count_resources(), resident_bytes()
+        for _ in range(100):
+            once()
+        assert count_resources() == before
+        assert resident_bytes() - resident < 16 * 2**20
+
+    @pytest.mark.prove
+    def test_twenty_thousand_samples_stay_within_the_budget(self, photos: Path, tmp_path: Path) -> None:
+        """64 MiB of budget, 224 x 224 float batches of 64 (36.75 MiB each): resident memory above the imports stays below
+        the budget, the one slab the loop holds, and a constant of 96 MiB (decoded pixels, kernels' own buffers, arenas).
+        """
+        pipeline = Pipeline.files(photos, label="parent").shuffle(seed=0).read().decode().random_resized_crop(224)
+        (tmp_path / "p.yaml").write_text(pipeline.batch(64).normalize().to_yaml())
+        program = (
+            "import os, sys, torch, loaderkit.loader\n"
+            "def resident():\n"
+            "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
+            "torch.ones(8).sum()\n"
+            "before, most, count = resident(), 0, 0\n"
+            "with loaderkit.build(sys.argv[1], overrides={'prefetch.memory': '64MiB'}) as loader:\n"
+            "    while count < 20000:\n"
+            "        for batch in loader:\n"
+            "            count += len(batch['label']); most = max(most, resident())\n"
+            "print((most - before) / 2**20)\n"
+        )
+        command = [sys.executable, "-c", program, str(tmp_path / "p.yaml")]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert float(ran.stdout) < 64 + 36.75 + 96

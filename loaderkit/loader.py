@@ -122,15 +122,18 @@ class Loader:
         except Exception:
             self._stop_engine()
             raise
+        except BaseException:  # Ctrl-C: end at once, do not wait for a stage that hangs
+            self._stop_engine(join_s=1.0)
+            raise
         self._position = destination.end
         batch = destination.result
         output = self._parts.config.output
         return batch if output is None else tuple(batch[name] for name in output)
 
-    def _stop_engine(self) -> None:
+    def _stop_engine(self, join_s: float = 10.0) -> None:
         if self._engine is not None:
             self._last_stats = collect(self._engine, self._parts.tuning)
-            self._engine.close()
+            self._engine.close(join_s)
             self._engine = None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -248,7 +251,7 @@ class _Epoch(Iterator[Any]):
             raise ClosedError("this iterator was ended by a newer iteration, set_epoch or load_state_dict")
         try:
             batch = loader._deliver()
-        except Exception:
+        except BaseException:
             self._num_left = 0
             raise
         self._num_left -= 1

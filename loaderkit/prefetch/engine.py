@@ -78,6 +78,7 @@ class Engine:
         self._scratches: list[dict[str, Any]] = []
         self._sample_s: float | None = None
         self._at_end = False
+        self._is_preparing = False
         self._is_short_of_memory = False
         self._failure: BaseException | None = None
         self._is_started = False
@@ -223,8 +224,11 @@ class Engine:
             self._failure = self._failure or error
             self._ready.notify_all()
 
-    def close(self) -> None:
-        """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state."""
+    def close(self, join_s: float = _JOIN_S) -> None:
+        """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state.
+
+        A worker that is still inside a stage after `join_s` is left to end by itself, with a warning.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -237,13 +241,13 @@ class Engine:
             if pool.buffer is not None:
                 pool.buffer.close()
         if os.getpid() == self._pid:
-            deadline = time.monotonic() + _JOIN_S
+            deadline = time.monotonic() + join_s
             for thread in [thread for pool in self.pools for thread in pool.threads]:
                 if thread is not threading.current_thread():
                     thread.join(max(0.0, deadline - time.monotonic()))
                     if thread.is_alive():
-                        logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, _JOIN_S,
-                                       watch.stack_of(thread))  # fmt: skip
+                        stack = watch.stack_of(thread)
+                        logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
         self._queue.clear()
         self._chunks.clear()
         self._scratches.clear()
@@ -324,25 +328,37 @@ class Engine:
                     if self._chunks and self._num_waiting:
                         self._room.notify()
                     return chunk
-                try:
-                    opened = self._open_next()
-                except Exception as error:
-                    self._failure = error
-                    self._ready.notify_all()
-                    return None
-                if not opened:
+                if self.plan.specs is None and not self._is_preparing:
+                    self._prepare()
+                elif self.plan.specs is None or not self._open_next():
                     if self.inline:
                         return None
-                    account.enter(self.states.starved if self._at_end else self.states.blocked)
+                    has_work = self._num_open and not self._at_end
+                    account.enter(self.states.blocked if has_work else self.states.starved)
                     self._num_waiting += 1
                     self._room.wait()
                     self._num_waiting -= 1
             return None
 
+    def _prepare(self) -> None:
+        """Let the plan find out what batches look like. It runs a user's code, so the lock is open meanwhile."""
+        self._is_preparing = True
+        self._lock.release()
+        error: BaseException | None = None
+        try:
+            self.plan.prepare()
+        except BaseException as raised:
+            error = raised
+        finally:
+            self._lock.acquire()
+            self._is_preparing = False
+        if error is not None:
+            self._failure = self._failure or error
+            self._ready.notify_all()
+        self._room.notify_all()
+
     def _open_next(self) -> bool:
         plan = self.plan
-        if plan.specs is None:
-            plan.prepare()
         num_allowed, by_memory = plan.room
         if self._num_open >= (1 if self.inline else num_allowed):
             self._is_short_of_memory = by_memory

@@ -127,9 +127,7 @@ class TestBudget:
         with pytest.raises(ConfigError, match=r"one batch of 8 takes 13888"):
             next(iter(loader))
 
-    def test_keeping_every_batch_works_and_warns_once(
-        self, photos: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_keeping_every_batch_works_and_warns_once(self, photos: Path, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING), loaderkit.build(tiny(photos, 1)) as loader:
             batches = list(loader)
             again = list(loader)

@@ -1,0 +1,281 @@
+"""Accounts sum to the time there was; waits are charged where the time went."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.prefetch import stalls
+from loaderkit.prefetch.accounts import Account, Histogram, States
+
+
+class HandClock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestAccount:
+    @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), max_size=40))
+    def test_sums_to_the_time_there_was(self, steps: list[tuple[int, float]]) -> None:
+        clock = HandClock()
+        account = Account(States(3), clock, first_state=3)
+        expected = [0.0] * 6
+        state = 3
+        for following, seconds in steps:
+            clock.now += seconds
+            expected[state] += seconds
+            account.enter(following)
+            state = following
+        clock.now += 1.5
+        expected[state] += 1.5
+        assert account.read(clock.now) == pytest.approx(expected)
+
+    @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.data())
+    def test_between_agrees_with_a_cut_of_the_timeline(
+        self, steps: list[tuple[int, float]], data: st.DataObject
+    ) -> None:
+        clock = HandClock()
+        account = Account(States(3), clock, first_state=3)
+        timeline = [(100.0, 3)]
+        for state, seconds in steps:
+            clock.now += seconds
+            account.enter(state)
+            timeline.append((clock.now, state))
+        begin = data.draw(st.floats(100, clock.now))
+        end = data.draw(st.floats(begin, clock.now + 5))
+        expected: dict[int, float] = {}
+        for (since, state), until in zip(timeline, [t for t, _ in timeline[1:]] + [end], strict=True):
+            overlap = min(until, end) - max(since, begin)
+            if overlap > 0:
+                expected[state] = expected.get(state, 0.0) + overlap
+        assert account.between(begin, end) == pytest.approx(expected)
+
+    def test_a_reader_never_sees_half_an_entry(self) -> None:
+        """Entries made by one thread, read by another: the sum is always the age of the account."""
+        account = Account(States(2), time.perf_counter, first_state=2)
+        begun = account.since_s
+        stop = threading.Event()
+
+        def work() -> None:
+            state = 0
+            while not stop.is_set():
+                account.enter(state)
+                state = (state + 1) % 5
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            for _ in range(3000):
+                now = time.perf_counter()
+                assert sum(account.read(now)) >= (now - begun) * (1 - 1e-9)
+                assert sum(account.read(now)) <= time.perf_counter() - begun + 1e-9
+        finally:
+            stop.set()
+            thread.join()
+
+
+class TestHistogram:
+    @given(st.lists(st.floats(1e-8, 100), min_size=1, max_size=300), st.floats(0.01, 1))
+    def test_percentiles_within_ten_percent(self, seconds: list[float], share: float) -> None:
+        histogram = Histogram()
+        for value in seconds:
+            histogram.add(value, 1)
+        found = histogram.percentile(share)
+        reached = -(-share * len(seconds) // 1)
+        exact = sorted(seconds)[max(0, int(reached) - 1)]
+        assert found == pytest.approx(exact, rel=0.1)
+
+    def test_nothing_has_no_percentile(self) -> None:
+        assert Histogram().percentile(0.5) is None
+
+
+class TestAttribution:
+    @given(
+        st.floats(0, 10),
+        st.lists(st.tuples(st.floats(0, 3), st.integers(-2, 2)), max_size=12),
+        st.floats(0, 3),
+        st.floats(-5, 20),
+        st.floats(0, 20),
+        st.booleans(),
+    )
+    def test_parts_sum_to_the_wait(
+        self, opened: float, gaps: list[tuple[float, int]], tail: float, begin: float, length: float, short: bool
+    ) -> None:
+        clock = HandClock()
+        pools = [[Account(States(3), clock, first_state=0)], [Account(States(3), clock, first_state=3)]]
+        marks = []
+        now = opened
+        for gap, state in gaps:
+            now += gap
+            marks.append((now, state))
+        found = stalls.attribute(
+            begin,
+            begin + length,
+            stalls.Way(opened, marks, now + tail),
+            was_short_of_memory=short,
+            stage_names=["a", "b", "c"],
+            pools=pools,
+        )
+        assert sum(found.values()) == pytest.approx(length)
+        assert all(seconds >= 0 for seconds in found.values())
+        assert set(found) <= {"a", "b", "c", stalls.START, stalls.MEMORY, stalls.WAKEUP}
+
+    def test_time_in_a_queue_is_charged_to_what_the_pool_did(self) -> None:
+        clock = HandClock()
+        account = Account(States(2), clock, first_state=0)
+        clock.now = 103.0
+        account.enter(1)
+        clock.now = 104.0
+        account.enter(0)
+        way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
+        found = stalls.attribute(
+            100.0, 106.5, way, was_short_of_memory=False, stage_names=["slow", "quick"], pools=[[account]]
+        )
+        assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})
+
+
+class Slow:
+    """A data set or function that takes its time where it is told to."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        return {"x": index}
+
+    def __call__(self, sample: dict[str, Any]) -> None:
+        time.sleep(self.seconds)
+
+
+class TestVerdicts:
+    @pytest.mark.parametrize("fused", [True, False])
+    @pytest.mark.parametrize("executor", ["thread", "inline"])
+    @pytest.mark.parametrize("slow", ["read", "call", "call-2"])
+    def test_the_slow_stage_is_named(self, slow: str, executor: str, fused: bool) -> None:
+        pause = {name: Slow(0.004 if name == slow else 0.0) for name in ("read", "call", "call-2")}
+        pause["call-2"].seconds *= 8  # once a batch
+        pipeline = Pipeline.dataset(pause["read"]).shuffle(seed=0).read().call(pause["call"]).batch(8)
+        pipeline = pipeline.call(pause["call-2"])
+        overrides: dict[str, Any] = {"prefetch.executor": executor}
+        if not fused:
+            overrides |= {"stages.call.workers": 2, "stages.call-2.workers": 1}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            for _ in range(2):
+                for _ in loader:
+                    pass
+            stall = loader.stats().to_dict()["stall"]
+        assert next(iter(stall["by_stage"])) == slow, stall
+        assert stall["by_stage"][slow] > 0.7 * stall["total_s"]
+
+    def test_a_slow_consumer_does_not_stall(self) -> None:
+        with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(8)) as loader:
+            for _ in loader:
+                time.sleep(0.02)
+            stats = loader.stats()
+        assert stats.to_dict()["stall"]["percent"] < 50
+        assert stats.stages[-1].blocked_s > stats.stages[0].busy_s
+
+    @pytest.mark.parametrize("executor", ["thread", "inline"])
+    def test_slots_sum_to_workers_times_wall(self, executor: str) -> None:
+        pipeline = Pipeline.dataset(Slow(0.001)).read().call(Slow(0.001)).batch(4)
+        overrides = {"prefetch.executor": executor, "stages.call.workers": 3}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            stream = iter(loader)
+            next(stream)
+            before = loader.stats()
+            for _ in stream:
+                pass
+            after = loader.stats()
+            difference = loader.stats(since=before)
+        wall = after.now_s - before.now_s
+        num_workers = 1 if executor == "inline" else after.tuning["concurrency"]
+        slots = sum(stage.slot_s for stage in after.stages) - sum(stage.slot_s for stage in before.stages)
+        assert slots == pytest.approx(num_workers * wall, rel=0.01)
+        assert difference.num_batches == 11
+        assert difference.num_samples == 44
+        assert all(value >= 0 for stage in difference.to_dict()["stages"] for value in list(stage.values())[2:9])
+
+    def test_a_wait_that_is_still_open_counts(self) -> None:
+        """With the consumer blocked all the time, the statistics read meanwhile say so, and name the stage."""
+        entered, release = threading.Event(), threading.Event()
+
+        def hold(sample: dict[str, Any]) -> None:
+            if sample["__key__"] != "0":  # which is also run once beforehand, to see what a batch looks like
+                entered.set()
+                release.wait(30)
+
+        loader = loaderkit.build(Pipeline.dataset(Slow(0.0)).read().call(hold).batch(4))
+        consumer = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
+        consumer.start()
+        assert entered.wait(30)
+        deadline = time.monotonic() + 30
+        while loader.stats().to_dict()["stall"]["by_stage"].get("call", 0.0) < 0.05:
+            assert time.monotonic() < deadline
+        assert loader.stats().to_dict()["stall"]["percent"] > 90
+        release.set()
+        consumer.join(30)
+        loader.close()
+
+    def test_statistics_are_json_with_the_promised_keys(self) -> None:
+        import json
+
+        with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(4)) as loader:
+            assert loader.stats().to_dict()["num_batches"] == 0
+            list(loader)
+            found = json.loads(json.dumps(loader.stats().to_dict()))
+        assert {"stall", "stages", "throughput", "memory", "tuning"} <= set(found)
+        assert set(found["stall"]) == {"total_s", "percent", "by_stage"}
+        assert set(found["throughput"]) == {"samples_per_s", "bytes_per_s"}
+        columns = (
+            "name workers num_items num_bytes busy_s cpu_s starved_s blocked_s idle_s slot_s p50_s p99_s num_failed"
+        )
+        assert set(found["stages"][0]) == set(columns.split())
+
+    def test_a_long_wait_is_reported_with_stage_sample_and_stack(self, caplog: pytest.LogCaptureFixture) -> None:
+        release = threading.Event()
+
+        def hang(sample: dict[str, Any]) -> None:
+            if sample["__key__"] == "5":
+                release.wait(30)
+
+        import logging
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                release.set()
+
+        handler = Handler()
+        logging.getLogger("loaderkit").addHandler(handler)
+        try:
+            pipeline = Pipeline.dataset(Slow(0.0)).shuffle("none").read().call(hang).batch(8)
+            with loaderkit.build(pipeline, overrides={"prefetch.timeout": "200ms"}) as loader:
+                list(loader)
+        finally:
+            logging.getLogger("loaderkit").removeHandler(handler)
+        report = caplog.records[0].getMessage()
+        assert "in call for" in report
+        assert "in hang" in report
+        assert "'5'" in report
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]

@@ -27,10 +27,12 @@ class BlockArgs(Model):
 class OrderArgs(Model):
     """Which sample comes when."""
 
-    shuffle: Literal["global", "block", "none"] = "global"
-    seed: NonNegativeInt = 0
+    shuffle: Literal["global", "block", "none"] = Field(
+        "global", description="any sample anywhere; blocks of neighbours, for few large reads; or the canonical order"
+    )
+    seed: NonNegativeInt = Field(0, description="of the order and of every augmentation")
     epochs: PositiveInt | None = Field(None, description="null: no end")
-    block: BlockArgs = BlockArgs()
+    block: BlockArgs = Field(BlockArgs(), description="for `shuffle: block`, below")
 
 
 class PrefetchArgs(Model):
@@ -47,7 +49,9 @@ class PrefetchArgs(Model):
 class ErrorsArgs(Model):
     """What to do with samples that cannot be read, decoded or transformed."""
 
-    on_bad_sample: Literal["raise", "skip", "replace"] = "raise"
+    on_bad_sample: Literal["raise", "skip", "replace"] = Field(
+        "raise", description="stop; make the batch shorter; or put another sample, drawn from the seed, in its place"
+    )
     max_bad_samples: NonNegativeInt = Field(100, description="per rank and epoch; one more raises")
     quarantine: str | None = Field(None, description="a file that gets one JSON line for every bad sample")
 

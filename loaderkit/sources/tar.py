@@ -32,7 +32,7 @@ _MAX_NAMED = 20
 
 
 class TarArgs(SourceArgs):
-    """`kind: tar`: the samples in the tar archives below `url`."""
+    """The samples in the tar archives below `url`."""
 
     kind: Literal["tar"] = "tar"
     url: Annotated[

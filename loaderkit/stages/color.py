@@ -53,11 +53,11 @@ Hue = Annotated[tuple[float, float], BeforeValidator(_hue_range)]
 class ColorJitterArgs(StageArgs):
     """Change brightness, contrast, saturation and hue by random factors, in random order."""
 
-    brightness: Factor = (1.0, 1.0)
-    contrast: Factor = (1.0, 1.0)
-    saturation: Factor = (1.0, 1.0)
-    hue: Hue = Field((0.0, 0.0), description="a shift of the colour circle, within [-0.5, 0.5]")
-    fields: FieldNames = None
+    brightness: Factor = Field((1.0, 1.0), description="bounds of the factor; x stands for [max(0, 1 - x), 1 + x]")
+    contrast: Factor = Field((1.0, 1.0), description="likewise")
+    saturation: Factor = Field((1.0, 1.0), description="likewise")
+    hue: Hue = Field((0.0, 0.0), description="bounds of the shift, in turns of the colour circle; x stands for [-x, x]")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 COLOR_JITTER_DRAWS = 8

@@ -39,45 +39,45 @@ Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
 class ResizeArgs(StageArgs):
     """Resize to [height, width], or the shorter edge to `size`, keeping the shape."""
 
-    size: Size
-    interpolation: Interpolation = "bilinear"
-    antialias: bool = True
-    fields: FieldNames = None
+    size: Size = Field(description="[height, width], or the length of the shorter edge")
+    interpolation: Interpolation = Field("bilinear", description="the filter; masks always take the nearest pixel")
+    antialias: bool = Field(True, description="widen the filter when shrinking, as Pillow does")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 class CenterCropArgs(StageArgs):
     """Cut the middle out; an image that is too small is padded with zeros."""
 
-    size: Size
-    fields: FieldNames = None
+    size: Size = Field(description="[height, width], or one number for both")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 class RandomCropArgs(StageArgs):
     """Cut out a piece at random."""
 
-    size: Size
+    size: Size = Field(description="[height, width], or one number for both")
     padding: NonNegativeInt = Field(0, description="pixels of `fill` added on every side first")
     pad_if_needed: bool = Field(False, description="pad an image that is smaller than `size` instead of refusing it")
-    fill: Annotated[int, Field(ge=0, le=255)] = 0
-    fields: FieldNames = None
+    fill: int = Field(0, ge=0, le=255, description="the level of added pixels")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 class RandomResizedCropArgs(StageArgs):
     """Cut out a piece of random area and aspect ratio, and resize it."""
 
-    size: Size
+    size: Size = Field(description="[height, width], or one number for both")
     scale: Range = Field((0.08, 1.0), description="bounds of the piece's share of the image's area")
     ratio: Range = Field((3 / 4, 4 / 3), description="bounds of width / height")
-    interpolation: Interpolation = "bilinear"
-    antialias: bool = True
-    fields: FieldNames = None
+    interpolation: Interpolation = Field("bilinear", description="the filter; masks always take the nearest pixel")
+    antialias: bool = Field(True, description="widen the filter when shrinking, as Pillow does")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 class RandomHorizontalFlipArgs(StageArgs):
     """Mirror left and right with probability `p`."""
 
-    p: Annotated[float, Field(ge=0, le=1)] = 0.5
-    fields: FieldNames = None
+    p: float = Field(0.5, ge=0, le=1, description="probability")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 def resize(args: ResizeArgs) -> SampleFunction:

@@ -39,8 +39,8 @@ class NormalizeArgs(StageArgs):
 
     mean: Channels = Field("imagenet", description="one number a channel, or imagenet")
     std: PositiveChannels = Field("imagenet", description="one number a channel, or imagenet")
-    dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32"
-    fields: FieldNames = None
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = Field("float32", description="of the result")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
 def _factors(args: NormalizeArgs) -> tuple[torch.Tensor, torch.Tensor]:

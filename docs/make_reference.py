@@ -1,0 +1,192 @@
+"""Writes docs/reference.md from the code: every key of the YAML with type, default and meaning, and the command line.
+
+python docs/make_reference.py            writes the file
+python docs/make_reference.py --check    says whether it is up to date
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from loaderkit.cli.app import app
+from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
+from loaderkit.registry import SOURCES, STAGES
+from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
+
+TARGET = Path(__file__).parent / "reference.md"
+
+HEAD = """# Reference
+
+Made from the code by `docs/make_reference.py`; a test keeps it true. How things behave is in the [guide](guide.md).
+
+A pipeline is a mapping with these keys; only `source` and `stages` are required:
+
+| key | meaning |
+|---|---|
+| `version` | 1 |
+| `name` | for messages and reports; default: the file's name |
+| `source` | which samples there are, and where: [sources](#sources) |
+| `order` | which comes when: [order](#order) |
+| `stages` | what is done to them, in this order; each is a name, or a name with arguments: [stages](#stages) |
+| `prefetch` | how far to work ahead: [prefetch](#prefetch) |
+| `errors` | what to do with bad samples: [errors](#errors) |
+| `output` | a list of fields: batches are then tuples in that order; default: batches are dicts |
+
+Sizes are numbers of bytes or text with a unit (`64MiB`, `2GB`); durations are seconds or text (`500ms`, `60s`, `5min`).
+`${VAR}` and `${VAR:-default}` in any value are taken from the environment; `$${` stands for `${`. Relative paths are relative
+to the YAML file, or to the working directory for a dict, `Pipeline` or override.
+"""
+
+BATCH = """## Batches
+
+A batch is a dict: one tensor a field (`[B, ...]`; images uint8 `[B, 3, H, W]`, or floats behind `normalize`), a list for
+fields that are text, bytes or objects, and `__key__`, the list of the samples' keys. With several ranks and without
+`drop_last` it also has `__wrapped__`, bool `[B]`: the slots of samples that were read a second time to make ranks equal.
+A padded field `f` (`ragged: {f: pad}`) comes with `f_sizes`, the shapes before padding.
+"""
+
+STATS = """## Statistics
+
+`loader.stats().to_dict()`; `stats(since=earlier)` gives the difference of two moments. Times in seconds, intervals that are
+still open included.
+
+| key | meaning |
+|---|---|
+| `wall_s` | since the first wait for a batch, or since the earlier moment |
+| `num_batches`, `num_samples` | delivered |
+| `stall.total_s`, `stall.percent` | time inside `next()` that ended in a batch, and its share of `wall_s` |
+| `stall.by_stage` | the same time by what was waited for: a stage; `start` (before the first chunk could run); `memory` (waiting for budget); `wakeup` (delivered, the loop not yet running) |
+| `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU (the rest waiting for I/O or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item |
+| `throughput` | `samples_per_s` delivered, `bytes_per_s` read |
+| `memory` | `budget_bytes`, `slab_bytes` (one batch), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_peak_bytes` |
+| `tuning` | `executor`, `concurrency`, `batches`, `pools`: which stages share how many workers |
+
+Stages that share a pool are listed singly: starved and idle stand at the pool's first, blocked at its last, and the pool's
+rows sum to its workers' time.
+"""
+
+
+def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
+    """A type as a reader of YAML would call it."""
+    metadata = list(field.metadata) if field is not None else []
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        annotation, metadata = parts[0], [*metadata, *parts[1:]]
+        origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    functions = {getattr(item, "func", None) for item in metadata}
+    if parse_bytes in functions:
+        return "size"
+    if parse_seconds in functions:
+        return "duration"
+    if origin is typing.Literal:
+        return " \\| ".join(str(part).lower() if isinstance(part, bool) else f"`{part}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " \\| ".join("null" if part is type(None) else type_name(part) for part in parts)
+    if origin is tuple:
+        inner = [type_name(part) for part in parts if part is not Ellipsis]
+        return f"list of {inner[0]}" if Ellipsis in parts else "[" + ", ".join(inner) + "]"
+    if origin is not None and issubclass(origin, typing.Mapping):
+        return "mapping"
+    names = {int: "integer", float: "number", str: "text", bool: "true \\| false", Any: "any"}
+    if annotation in names:
+        return names[annotation]
+    return "text" if typing.Callable in (annotation, origin) or str(origin).endswith("Callable'>") else "mapping"
+
+
+def default_of(field: FieldInfo, annotation: Any) -> str:
+    """The default as it would stand in YAML."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    if value is PydanticUndefined or isinstance(value, BaseModel) or value == {}:
+        return ""
+    name = type_name(annotation, field)
+    if value is None:
+        return "null"
+    if name == "size":
+        return f"`{format_bytes(value)}`"
+    if name == "duration":
+        return f"`{format_seconds(value)}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return "`[" + ", ".join(f"{item:.4g}" if isinstance(item, float) else str(item) for item in value) + "]`"
+    return f"`{value}`"
+
+
+def table(model: type[BaseModel], skip: typing.Container[str] = ()) -> str:
+    """The keys of a model as a Markdown table; empty if there are none."""
+    hints = typing.get_type_hints(model, include_extras=True)
+    rows = [
+        f"| `{name}` | {type_name(hints[name], field)} | {default_of(field, hints[name])} | {field.description or ''} |"
+        for name, field in model.model_fields.items()
+        if name not in skip
+    ]
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def summary(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip()
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Sources\n"]
+    for kind, source in SOURCES.items():
+        parts += [f"### `kind: {kind}`\n", summary(source) + "\n", table(source, skip={"kind"})]
+    parts += ["## Order\n", summary(OrderArgs) + "\n", table(OrderArgs)]
+    parts += ["`order.block`, for `shuffle: block`:\n", table(BlockArgs)]
+    parts += ["## Stages\n", "Every stage also takes:\n", table(StageArgs)]
+    for kind, stage in STAGES.items():
+        where = {"sample": "before `batch`", "batch": "behind `batch`", "either": "on either side of `batch`"}
+        side = f" Stands {where[stage.scope]}." if stage.scope in where else ""
+        parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
+    parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
+    parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
+    parts += [BATCH, STATS, "## Command line\n", commands()]
+    assert SourceArgs.model_fields
+    return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    group: Any = typer.main.get_command(app)
+    parts = [
+        "Exit codes: 0 all is well; 1 the work failed (data, store); 2 wrong use (a bad flag, a wrong pipeline).\n"
+    ]
+    for name, command in sorted(group.commands.items()):
+        if command.hidden:
+            continue
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        usage = " ".join(p.name.upper() + ("..." if p.nargs == -1 else "") for p in arguments)
+        parts.append(f"### `loaderkit {name}{' ' + usage if usage else ''}`\n")
+        parts.append((command.help or "").split("\f")[0].strip() + "\n")
+        rows = []
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False):
+                flags = ", ".join(f"`{flag}`" for flag in parameter.opts)
+                rows.append(f"| {flags} | {' '.join((parameter.help or '').split())} |")
+        if rows:
+            parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    text = render()
+    if "--check" in sys.argv[1:]:
+        return 0 if TARGET.exists() and TARGET.read_text() == text else 1
+    TARGET.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,8 +86,7 @@ class StageArgs(Model):
 
 
 FieldNames = Annotated[
-    tuple[str, ...] | None,
+    Annotated[tuple[str, ...], Field(min_length=1)] | None,
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-    Field(min_length=1),
 ]
 """Which fields a stage acts on; None: every field it fits."""

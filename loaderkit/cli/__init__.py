@@ -1,0 +1,14 @@
+"""The command `loaderkit`: `run`, `check`, `explain`, `index` and `demo`.
+
+app.py        the commands' names, and what becomes of their errors: exit codes and one line on stderr
+options.py    what several commands take
+console.py    where the result and the messages go
+running.py    `run`                 describing.py  `check`, `explain`
+indexing.py   `index`
+
+Nothing heavy is imported before a command needs it: `loaderkit --help` takes no torch.
+"""
+
+from loaderkit.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,147 @@
+"""The commands by name, and the way out of each: 0 it worked; 1 the work failed; 2 wrong use; 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loaderkit.cli import console
+from loaderkit.cli.describing import check, explain
+from loaderkit.cli.indexing import index
+from loaderkit.cli.options import AsJson, Debug, Settings
+from loaderkit.cli.running import run
+from loaderkit.errors import ConfigError, LoaderkitError
+
+# Typer's base of all complaints about the command line: Click's, or in newer releases Typer's own copy of it.
+_USAGE_ERROR: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Load training data, and see why training waits. P is a pipeline's YAML file.",
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from loaderkit import __version__
+
+        console.tell(f"loaderkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    pass
+
+
+for function in (run, check, explain, index):
+    app.command()(function)
+
+
+@app.command()
+def demo(
+    *,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Where the demo's data set is, or is to be made; default: the user's cache directory."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="About how long to train.")] = 60,
+    num_images: Annotated[int, typer.Option(min=24, help="How many photographs the data set has.")] = 2000,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints, and say where they are.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make a data set of photographs, train on it, stop in mid-epoch, resume in a new process: the whole job."""
+    from loaderkit.demo import run_demo
+
+    out = console.stderr() if as_json else console.stdout()
+    result = run_demo(out, data=data, seconds=seconds, num_images=num_images, keep=keep)
+    if as_json:
+        console.tell_json(result)
+    if not result["resumed_exactly"]:
+        raise typer.Exit(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; `arguments` default to the process's. Returns the exit code, never raises."""
+    settings = Settings()
+    try:
+        with _plain_warnings():
+            return _dispatch(arguments, settings)
+    except (Exception, KeyboardInterrupt) as error:
+        if settings.debug:
+            traceback.print_exc()
+        code, message = _outcome(error)
+        if message:
+            console.say(message)
+        return code
+
+
+def _outcome(error: BaseException) -> tuple[int, str]:
+    """The exit code for what ended a command, and the line that is to be said about it."""
+    if isinstance(error, _USAGE_ERROR):
+        message = getattr(error, "format_message", error.__str__)()
+        context = getattr(error, "ctx", None)
+        hint = f"\nTry `{context.command_path} --help`." if context is not None else ""
+        return 2, f"error: {message}{hint}" if message else ""
+    if isinstance(error, BrokenPipeError):
+        _discard_stdout()
+        return 1, ""
+    if isinstance(error, (console.Interrupted, KeyboardInterrupt, typer.Abort)):
+        return 130, str(error) or "interrupted"
+    if isinstance(error, (LoaderkitError, OSError)):
+        return 2 if isinstance(error, ConfigError) else 1, f"error: {error}"
+    # Ours, or that of a function the pipeline names.
+    return 1, f"error: {type(error).__name__}: {error} (--debug shows where)"
+
+
+def _dispatch(arguments: Sequence[str] | None, settings: Settings) -> int:
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be valid UTF-8
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    command = typer.main.get_command(app)
+    given = None if arguments is None else list(arguments)
+    try:
+        code = command.main(args=given, prog_name="loaderkit", standalone_mode=False, obj=settings)
+    except SystemExit as stop:  # Typer leaves this way when stdout's reader has gone
+        code = stop.code
+    sys.stdout.flush()
+    if code == 130:  # newer Typers turn Ctrl-C into this
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
+
+
+def _discard_stdout() -> None:
+    """Point stdout nowhere, so that the interpreter's last flush does not complain either."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as one line, without the place in our code that means nothing to a user."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        console.say(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,139 @@
+"""`loaderkit check` and `loaderkit explain`: does a pipeline work, and what does it do exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from loaderkit.cli import console
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, open_parts
+
+if TYPE_CHECKING:
+    from loaderkit.builder import Parts
+
+_NUM_CLASSES_SHOWN = 5
+
+
+def check(
+    pipeline: PipelineFile, assignments: Assignments = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Validate pipeline P, list its source and make one batch; say what is in it."""
+    # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
+    parts = open_parts(pipeline, [*(assignments or []), "prefetch.batches=1"])
+    found = {
+        "pipeline": parts.config.name,
+        "num_samples": len(parts.source),
+        "batches_per_epoch": parts.schedule.num_batches(),
+        "batch_size": parts.schedule.batch_size,
+        "rank": parts.schedule.rank,
+        "world_size": parts.schedule.world_size,
+        "classes": parts.source.classes,
+        "first_sample": _first_sample(parts),
+        "num_ignored_members": getattr(parts.source, "num_ignored", 0),
+        **_first_batch(parts),
+    }
+    if as_json:
+        console.tell_json(found)
+    else:
+        _tell_check(found)
+
+
+def _first_batch(parts: Parts) -> dict[str, Any]:
+    """{"fields": [{name, dtype, shape}], "num_bad": ...} of the first batch: shapes are those of one sample."""
+    from loaderkit.loader import Loader
+
+    Loader(parts)  # complains about a quarantine file that cannot be written ...
+    errors = parts.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
+    with Loader(replace(parts, config=replace(parts.config, errors=errors))) as loader:
+        batch = next(iter(loader))
+        names = parts.config.output
+        fields = batch if isinstance(batch, Mapping) else dict(zip(names or (), batch, strict=True))
+        described = [describe_field(name, value) for name, value in fields.items()]
+        num_bad = sum(stage.num_failed for stage in loader.stats().stages)
+    return {"fields": described, "num_bad_in_first_batch": num_bad}
+
+
+def describe_field(name: str, value: Any) -> dict[str, Any]:
+    """Name, dtype and shape of one field for one sample; a list's dtype is the type of its first item."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return {"name": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape[1:])}
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    return {"name": name, "dtype": type(first).__name__, "shape": None}
+
+
+def _first_sample(parts: Parts) -> dict[str, Any]:
+    """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
+    source = parts.source
+    num_bytes = sum(found.range.length for found in source.ranges(0)) if parts.connector is not None else None
+    return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
+
+
+def _tell_check(found: dict[str, Any]) -> None:
+    first, classes = found["first_sample"], found["classes"]
+    rows = [
+        ("samples", str(found["num_samples"])),
+        ("batches", f"{found['batches_per_epoch']} of {found['batch_size']} an epoch{_rank(found)}"),
+    ]
+    if classes is not None:
+        more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
+        rows.append(("classes", f"{len(classes)}: {', '.join(classes[:_NUM_CLASSES_SHOWN])}{more}"))
+    size = "" if first["num_bytes"] is None else f", {first['num_bytes']} bytes"
+    rows.append(("first sample", f"{first['key']}{size}"))
+    for field in found["fields"]:
+        shape = "" if field["shape"] is None else " " + _shape(field["shape"])
+        rows.append(("field", f"{field['name']}: {field['dtype']}{shape}"))
+    if found["num_ignored_members"]:
+        rows.append(("ignored", f"{found['num_ignored_members']} tar members: hidden, or without an extension"))
+    if found["num_bad_in_first_batch"]:
+        rows.append(("bad", f"{found['num_bad_in_first_batch']} samples tried for the first batch"))
+    console.tell(f"{found['pipeline']}: it works")
+    for name, value in rows:
+        console.tell(f"  {name:<14}{value}")
+
+
+def _shape(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) if shape else "(a number)"
+
+
+def _rank(found: dict[str, Any]) -> str:
+    return "" if found["world_size"] == 1 else f" on rank {found['rank']} of {found['world_size']}"
+
+
+def explain(
+    pipeline: PipelineFile, assignments: Assignments = None, as_json: AsJson = False, debug: Debug = False
+) -> None:
+    """Print pipeline P with every default filled in, and the pools of workers it will run in: YAML that can be run."""
+    from loaderkit.prefetch.cpus import num_cpus
+
+    parts = open_parts(pipeline, assignments)
+    config = parts.config
+    found = {
+        "pipeline": config.name,
+        "url": getattr(config.source, "url", None),
+        "num_samples": len(parts.source),
+        "batches_per_epoch": parts.schedule.num_batches(),
+        "batch_size": parts.schedule.batch_size,
+        "rank": parts.schedule.rank,
+        "world_size": parts.schedule.world_size,
+        "num_cpus": num_cpus(),
+        "tuning": parts.tuning,
+        "config": config.to_dict(defaults=True),
+    }
+    if as_json:
+        console.tell_json(found)
+        return
+    tuning = parts.tuning
+    console.tell(f"# {config.name}, with every default filled in")
+    if found["url"] is not None:
+        console.tell(f"# source    {found['url']}")
+    console.tell(f"# samples   {found['num_samples']}")
+    console.tell(f"# batches   {found['batches_per_epoch']} of {found['batch_size']} an epoch{_rank(found)}")
+    console.tell(f"# CPUs      {found['num_cpus']}")
+    console.tell(f"# executor  {tuning['executor']}, {tuning['batches']} batches ahead")
+    for pool in tuning["pools"]:
+        workers = f"{pool['workers']} worker{'s' if pool['workers'] > 1 else ''}"
+        console.tell(f"# pool      {workers}: {' > '.join(pool['stages'])}")
+    console.tell(config.to_yaml(defaults=True).rstrip())

@@ -1,0 +1,84 @@
+"""The arguments and options that several commands take, and how their texts become values."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loaderkit.builder import Parts
+
+
+@dataclass
+class Settings:
+    """What the command line says to `main` itself."""
+
+    debug: bool = False
+
+
+def _note_debug(context: typer.Context, value: bool) -> bool:
+    if value and isinstance(context.obj, Settings):
+        context.obj.debug = True
+    return value
+
+
+PipelineFile = Annotated[Path, typer.Argument(metavar="P", help="A pipeline's YAML file.", show_default=False)]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace one value of the pipeline, as in --set stages.batch.size=32; may be repeated.",
+        show_default=False,
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", callback=_note_debug, help="Show the whole traceback of an error.")]
+
+
+def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """{"stages.batch.size": 32} from ["stages.batch.size=32"]; values are read as YAML."""
+    import yaml
+
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"{assignment!r} is not KEY=VALUE, as in stages.batch.size=32", param_hint="--set")
+        try:
+            # YAML would take the star of "*.jpg" for a reference, and the others for signs that mean nothing here.
+            found[key.strip()] = text if text.startswith(("*", "&", "!", "%", "@")) else yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or error
+            raise typer.BadParameter(f"the value of {key} is not YAML: {problem}", param_hint="--set") from error
+    return found
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Seconds from "20ms", "1.5s" or "2"."""
+    from loaderkit.schema import parse_seconds
+
+    try:
+        return parse_seconds(text if not text.replace(".", "", 1).isdigit() else float(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"expected {error}", param_hint=option) from None
+
+
+def open_parts(pipeline: Path, assignments: Sequence[str] | None) -> Parts:
+    """The pipeline's parts, its source listed; nothing runs yet. Raises LoaderkitError."""
+    from loaderkit.builder import make_parts
+    from loaderkit.loader import to_config
+
+    # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
+    # `python -m` does; last in line, so that no file lying there hides an installed package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    config = to_config(pipeline, parse_assignments(assignments or []))
+    return make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter)

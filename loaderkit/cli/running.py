@@ -1,0 +1,199 @@
+"""`loaderkit run`: iterate over a pipeline as training would, and show what the loop waited for."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from loaderkit.cli import console
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, open_parts, parse_duration
+
+if TYPE_CHECKING:
+    from loaderkit.builder import Parts
+    from loaderkit.loader import Loader
+
+_SECONDS_A_LINE = 5.0
+_SECONDS_A_LOOK = 0.2
+
+
+def run(
+    pipeline: PipelineFile,
+    *,
+    epochs: Annotated[int, typer.Option(min=1, help="How many epochs; what is left of a resumed one counts.")] = 1,
+    batches: Annotated[int | None, typer.Option(min=1, help="Stop after so many batches.")] = None,
+    step_time: Annotated[
+        str, typer.Option(metavar="TIME", help="Rest so long after every batch, as a training step would: 20ms.")
+    ] = "0s",
+    resume: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="Go on behind the state saved in this file."),
+    ] = None,
+    save_state: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the state to this file in the end, also after Ctrl-C.")
+    ] = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Iterate over pipeline P, show the speed, and in the end what the loop waited for."""
+    step_s = parse_duration(step_time, "--step-time")
+    if save_state is not None and not save_state.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {save_state.absolute().parent}", param_hint="--save-state")
+
+    from loaderkit.loader import Loader
+
+    parts = open_parts(pipeline, assignments)
+    with Loader(parts) as loader:
+        if resume is not None:
+            loader.load_state_dict(read_state(resume))
+        passes = plan_passes(parts, loader, epochs)
+        started_s = time.perf_counter()
+        try:
+            num_batches = _iterate(loader, passes, batches, step_s)
+        except KeyboardInterrupt:
+            note = ""
+            if save_state is not None:
+                save_state_of(loader, save_state)
+                note = f"; the state is in {save_state}, go on with --resume {save_state}"
+            raise console.Interrupted(f"interrupted after {loader.stats().num_batches} batches{note}") from None
+        wall_s = time.perf_counter() - started_s
+        if save_state is not None:
+            save_state_of(loader, save_state)
+        stats = loader.stats().to_dict()
+        result = {
+            "pipeline": parts.config.name,
+            "epochs": _num_finished(passes, num_batches),
+            "batches": num_batches,
+            "samples": stats["num_samples"],
+            "wall_s": wall_s,
+            "stats": stats,
+        }
+    if as_json:
+        console.tell_json(result)
+    else:
+        _tell(result, step_s)
+
+
+def plan_passes(parts: Parts, loader: Loader, num_epochs: int) -> list[int]:
+    """The batches of each pass over the loader. A state saved at an epoch's end gives an empty pass, which is extra."""
+    state = loader.state_dict()
+    num_left = parts.schedule.num_batches(state["position"])
+    passes = [num_left] + [len(loader)] * (num_epochs - (num_left > 0))
+    last = parts.config.order.epochs
+    return passes if last is None else passes[: max(0, last - state["epoch"])]
+
+
+def _num_finished(passes: list[int], num_batches: int) -> int:
+    finished = 0
+    for num_of_pass in filter(None, passes):
+        num_batches -= num_of_pass
+        finished += num_batches >= 0
+    return finished
+
+
+def _iterate(loader: Loader, passes: list[int], limit: int | None, step_s: float) -> int:
+    total = sum(passes) if limit is None else min(limit, sum(passes))
+    num_batches = 0
+    with progress(loader, total) as show:
+        for _ in passes:
+            if num_batches == total:
+                break
+            for _ in loader:
+                num_batches += 1
+                show(num_batches)
+                if step_s:
+                    time.sleep(step_s)
+                if num_batches == total:
+                    break
+    return num_batches
+
+
+class Show(Protocol):
+    """Takes the number of batches so far, as often as one likes."""
+
+    def __call__(self, num_batches: int, /) -> None: ...
+
+
+@contextmanager
+def progress(loader: Loader, total: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Show]:
+    """A bar on stderr if that is a terminal, else a line every few seconds."""
+    screen = console.stderr()
+    if not screen.is_terminal:
+        yield _lines(loader, total, clock)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("", total=total, speed="")
+        due_s = 0.0
+
+        def show(num_batches: int) -> None:
+            nonlocal due_s
+            now = clock()
+            if now >= due_s:
+                due_s = now + _SECONDS_A_LOOK
+                bar.update(task, completed=num_batches, speed=_speed(loader))
+
+        yield show
+
+
+def _lines(loader: Loader, total: int, clock: Callable[[], float]) -> Show:
+    started_s = clock()
+    due_s = started_s + _SECONDS_A_LINE
+
+    def show(num_batches: int) -> None:
+        nonlocal due_s
+        now = clock()
+        if now >= due_s:
+            due_s = now + _SECONDS_A_LINE
+            left_s = (now - started_s) / num_batches * (total - num_batches)
+            console.say(f"batch {num_batches} of {total}, {_speed(loader)}, {left_s:.0f} s left")
+
+    return show
+
+
+def _speed(loader: Loader) -> str:
+    stats = loader.stats().to_dict()
+    return f"{stats['throughput']['samples_per_s']:.0f} samples/s, stalled {stats['stall']['percent']:.0f} %"
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state in a file written by `--save-state`. Raises StateError, OSError."""
+    from loaderkit.errors import StateError
+
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StateError(f"{path} holds no state, which is JSON as written by --save-state: {error}") from error
+    if not isinstance(state, dict):
+        raise StateError(f"{path} holds no state as written by --save-state, but {type(state).__name__}")
+    return state
+
+
+def save_state_of(loader: Loader, path: Path) -> None:
+    """Write where the loader stands, in one piece."""
+    console.write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
+
+
+def _tell(result: dict[str, Any], step_s: float) -> None:
+    from loaderkit.report import print_summary, reading
+
+    rate = result["samples"] / result["wall_s"] if result["wall_s"] else 0.0
+    console.tell(
+        f"{result['pipeline']}: {result['batches']} batches, {result['samples']} samples in {result['wall_s']:.2f} s, "
+        f"{rate:.0f} samples/s\n"
+    )
+    if not result["batches"]:
+        return
+    print_summary(console.stdout(), result["stats"])
+    if step_s:
+        console.tell(f"\n{reading(result['stats'], 'The loop')}")
+    else:
+        console.tell("\nThe loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")

@@ -1,0 +1,72 @@
+"""The loader's accounts for people: two tables and a sentence, at 80 columns and without colour if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_HARMLESS_PERCENT = 5.0
+_MEANINGS = {
+    "start": "before the first chunk could run, which a longer run makes negligible",
+    "memory": "for room in `prefetch.memory`; allow more of it, or make batches smaller",
+    "wakeup": "to be woken up after the batch was ready: the CPUs are busy with something else",
+    "read": "for bytes from the store; faster storage, tar shards or more `concurrency` help",
+}
+
+
+def print_summary(console: Console, stats: Mapping[str, Any]) -> None:
+    """Print `summary`. `stats` is what `loader.stats().to_dict()` returns."""
+    console.print(summary(stats))
+
+
+def summary(stats: Mapping[str, Any]) -> RenderableType:
+    """What the loop waited for, by stage, and how the workers of each stage spent their time."""
+    stall = stats["stall"]
+    title = f"Waiting for batches: {stall['total_s']:.2f} s of {stats['wall_s']:.2f} s ({stall['percent']:.1f} %)"
+    return Group(
+        Text(title, style="bold"), stall_table(stats), Text("\nSlot time in seconds", style="bold"), slot_table(stats)
+    )
+
+
+def stall_table(stats: Mapping[str, Any]) -> Table:
+    """The waits of the loop by cause, the longest first; the rows sum to the whole."""
+    total_s = stats["stall"]["total_s"]
+    table = _table("waited for", "stall_s", "share")
+    for cause, seconds in stats["stall"]["by_stage"].items():
+        if seconds > 0:
+            table.add_row(cause, f"{seconds:.2f}", f"{100 * seconds / total_s:.0f} %")
+    return table
+
+
+def slot_table(stats: Mapping[str, Any]) -> Table:
+    """Workers x wall time of every stage: busy (of it computing: cpu), starved, blocked and idle."""
+    table = _table("stage", "workers", "items", "busy", "of it cpu", "starved", "blocked", "idle")
+    for stage in stats["stages"]:
+        seconds = (f"{stage[name]:.2f}" for name in ("busy_s", "cpu_s", "starved_s", "blocked_s", "idle_s"))
+        table.add_row(stage["name"], str(stage["workers"]), str(stage["num_items"]), *seconds)
+    return table
+
+
+def reading(stats: Mapping[str, Any], who: str = "Training") -> str:
+    """One sentence on what the accounts mean for `who` iterates."""
+    stall = stats["stall"]
+    if not stats["num_batches"]:
+        return "No batch was delivered, so there is nothing to read from the accounts."
+    share = f"{who} waited {stall['percent']:.1f} % of the time"
+    if stall["percent"] < _HARMLESS_PERCENT:
+        return f"{share}: loading keeps up, the limit is what is done with the batches."
+    cause, seconds = next(iter(stall["by_stage"].items()))
+    why = _MEANINGS.get(cause, f"for `{cause}`; more CPUs, or a cheaper `{cause}`, would help most")
+    return f"{share}, {100 * seconds / stall['total_s']:.0f} % of that {why}."
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

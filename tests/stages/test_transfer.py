@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import loaderkit
+from loaderkit.errors import ConfigError
+from loaderkit.stages.transfer import resolve_device
+
+HAS_CUDA = torch.cuda.is_available()
+without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has CUDA")
+
+
+class Items:
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pixels = torch.full((3, 8, 8), index, dtype=torch.uint8)
+        return {"image": pixels, "x": torch.full((4,), index), "label": index, "text": str(index)}
+
+
+def pipeline(**transfer: Any) -> loaderkit.Pipeline:
+    made = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
+    return (made.transfer(**transfer) if transfer else made).normalize()
+
+
+def batches(made: loaderkit.Pipeline) -> list[dict[str, Any]]:
+    with loaderkit.build(made) as loader:
+        return list(loader)
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert list(one) == list(other)
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other[name]), name
+            else:
+                assert value == other[name]
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("auto", marks=without_cuda)]
+)
+def test_on_the_cpu_nothing_changes(device: str) -> None:
+    assert_equal(batches(pipeline(device=device)), batches(pipeline()))
+    with loaderkit.build(pipeline(device=device)) as loader:
+        batch = next(iter(loader))
+    assert {value.device.type for value in batch.values() if isinstance(value, torch.Tensor)} == {"cpu"}
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3"])
+def test_cuda_that_is_missing_is_a_config_error(device: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaderkit.build(pipeline(device=device))
+    message = str(caught.value)
+    assert "transfer" in message
+    assert f"'{device}'" in message
+    assert torch.__version__ in message
+    assert "CUDA" in message
+    with pytest.raises(RuntimeError, match=device):
+        resolve_device(device)
+
+
+@without_cuda
+def test_auto_without_cuda_is_the_cpu() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CUDA", "mps", "", "cuda:-1", 0])
+def test_devices_that_do_not_exist(device: object) -> None:
+    with pytest.raises(ConfigError, match=r"stages\.2\.transfer\.device|device"):
+        _ = pipeline(device=device).config
+
+
+def test_a_state_does_not_depend_on_the_device() -> None:
+    with loaderkit.build(pipeline()) as plain, loaderkit.build(pipeline(device="auto")) as moved:
+        assert plain.state_dict() == moved.state_dict()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+def test_cuda() -> None:
+    expected = batches(pipeline(device="cpu"))
+    with loaderkit.build(pipeline(device="cuda")) as loader:
+        found = list(loader)
+        torch.cuda.synchronize()
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one["__key__"] == other["__key__"]
+        assert one["text"] == other["text"]
+        for name in ("image", "x", "label"):
+            assert one[name].device.type == "cuda"
+            assert one[name].dtype == other[name].dtype
+            assert torch.allclose(one[name].cpu().double(), other[name].double(), rtol=0, atol=1e-6)
+    # Batches kept on the device stay as they were while the slabs behind them are reused.
+    assert torch.equal(found[0]["x"].cpu(), expected[0]["x"])

@@ -1,0 +1,72 @@
+"""The documentation is true: every example runs, every link leads somewhere, the reference is what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import loaderkit
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "docs/guide.md", "docs/recipes.md"]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README_PIPELINE = next(text for kind, text in FENCE.findall((ROOT / "README.md").read_text()) if kind == "yaml")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, photos: Path, shards: Path) -> Path:
+    """A user's folder: data/train, data/shards, and the README's pipeline for a batch size that fits so few pictures."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train").symlink_to(photos)
+    (tmp_path / "data" / "shards").mkdir()
+    for shard in shards.glob("*.tar"):
+        (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
+    (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run(page: str, folder: Path) -> None:
+    num_run = 0
+    for kind, text in FENCE.findall((ROOT / page).read_text()):
+        if kind == "python":
+            subprocess.run([sys.executable, "-c", text], cwd=folder, check=True, timeout=120)
+        elif kind == "yaml":
+            name = text.splitlines()[0].removeprefix("# ")
+            (folder / name).write_text(text.replace("size: 64,", "size: 16,"))
+            with loaderkit.build(folder / name) as loader:
+                assert len(list(loader)) == len(loader)
+        else:
+            assert kind == "sh"
+            for line in text.splitlines():
+                if line.startswith("loaderkit "):
+                    command = line.partition("#")[0].split()[1:]
+                    subprocess.run([sys.executable, "-m", "loaderkit", *command], cwd=folder, check=True, timeout=120)
+        num_run += 1
+    assert num_run >= 3
+
+
+@pytest.mark.parametrize(
+    "page", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.md") if ".venv" not in path.parts)
+)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_reference_is_up_to_date() -> None:
+    ran = subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", "--check"])
+    assert ran.returncode == 0, "run: python docs/make_reference.py"
+
+
+def test_the_make_targets_the_readme_names_exist() -> None:
+    named = set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "lint", "prove"} <= named & targets
+    assert yaml.safe_load(README_PIPELINE)["stages"][0] == "read"

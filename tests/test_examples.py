@@ -1,0 +1,51 @@
+"""Every program in examples/ runs, as its user would run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+PROGRAMS = sorted(FOLDER.glob("*.py"))
+ARGUMENTS = {  # a program that is not here fails: give it small work to do
+    "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoint", "run.pt"],
+    "torch_dataset.py": ["--samples", "100"],
+}
+
+
+def run(program: Path, arguments: list[str], folder: Path) -> str:
+    done = subprocess.run([sys.executable, program, *arguments], cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_every_example_runs(program: Path, photos: Path, tmp_path: Path) -> None:
+    arguments = [str(photos) if word == "PHOTOS" else word for word in ARGUMENTS[program.name]]
+    assert run(program, arguments, tmp_path).count("\n") >= 3
+
+
+def test_every_example_is_in_the_readme() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert [program.name for program in PROGRAMS if f"`{program.name}" not in text] == []
+
+
+def test_training_resumes_exactly(photos: Path, tmp_path: Path) -> None:
+    program = FOLDER / "train.py"
+    arguments = [str(photos), "--batch-size", "12", "--epochs", "2"]
+
+    def trained(*more: str) -> list[str]:
+        """Epoch and first key of every batch."""
+        lines = run(program, [*arguments, *more], tmp_path).splitlines()
+        return [f"{line.split()[1]} {line.split()[-1]}" for line in lines if line.startswith("epoch")]
+
+    whole = trained("--checkpoint", "whole.pt")
+    assert len(whole) == 10
+    first = trained("--checkpoint", "parts.pt", "--max-batches", "3")
+    assert first == whole[:3]
+    assert trained("--checkpoint", "parts.pt") == whole[3:]
+    assert trained("--checkpoint", "parts.pt") == []  # there is nothing left to do
+    assert not list(tmp_path.glob("*.tmp"))

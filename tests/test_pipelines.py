@@ -1,0 +1,61 @@
+"""Every file in pipelines/ works as it stands, on data laid out as its comments say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import loaderkit
+from loaderkit.cli import main
+
+FOLDER = Path(__file__).parent.parent / "pipelines"
+FILES = sorted(FOLDER.glob("*.y*ml"))
+
+
+@pytest.fixture(autouse=True)
+def _imagenet(photos: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IMAGENET with `train` and `shards`."""
+    (tmp_path / "imagenet").mkdir()
+    (tmp_path / "imagenet/train").symlink_to(photos)
+    (tmp_path / "imagenet/shards").symlink_to(shards)
+    monkeypatch.setenv("IMAGENET", str(tmp_path / "imagenet"))
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_there_are_some() -> None:
+    assert {"imagenet-files.yaml", "imagenet-tar.yaml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+class TestEveryPipeline:
+    def test_runs(self, file: Path) -> None:
+        overrides = {"stages.batch.size": 16, "stages.transfer.device": "cpu"}
+        with loaderkit.build(file, overrides=overrides) as loader:
+            batches = list(loader)
+        assert len(batches) == len(loader) == 3  # 60 samples; the last 12 are dropped
+        for batch in batches:
+            assert batch["image"].shape == (16, 3, 224, 224)
+            assert batch["image"].dtype == torch.float32
+            assert math.isfinite(batch["image"].sum().item())
+            assert set(batch["label"].tolist()) <= {0, 1, 2}
+
+    def test_is_its_own_description(self, file: Path, tmp_path: Path) -> None:
+        pipeline = loaderkit.Pipeline.from_yaml(file)
+        assert pipeline.config.name == file.stem
+        (tmp_path / "again.yaml").write_text(pipeline.to_yaml())
+        assert loaderkit.Pipeline.from_yaml(tmp_path / "again.yaml") == pipeline
+
+    def test_passes_check_and_explain(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for command in ("check", "explain"):
+            assert main([command, str(file), "--set", "stages.batch.size=16"]) == 0, capsys.readouterr().err
+            assert file.stem in capsys.readouterr().out
+
+    def test_has_a_place_without_the_variable(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("IMAGENET")
+        url = Path(getattr(loaderkit.Pipeline.from_yaml(file).config.source, "url", ""))
+        assert url.parent == FOLDER.parent / "data" / "imagenet"

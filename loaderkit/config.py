@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -106,7 +107,7 @@ class PipelineConfig:
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that describes this pipeline exactly."""
         text: str = yaml.safe_dump(
-            _escape(self.to_dict(defaults=defaults)),
+            escape(self.to_dict(defaults=defaults)),
             sort_keys=False,
             default_flow_style=None,
             width=120,
@@ -136,10 +137,10 @@ def _dump_stage(stage: StageConfig, defaults: bool) -> Any:
     return {stage.kind: dumped} if dumped else stage.kind
 
 
-def _escape(value: Any) -> Any:
+def escape(value: Any) -> Any:
     """Texts that look like variables get a second dollar sign."""
     if isinstance(value, str):
         return value.replace("${", "$${")
-    if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
-    return [_escape(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, Mapping):
+        return {key: escape(item) for key, item in value.items()}
+    return [escape(item) for item in value] if type(value) is list else value

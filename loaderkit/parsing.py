@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from loaderkit.config import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig
+from loaderkit.config import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig, escape
 from loaderkit.errors import ConfigError
 from loaderkit.problems import KeyPath, Problems, nearest
 from loaderkit.registry import SOURCES, STAGES
@@ -25,6 +25,7 @@ from loaderkit.structure import check_structure
 
 _SECTIONS = ("version", "name", "source", "order", "stages", "prefetch", "errors", "output")
 _MAX_NODES = 100_000
+_WORD = re.compile(r"[\w.+-]+")
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 M = TypeVar("M", bound=Model)
@@ -38,8 +39,7 @@ def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> Pipe
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{path}: the pipeline cannot be read: {reason}") from error
-    data = _expand(_read_yaml(text, reader), (), reader)
-    return _parse(data, reader, path.parent, overrides or {})
+    return _parse(_read_yaml(text, reader), reader, path.parent, overrides or {}, expand=True)
 
 
 def parse(
@@ -47,8 +47,7 @@ def parse(
 ) -> PipelineConfig:
     """The pipeline a dict describes; paths in it are relative to the working directory. `expand`: put in ${VAR}."""
     reader = Problems(None)
-    plain = _copied(data)
-    return _parse(_expand(plain, (), reader) if expand else plain, reader, Path.cwd(), overrides or {})
+    return _parse(_copied(data), reader, Path.cwd(), overrides or {}, expand=expand)
 
 
 def _copied(value: Any) -> Any:
@@ -96,13 +95,15 @@ def _read_yaml(text: str, reader: Problems) -> Any:
         loader.dispose()
 
 
-def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]) -> PipelineConfig:
+def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any], *, expand: bool) -> PipelineConfig:
     if not isinstance(data, dict):
         reader.raise_problems()
         found = "nothing" if data is None else type(data).__name__
         reader.complain((), f"a pipeline is a mapping with at least `source` and `stages`, this is {found}")
         reader.raise_problems()
-    _apply_overrides(data, overrides, reader)
+    _apply_overrides(data, escape(overrides) if expand else overrides, reader)
+    if expand:
+        data = _expand(data, (), reader)
     for key in data:
         if key not in _SECTIONS:
             reader.complain((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
@@ -116,7 +117,7 @@ def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]
     prefetch = _parse_section(PrefetchArgs, data, "prefetch", reader)
     errors = _parse_section(ErrorsArgs, data, "errors", reader)
     output = _parse_output(data, reader)
-    if source is not None:
+    if source is not None and stages:
         check_structure(source, stages, order, reader)
     reader.raise_problems()
     assert source is not None
@@ -140,15 +141,17 @@ def _expand(value: Any, path: KeyPath, reader: Problems) -> Any:
             found = os.environ.get(match[1], default)
             if found is None:
                 reader.complain(
-                    path, f"the environment has no variable {match[1]}: set it, or write ${{{match[1]}:-default}}"
+                    path,
+                    f"the environment has no variable {match[1]}: set it, or write ${{{match[1]}:-default}}",
+                    settles=True,
                 )
                 return ""
             return found
 
         expanded = _VARIABLE.sub(put_in, value)
-        # A value that is one variable and nothing else has the type of what stands in the variable, as in a shell.
-        match = _VARIABLE.fullmatch(value)
-        return yaml.safe_load(expanded) if match and not value.startswith("$$") and expanded else expanded
+        # A value that is one variable and nothing else is a number or a truth value if it looks like one.
+        is_variable = _VARIABLE.fullmatch(value) and not value.startswith("$$")
+        return yaml.safe_load(expanded) if is_variable and _WORD.fullmatch(expanded) else expanded
     if isinstance(value, dict):
         return {key: _expand(item, (*path, key), reader) for key, item in value.items()}
     if isinstance(value, list):
@@ -183,8 +186,8 @@ def _apply_overrides(data: dict[str, Any], overrides: Mapping[str, Any], reader:
             target[parts[-1]] = value
 
 
-def _stage_names(stages: Any) -> list[tuple[str, int]]:
-    """(name, place) of every stage as far as it can be told before validation."""
+def _stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
+    """(name, place) of every stage as far as it can be told before validation; without `given` the default names."""
     names: list[tuple[str, int]] = []
     counts: dict[str, int] = {}
     for number, item in enumerate(stages if isinstance(stages, list) else []):
@@ -194,7 +197,7 @@ def _stage_names(stages: Any) -> list[tuple[str, int]]:
         if isinstance(kind, str):
             counts[kind] = counts.get(kind, 0) + 1
             default = kind if counts[kind] == 1 else f"{kind}-{counts[kind]}"
-            names.append((name if isinstance(name, str) else default, number))
+            names.append((name if given and isinstance(name, str) else default, number))
     return names
 
 
@@ -256,6 +259,7 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
     stages: list[StageConfig] = []
     seen: set[str] = set()
     names = {number: name for name, number in _stage_names(raw)}
+    default_names = {number: name for name, number in _stage_names(raw, given=False)}
     for number, item in enumerate(raw):
         path: KeyPath = ("stages", number)
         if isinstance(item, dict) and len(item) == 1:
@@ -275,12 +279,15 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
             reader.complain((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
             continue
         args = _validate(STAGES[kind].args, arguments, (*path, kind), reader)
-        if args is not None:
-            name = names[number]
-            if name in seen:
-                reader.complain(path, f"two stages are called {name!r}: give one of them another `name`")
-            seen.add(name)
-            stages.append(StageConfig(kind, name, args))
+        if args is None:  # complained of; it still counts for what may stand where
+            args = STAGES[kind].args.model_construct()
+        name = names[number]
+        if name in seen:
+            reader.complain(path, f"two stages are called {name!r}: give one of them another `name`")
+        seen.add(name)
+        if args.name == default_names[number]:
+            args = args.model_copy(update={"name": None})
+        stages.append(StageConfig(kind, name, args))
     return tuple(stages)
 
 

@@ -18,9 +18,15 @@ class Problems:
         self.file = file
         self.lines: dict[KeyPath, int] = {}
         self.problems: list[Problem] = []
+        self._settled: set[KeyPath] = set()
 
-    def complain(self, path: KeyPath, message: str, *, line: int | None = None) -> None:
-        for length in range(len(path), -1, -1):
+    def complain(self, path: KeyPath, message: str, *, line: int | None = None, settles: bool = False) -> None:
+        """Note a problem. `settles`: what is said of this key later would only be a consequence, and is left out."""
+        if path in self._settled:
+            return
+        if settles:
+            self._settled.add(path)
+        for length in range(len(path), 0, -1):
             line = line or self.lines.get(path[:length])
         self.problems.append(Problem(dotted(path), message, line))
 

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import platformdirs
 import torch
 from PIL import Image
 
 import loaderkit
 from loaderkit.demo.photos import demo_data
+from loaderkit.formats.tar_index import default_cache_dir
 
 BATCH = 64
 MEAN = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)
@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--images", type=int, default=1500)
-    parser.add_argument("--data", type=Path, default=Path(platformdirs.user_cache_dir("loaderkit")) / "demo")
+    parser.add_argument("--data", type=Path, default=default_cache_dir() / "demo")
     parser.add_argument("--out", type=Path, help="write first-look-<machine>-<date>.json here")
     parser.add_argument("--quality", type=int, default=75, help="of the JPEGs; 75 gives about 50 kB, 0 takes the demo's 100 kB")
     arguments = parser.parse_args()

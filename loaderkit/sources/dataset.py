@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, field_serializer, field_validator
 
-from loaderkit.errors import SourceError
+from loaderkit.errors import ConfigError, SourceError
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
 
@@ -49,7 +49,7 @@ class DatasetArgs(SourceArgs):
 
 
 def open_object(args: DatasetArgs) -> Any:
-    """The object itself: imported, and called if it is a function or class. Raises `SourceError`."""
+    """The object itself: imported, and called if it is a function or class. Raises `ConfigError`."""
     if not isinstance(args.object, str):
         return args.object
     module, _, name = args.object.partition(":")
@@ -58,12 +58,14 @@ def open_object(args: DatasetArgs) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise SourceError(f"the data set {args.object!r} cannot be imported: {error}") from error
+        raise ConfigError(f"source.object: {args.object!r} cannot be imported: {error}") from error
     is_ready = hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, type)
     if not is_ready and callable(found):
         found = found(**args.args)
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
-        raise SourceError(f"{args.object!r} gives {type(found).__name__}, which has no __len__ and __getitem__")
+        raise ConfigError(
+            f"source.object: {args.object!r} gives {type(found).__name__}, which has no __len__ and __getitem__"
+        )
     return found
 
 

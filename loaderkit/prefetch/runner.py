@@ -129,6 +129,7 @@ def replace_failed(
             run_all(attempt)
             if not attempt.failures:
                 chunk.destination.indices[slot] = index
+                chunk.samples[place] = attempt.samples[0]
                 break
             failures.append(SampleFailure(slot, int(index), position, attempt.failures[0]))
         else:

@@ -14,8 +14,9 @@ import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
+from loaderkit.kernels import write_image
 from loaderkit.schema import StageArgs
-from loaderkit.types import Chunk, FieldSpec, Image, Sample
+from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Sample
 
 
 class BatchArgs(StageArgs):
@@ -81,7 +82,7 @@ def land(
 ) -> None:
     """Write the chunk's good samples into the slots of its destination; those that do not fit are marked as failed.
 
-    Images whose slots are float (they are normalised there next) are converted on the way.
+    Images whose slots are float are only checked: `normalize` comes next and writes them there.
     """
     for place, sample in enumerate(chunk.samples):
         if sample is not None and sample.keys() != specs.keys():
@@ -119,11 +120,21 @@ def _land_slab(
             if sample is None:
                 continue
             try:
-                value = as_tensor(sample[name])
-                _check_fits(value, name, spec)
-                slots[chunk.lo + place].copy_(value)
+                _land_value(sample[name], name, spec, slots, chunk.lo + place)
             except Exception as error:
                 failed(chunk, place, error)
+
+
+def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slot: int) -> None:
+    if spec.image and type(value) is Image:
+        height, width, channels = value.pixels.shape
+        if (channels, height, width) == spec.shape:
+            if spec.dtype == torch.uint8:
+                write_image(slots, slot, value.pixels)
+            return
+    tensor = as_tensor(value)
+    _check_fits(tensor, name, spec)
+    slots[slot].copy_(tensor)
 
 
 def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor) -> bool:
@@ -146,7 +157,7 @@ def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor)
 
 def _check_fits(value: torch.Tensor, name: str, spec: FieldSpec) -> None:
     dtype = torch.uint8 if spec.image else spec.dtype
-    if value.shape != spec.shape or value.dtype != dtype:
+    if spec.image or value.shape != spec.shape or value.dtype != dtype:
         wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
         raise ValueError(
             f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): resize "
@@ -157,7 +168,9 @@ def _check_fits(value: torch.Tensor, name: str, spec: FieldSpec) -> None:
 def _owned(value: Any, spec: FieldSpec) -> Any:
     """The value in memory of its own: what a stage reuses must not reach the user."""
     if spec.kind == "list":
-        return bytes(value.data) if hasattr(value, "extension") else value
+        if isinstance(value, Encoded):
+            value = value.data
+        return bytes(value) if isinstance(value, memoryview) else value
     return as_tensor(value).clone()
 
 

@@ -18,7 +18,7 @@ from pydantic import Field, field_serializer, field_validator
 
 from loaderkit.images import as_image, to_tensor
 from loaderkit.schema import StageArgs
-from loaderkit.types import Image, Sample
+from loaderkit.types import Encoded, Image, Sample
 
 _KEY = "__key__"
 
@@ -80,10 +80,20 @@ def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
 def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
     """The sample after the call. Images become tensors for it, and images again after it if they still are."""
     images = {name: value for name, value in sample.items() if type(value) is Image}
-    given: Sample = {**sample, **{name: to_tensor(image) for name, image in images.items()}, _KEY: key}
+    # Encoded bytes lie in memory that is used again: what a user may keep is a copy.
+    encoded = {name: (bytes(value.data), value) for name, value in sample.items() if type(value) is Encoded}
+    given: Sample = {
+        **sample,
+        **{name: to_tensor(image) for name, image in images.items()},
+        **{name: data for name, (data, _) in encoded.items()},
+        _KEY: key,
+    }
     returned = function(given, rng)
     result = _checked(given if returned is None else returned)
     result.pop(_KEY, None)
+    for name, (data, original) in encoded.items():
+        if result.get(name) is data:
+            result[name] = original
     for name, image in images.items():
         value = result.get(name)
         if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 3:

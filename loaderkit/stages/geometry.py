@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from torch.nn.functional import interpolate
 
 from loaderkit.images import image_fields
+from loaderkit.kernels import mirrored
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Image, Sample
 
@@ -195,8 +196,7 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         if draws[0] < args.p:
             for name, image in image_fields(sample, args.fields):
-                # torch flips packed RGB in 7 us at 224 x 224; copying a view with negative strides takes 200 us.
-                sample[name] = image._replace(pixels=torch.flip(torch.from_numpy(image.pixels), (1,)).numpy())
+                sample[name] = image._replace(pixels=mirrored(image.pixels, _of_field(scratch, name)))
 
     return run
 

@@ -1,6 +1,6 @@
 """`normalize`: (x / 255 - mean) / std of every channel, as float.
 
-Right behind `batch` on the CPU it is done in place on each chunk's slots while they are in the cache; anywhere else on the
+Right behind `batch` on the CPU it is what writes the pixels into their slots, once, as floats; anywhere else it acts on the
 finished batch. Both do the same arithmetic: x * (1 / (255 std)) + (-mean / std) in float32.
 """
 
@@ -13,6 +13,7 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from loaderkit.images import describe
+from loaderkit.kernels import write_normalized
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Chunk
 
@@ -52,12 +53,19 @@ def _factors(args: NormalizeArgs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str]]) -> Callable[[Chunk], None]:
-    """A chunk stage right behind `batch`: scale and shift the chunk's own slots, which hold the pixels as float32."""
-    scale, shift = _factors(args)
+    """A chunk stage right behind `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
+    scale, shift = (tuple(factors.flatten().tolist()) for factors in _factors(args))
 
     def run(chunk: Chunk) -> None:
-        for name in args.fields or image_fields():
-            chunk.destination.fields[name][chunk.lo : chunk.hi].mul_(scale).add_(shift)
+        for name in image_fields():
+            slots = chunk.destination.fields[name]
+            if slots.shape[1] != len(scale):
+                raise ValueError(
+                    f"mean and std have {len(scale)} numbers, the images of {name!r} {slots.shape[1]} channels"
+                )
+            for place, sample in enumerate(chunk.samples):
+                if sample is not None:
+                    write_normalized(slots, chunk.lo + place, sample[name].pixels, scale, shift)
 
     return run
 

@@ -83,4 +83,6 @@ def describe(value: Any) -> str:
         return f"array {value.dtype} {list(value.shape)}"
     if isinstance(value, str):
         return "text"
+    if value is None:
+        return "None"
     return type(value).__name__

@@ -61,7 +61,7 @@ def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np
 
 def generator(key: int, index: int) -> np.random.Generator:
     """NumPy's Philox generator for one sample: the same stream whenever and wherever the sample is processed."""
-    return np.random.Generator(np.random.Philox(key=[key & _MASK, index & _MASK]))
+    return np.random.Generator(np.random.Philox(key=np.array([key & _MASK, index & _MASK], np.uint64)))
 
 
 class Bijection:

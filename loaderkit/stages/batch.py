@@ -52,6 +52,8 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype 
         tensor = as_tensor(value)
     except TypeError:
         return FieldSpec("list", example_key=key)
+    except (OverflowError, RuntimeError, ValueError) as error:
+        raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
     return FieldSpec("slab", tuple(tensor.shape), tensor.dtype, example_key=key)
 
 
@@ -132,8 +134,12 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slo
             if spec.dtype == torch.uint8:
                 write_image(slots, slot, value.pixels)
             return
-    tensor = as_tensor(value)
-    _check_fits(tensor, name, spec)
+    try:
+        tensor = as_tensor(value)
+    except (TypeError, OverflowError, RuntimeError, ValueError) as error:
+        raise ValueError(_misfit(value, name, spec)) from error
+    if spec.image or tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+        raise ValueError(_misfit(value, name, spec))
     slots[slot].copy_(tensor)
 
 
@@ -146,7 +152,7 @@ def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor)
     if kinds == {int} and spec.dtype == torch.int64 and not spec.shape:
         try:
             slots[chunk.lo : chunk.hi] = torch.tensor(values, dtype=torch.int64)
-        except (OverflowError, RuntimeError):
+        except (OverflowError, RuntimeError, ValueError):
             return False
         return True
     if kinds == {torch.Tensor} and all(v.shape == spec.shape and v.dtype == spec.dtype for v in values):
@@ -155,14 +161,13 @@ def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor)
     return False
 
 
-def _check_fits(value: torch.Tensor, name: str, spec: FieldSpec) -> None:
+def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
     dtype = torch.uint8 if spec.image else spec.dtype
-    if spec.image or value.shape != spec.shape or value.dtype != dtype:
-        wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
-        raise ValueError(
-            f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): resize "
-            f"or crop to one shape, or say `ragged: {{{name}: list}}` (or pad) in `batch`"
-        )
+    wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
+    return (
+        f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): give all "
+        f"samples one shape and type, or say `ragged: {{{name}: list}}` (or pad) in `batch`"
+    )
 
 
 def _owned(value: Any, spec: FieldSpec) -> Any:

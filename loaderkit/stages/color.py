@@ -24,8 +24,8 @@ _GREY = (0.2989, 0.587, 0.114)
 def _factor_range(value: Any) -> Any:
     """One number x stands for [max(0, 1 - x), 1 + x]."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value < 0:
-            raise ValueError("a number of at least 0, or [low, high]")
+        if not value >= 0:
+            raise ValueError(f"a number of at least 0, or [low, high], not {value!r}")
         return (max(0.0, 1.0 - value), 1.0 + value)
     return _ordered(value, 0.0, float("inf"))
 
@@ -33,12 +33,14 @@ def _factor_range(value: Any) -> Any:
 def _hue_range(value: Any) -> Any:
     """One number x stands for [-x, x]; a turn of the colour circle is 1."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not 0 <= value <= 0.5:
+            raise ValueError(f"a number from 0 to 0.5, or [low, high], not {value!r}")
         value = (-value, value)
     return _ordered(value, -0.5, 0.5)
 
 
 def _ordered(value: Any, low: float, high: float) -> Any:
-    if isinstance(value, (list, tuple)) and len(value) == 2:
+    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(item) in (int, float) for item in value):
         first, second = float(value[0]), float(value[1])
         if not low <= first <= second <= high:
             raise ValueError(f"[low, high] with {low:g} <= low <= high <= {high:g}, not {list(value)}")

@@ -17,7 +17,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import ImageOps, UnidentifiedImageError
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.images import as_image, describe
@@ -26,6 +26,7 @@ from loaderkit.types import Encoded, Image, Sample
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _EXIF_ORIENTATION = 0x0112
+_MOST_PIXELS = 178_956_970
 
 
 class DecodeArgs(StageArgs):
@@ -35,7 +36,12 @@ class DecodeArgs(StageArgs):
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
     exif_orientation: bool = Field(False, description="turn images upright as their EXIF tag says")
-    max_pixels: PositiveInt = Field(178_956_970, description="refuse larger images (decompression bombs)")
+    max_pixels: int = Field(
+        _MOST_PIXELS,
+        ge=1,
+        le=_MOST_PIXELS,
+        description="refuse larger images (decompression bombs); Pillow allows no more",
+    )
 
 
 def decode(args: DecodeArgs) -> Callable[..., None]:
@@ -141,6 +147,8 @@ def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_p
         kind = image.format
         try:
             image.load()
+            if kind == "JPEG":
+                _check_whole(data)
             if upright and image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
                 image = ImageOps.exif_transpose(image)
             pixels = _labels(image) if is_mask else _rgb(image)
@@ -148,6 +156,17 @@ def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_p
             what = "truncated" if "truncated" in str(error) or "premature" in str(error).lower() else "damaged"
             raise ValueError(f"{what} {kind} ({len(data)} bytes, {image.width} x {image.height}: {error})") from None
     return Image(pixels, is_mask)
+
+
+def _check_whole(data: memoryview) -> None:
+    """Raise OSError for a JPEG that was cut and closed again: Pillow fills what is missing with grey and says nothing."""
+    try:
+        simplejpeg.decode_jpeg(
+            data, simplejpeg.decode_jpeg_header(data)[2].replace("YCbCr", "RGB").replace("Gray", "GRAY")
+        )
+    except ValueError as error:
+        if "premature end" in str(error).lower():
+            raise OSError(f"truncated: {error}") from None
 
 
 def _rgb(image: Pillow.Image) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 from torch.nn.functional import interpolate
 
 from loaderkit.images import image_fields
@@ -34,7 +34,15 @@ def _as_tuple(value: Any) -> Any:
 
 
 Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(_as_tuple)]
-Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple)]
+
+
+def _rising(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < value[0] <= value[1] < math.inf:
+        raise ValueError(f"[low, high] with 0 < low <= high, not {list(value)}")
+    return value
+
+
+Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple), AfterValidator(_rising)]
 
 
 class ResizeArgs(StageArgs):
@@ -184,9 +192,9 @@ def crop_box(
             return int(values[20] * (height - h + 1)), int(values[21] * (width - w + 1)), h, w
     w, h = width, height
     if width / height < ratio[0]:
-        h = round(width / ratio[0])
+        h = min(height, max(1, round(width / ratio[0])))
     elif width / height > ratio[1]:
-        w = round(height * ratio[1])
+        w = min(width, max(1, round(height * ratio[1])))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
@@ -238,6 +246,8 @@ def _resample_into(source: torch.Tensor, size: tuple[int, int], antialias: bool,
 
 def _one_batch(pixels: NDArray[np.uint8]) -> torch.Tensor:
     """Packed [H, W, C] as torch [1, C, H, W] without a copy. Few operations: each gives the GIL away and asks for it back."""
+    if not pixels.flags.writeable:
+        pixels = pixels.copy()
     height, width, channels = pixels.shape
     size, stride = (1, channels, height, width), (pixels.size, 1, width * channels, channels)
     return torch.from_numpy(pixels).as_strided(size, stride)

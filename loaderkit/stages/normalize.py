@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from loaderkit.images import describe
 from loaderkit.kernels import write_normalized
@@ -26,11 +26,11 @@ _DTYPES = {
 }
 
 Channels = Annotated[
-    tuple[float, ...] | Literal["imagenet"],
+    Annotated[tuple[float, ...], Field(min_length=1)] | Literal["imagenet"],
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 PositiveChannels = Annotated[
-    tuple[Annotated[float, Field(gt=0)], ...] | Literal["imagenet"],
+    Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | Literal["imagenet"],
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 
@@ -38,31 +38,37 @@ PositiveChannels = Annotated[
 class NormalizeArgs(StageArgs):
     """Turn uint8 images into floats: (x / 255 - mean) / std per channel."""
 
-    mean: Channels = Field("imagenet", description="one number a channel, or imagenet")
-    std: PositiveChannels = Field("imagenet", description="one number a channel, or imagenet")
+    mean: Channels = Field("imagenet", description="one number a channel, one for all, or imagenet")
+    std: PositiveChannels = Field("imagenet", description="one number a channel, one for all, or imagenet")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = Field("float32", description="of the result")
     fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
+    @model_validator(mode="after")
+    def _channels_agree(self) -> NormalizeArgs:
+        lengths = {3 if values == "imagenet" else len(values) for values in (self.mean, self.std)} - {1}
+        if len(lengths) > 1:
+            raise ValueError("mean and std for the same number of channels")
+        return self
 
-def _factors(args: NormalizeArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, shift), float32 [C, 1, 1] each."""
-    mean = torch.tensor(_IMAGENET["mean"] if args.mean == "imagenet" else args.mean, dtype=torch.float64)
-    std = torch.tensor(_IMAGENET["std"] if args.std == "imagenet" else args.std, dtype=torch.float64)
-    scale, shift = 1.0 / (255.0 * std), -mean / std
-    return scale.float().reshape(-1, 1, 1), shift.float().reshape(-1, 1, 1)
+
+def _factors(args: NormalizeArgs, num_channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, shift), float32 [C] each; one number serves all channels. Raises ValueError if there are too few or many."""
+    mean = _IMAGENET["mean"] if args.mean == "imagenet" else args.mean
+    std = _IMAGENET["std"] if args.std == "imagenet" else args.std
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, num_channels):
+            raise ValueError(f"{name} has {len(values)} numbers, the images {num_channels} channels")
+    means, stds = (torch.tensor(values, dtype=torch.float64).expand(num_channels) for values in (mean, std))
+    return (1.0 / (255.0 * stds)).float(), (-means / stds).float()
 
 
 def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str]]) -> Callable[[Chunk], None]:
     """A chunk stage right behind `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
-    scale, shift = (tuple(factors.flatten().tolist()) for factors in _factors(args))
 
     def run(chunk: Chunk) -> None:
         for name in image_fields():
             slots = chunk.destination.fields[name]
-            if slots.shape[1] != len(scale):
-                raise ValueError(
-                    f"mean and std have {len(scale)} numbers, the images of {name!r} {slots.shape[1]} channels"
-                )
+            scale, shift = (tuple(factors.tolist()) for factors in _factors(args, slots.shape[1]))
             for place, sample in enumerate(chunk.samples):
                 if sample is not None:
                     write_normalized(slots, chunk.lo + place, sample[name].pixels, scale, shift)
@@ -72,7 +78,6 @@ def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str
 
 def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
     """A batch stage `(batch, image_fields) -> None`; runs where the batch's tensors are."""
-    scale, shift = _factors(args)
     dtype = _DTYPES[args.dtype]
 
     def run(batch: dict[str, Any], image_fields: Iterable[str]) -> None:
@@ -82,7 +87,8 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
                 what = describe(images) if name in batch else "missing"
                 raise ValueError(f"the field {name!r} is {what}: only uint8 images [B, C, H, W] can be normalised")
             floats = images.to(torch.float32)
-            floats.mul_(scale.to(floats.device)).add_(shift.to(floats.device))
+            scale, shift = (f.reshape(-1, 1, 1).to(floats.device) for f in _factors(args, floats.shape[1]))
+            floats.mul_(scale).add_(shift)
             batch[name] = floats.to(dtype)
 
     return run

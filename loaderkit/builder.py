@@ -124,7 +124,9 @@ def make_parts(
             source=source,
             order=_order(config, source),
             schedule=schedule,
-            shape=BatchShape(batch.size, batch.pad_value, config.errors.on_bad_sample),
+            shape=BatchShape(
+                batch.size, batch.pad_value, config.errors.on_bad_sample, 16 + config.errors.max_bad_samples
+            ),
             num_epochs=config.order.epochs,
             probe=compiler.run_sample_stages,
             specs_of=compiler.specs_of,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -106,8 +107,9 @@ class PipelineConfig:
 
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that describes this pipeline exactly."""
-        text: str = yaml.safe_dump(
+        text: str = yaml.dump(
             escape(self.to_dict(defaults=defaults)),
+            Dumper=_Dumper,
             sort_keys=False,
             default_flow_style=None,
             width=120,
@@ -117,6 +119,7 @@ class PipelineConfig:
 
 
 def _dump(model: Model, defaults: bool) -> dict[str, Any]:
+    check_plain(getattr(model, "args", None), "args")
     dumped = model.model_dump(mode="json", exclude_defaults=not defaults)
     dumped.pop("kind", None)
     return dumped
@@ -135,6 +138,34 @@ def _dump_stage(stage: StageConfig, defaults: bool) -> Any:
     if defaults:
         dumped["name"] = stage.name
     return {stage.kind: dumped} if dumped else stage.kind
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts with line ends of Unicode in quotes; elsewhere YAML would fold them."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if any(character in text for character in "\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Raise ValueError unless YAML can hold `value` and give it back unchanged."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{where}: what is not a number is not equal to itself when it is read again")
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if type(value) is list:
+        for number, item in enumerate(value):
+            check_plain(item, f"{where}[{number}]")
+    elif type(value) is dict and all(type(key) is str for key in value):
+        for key, item in value.items():
+            check_plain(item, f"{where}.{key}")
+    else:
+        raise ValueError(f"{where}: a {type(value).__name__} is not plain data")
 
 
 def escape(value: Any) -> Any:

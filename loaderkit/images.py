@@ -76,7 +76,8 @@ def to_tensor(image: Image) -> torch.Tensor:
 def describe(value: Any) -> str:
     """A value's type and shape in a few words, for messages."""
     if type(value) is Image:
-        return "image uint8 " + str(list(value.pixels.shape))
+        height, width, channels = value.pixels.shape
+        return f"image uint8 [{channels}, {height}, {width}]"
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):

@@ -270,7 +270,8 @@ class _BadSamples:
         path = self._errors.quarantine
         if path is not None:
             folder = os.path.dirname(path)
-            if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            is_writable = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK)
+            if os.path.isdir(path) or not os.path.isdir(folder) or not is_writable:
                 raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
 
     def note(self, destination: Destination) -> None:

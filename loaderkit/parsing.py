@@ -26,7 +26,7 @@ from loaderkit.structure import check_structure
 _SECTIONS = ("version", "name", "source", "order", "stages", "prefetch", "errors", "output")
 _MAX_NODES = 100_000
 _WORD = re.compile(r"[\w.+-]+")
-_VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+_VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 M = TypeVar("M", bound=Model)
 
@@ -67,16 +67,21 @@ def _read_yaml(text: str, reader: Problems) -> Any:
             raise yaml.YAMLError(f"more than {_MAX_NODES} values: aliases that repeat one another?")
         reader.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
-            loader.flatten_mapping(node)
+            own = len(node.value) - sum(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value)
+            loader.flatten_mapping(node)  # what `<<` brings in now stands first, and gives way
             mapping: dict[Any, Any] = {}
-            for key_node, value_node in node.value:
+            own_keys: set[Any] = set()
+            for place, (key_node, value_node) in enumerate(node.value):
+                is_merged = place < len(node.value) - own
                 key = loader.construct_object(key_node, deep=True)
                 line = key_node.start_mark.line + 1
                 reader.lines[(*path, str(key))] = line
                 if not isinstance(key, str):
                     reader.complain(path, f"the key {key!r} is not text", line=line)
-                elif key in mapping:
+                elif key in own_keys:
                     reader.complain((*path, key), "this key stands here twice", line=line)
+                if not is_merged:
+                    own_keys.add(key)
                 mapping[key] = build(value_node, (*path, str(key)))
             return mapping
         if isinstance(node, yaml.SequenceNode):
@@ -105,7 +110,10 @@ def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]
     if expand:
         data = _expand(data, (), reader)
     for key in data:
-        if key not in _SECTIONS:
+        if not isinstance(key, str):
+            if reader.file is None:  # else it was complained of where it stands
+                reader.complain((), f"the key {key!r} is not text")
+        elif key not in _SECTIONS:
             reader.complain((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
     if data.get("version", 1) != 1 or isinstance(data.get("version"), bool):
         reader.complain(("version",), f"this loaderkit reads version 1, not {data['version']!r}")
@@ -117,7 +125,7 @@ def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]
     prefetch = _parse_section(PrefetchArgs, data, "prefetch", reader)
     errors = _parse_section(ErrorsArgs, data, "errors", reader)
     output = _parse_output(data, reader)
-    if source is not None and stages:
+    if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
         check_structure(source, stages, order, reader)
     reader.raise_problems()
     assert source is not None
@@ -133,25 +141,28 @@ def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]
 def _expand(value: Any, path: KeyPath, reader: Problems) -> Any:
     """Put in environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself."""
     if isinstance(value, str):
+        missing: list[str] = []
 
         def put_in(match: re.Match[str]) -> str:
-            if match[0].startswith("$$"):
-                return match[0][1:]
+            if match[0] == "$${":
+                return "${"
             default: str | None = match[2]
             found = os.environ.get(match[1], default)
             if found is None:
-                reader.complain(
-                    path,
-                    f"the environment has no variable {match[1]}: set it, or write ${{{match[1]}:-default}}",
-                    settles=True,
-                )
-                return ""
-            return found
+                missing.append(match[1])
+            return found or ""
 
         expanded = _VARIABLE.sub(put_in, value)
-        # A value that is one variable and nothing else is a number or a truth value if it looks like one.
-        is_variable = _VARIABLE.fullmatch(value) and not value.startswith("$$")
-        return yaml.safe_load(expanded) if is_variable and _WORD.fullmatch(expanded) else expanded
+        if missing:
+            hint = f"set it, or write ${{{missing[0]}:-default}}"
+            message = f"the environment has no variable {' and no '.join(missing)}: {hint}"
+            reader.complain(path, message, settles=True)
+        if not _VARIABLE.fullmatch(value) or not _WORD.fullmatch(expanded):
+            return expanded
+        # A value that is one variable and nothing else is a number or a truth value where one is expected.
+        reader.texts[path] = expanded
+        parsed = yaml.safe_load(expanded)
+        return parsed if isinstance(parsed, (bool, int, float)) else expanded
     if isinstance(value, dict):
         return {key: _expand(item, (*path, key), reader) for key, item in value.items()}
     if isinstance(value, list):
@@ -178,12 +189,14 @@ def _apply_overrides(data: dict[str, Any], overrides: Mapping[str, Any], reader:
                 reader.complain((), f"override {dotted!r}: no stage is called {rest[0]!r}; {nearest(rest[0], names)}")
                 continue
             target, parts = stage, rest[1:]
+            if not parts:
+                reader.complain((), f"override {dotted!r}: name one of the stage's arguments, as in {dotted}.workers")
+                continue
         for part in parts[:-1]:
             if not isinstance(target.get(part), dict):
                 target[part] = {}
             target = target[part]
-        if parts:
-            target[parts[-1]] = value
+        target[parts[-1]] = value
 
 
 def _stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
@@ -230,7 +243,10 @@ def _parse_source(data: dict[str, Any], reader: Problems, base: Path) -> SourceA
     parsed = _validate(SOURCES[kind], raw, ("source",), reader)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
-        parsed = parsed.model_copy(update={"url": _absolute_url(url, base)})
+        try:
+            parsed = parsed.model_copy(update={"url": _absolute_url(url, base)})
+        except RuntimeError as error:  # ~somebody
+            reader.complain(("source", "url"), f"{url!r}: {error}")
     return parsed
 
 
@@ -277,8 +293,8 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
         if not isinstance(arguments, dict):
             own = [name for name in STAGES[kind].args.model_fields if name not in StageArgs.model_fields]
             reader.complain((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
-            continue
-        args = _validate(STAGES[kind].args, arguments, (*path, kind), reader)
+            arguments = None
+        args = None if arguments is None else _validate(STAGES[kind].args, arguments, (*path, kind), reader)
         if args is None:  # complained of; it still counts for what may stand where
             args = STAGES[kind].args.model_construct()
         name = names[number]
@@ -305,6 +321,8 @@ def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, reader: Proble
     try:
         return model.model_validate(raw)
     except ValidationError as error:
+        if _restore_texts(raw, error, path, reader):
+            return _validate(model, raw, path, reader)
         expected: dict[KeyPath, list[str]] = {}
         for item in error.errors(include_url=False):
             inner, _ = _follow(raw, item["loc"])
@@ -326,6 +344,20 @@ def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, reader: Proble
             given = "" if ", not " in stated else f", not {_follow(raw, inner)[1]!r}"
             reader.complain((*path, *inner), f"expected {stated}{given}")
         return None
+
+
+def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, reader: Problems) -> bool:
+    """Put back the text of variables that look like numbers and stand where text is expected; whether there were any."""
+    found = False
+    for item in error.errors(include_url=False):
+        inner, value = _follow(raw, item["loc"])
+        text = reader.texts.get((*path, *inner))
+        if item["type"] == "string_type" and text is not None and value != text:
+            *parents, last = inner
+            _, owner = _follow(raw, tuple(parents))
+            owner[last] = text
+            found = True
+    return found
 
 
 def _follow(raw: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:

@@ -26,7 +26,7 @@ class Pipeline:
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
-        self._description = dict(description)
+        self._description: dict[str, Any] = _copied(description)
 
     @classmethod
     def files(cls, url: str | Path, **source: Any) -> Pipeline:
@@ -139,6 +139,13 @@ class Pipeline:
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *STAGES]
+
+
+def _copied(value: Any) -> Any:
+    """Containers copied, so that later changes of what was given do not reach the description; objects shared."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

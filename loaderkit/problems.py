@@ -17,6 +17,7 @@ class Problems:
     def __init__(self, file: Path | None) -> None:
         self.file = file
         self.lines: dict[KeyPath, int] = {}
+        self.texts: dict[KeyPath, str] = {}  # what stood in variables, before it was taken for a number
         self.problems: list[Problem] = []
         self._settled: set[KeyPath] = set()
 

@@ -7,6 +7,7 @@ them together and turns their complaints into one `ConfigError`.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PositiveInt
@@ -17,17 +18,18 @@ _SIZE_UNITS = {
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
 _TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(value: Any) -> int:
     """A size in bytes: an integer, or text such as "64MiB", "2 GB". Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].upper() not in _SIZE_UNITS:
         raise ValueError(f"a size such as 8MiB, 2GiB or a number of bytes, not {value!r}")
-    return round(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+    return round(Fraction(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -42,7 +44,7 @@ def parse_seconds(value: Any) -> float:
     """A duration in seconds: a number, or text such as "500ms", "60s", "5min", "2h". Raises ValueError."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2] not in _TIME_UNITS:
         raise ValueError(f"a duration such as 500ms, 60s, 5min, not {value!r}")
     return float(match[1]) * _TIME_UNITS[match[2]]
@@ -55,14 +57,21 @@ def format_seconds(seconds: float) -> str:
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), PlainSerializer(format_bytes, when_used="always")]
 Duration = Annotated[
-    float, BeforeValidator(parse_seconds), Field(gt=0), PlainSerializer(format_seconds, when_used="always")
+    float, BeforeValidator(parse_seconds), Field(gt=0, le=1e9), PlainSerializer(format_seconds, when_used="always")
 ]
 
 
 class Model(BaseModel):
     """A frozen part of a configuration: no unknown keys, no silent conversions ("3" is not 3, 1 is not true)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=False,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
 
 class SourceArgs(Model):

@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1500)
     parser.add_argument("--data", type=Path, default=default_cache_dir() / "demo")
     parser.add_argument("--out", type=Path, help="write first-look-<machine>-<date>.json here")
-    parser.add_argument("--quality", type=int, default=75, help="of the JPEGs; 75 gives about 50 kB, 0 takes the demo's 100 kB")
+    parser.add_argument(
+        "--quality", type=int, default=75, help="of the JPEGs; 75 gives about 50 kB, 0 takes the demo's 100 kB"
+    )
     arguments = parser.parse_args()
     folder = demo_data(arguments.data, arguments.images, print).train
     if arguments.quality:

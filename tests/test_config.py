@@ -278,7 +278,7 @@ stages:
   - read
   - batch  # <<
 """,
-        "stages.1",
+        "stages.1.batch",
         ["'size' is missing"],
     ),
     "arguments without names": (
@@ -583,8 +583,13 @@ def test_what_is_wrong_is_named(name: str, write: Callable[[str], Path]) -> None
     message = str(caught.value)
     assert len(caught.value.problems) == 1, message
     problem = caught.value.problems[0]
-    assert (problem.line, problem.where) == (line, key)
-    assert message.startswith(f"{path}: line {line}: " + (f"{key}: " if key else ""))
+    assert problem.where == key
+    at_line = f"line {line}: "
+    if name in ("missing source", "missing stages") and problem.line is None:
+        at_line = ""  # what is not there at all has no line
+    else:
+        assert problem.line == line
+    assert message.startswith(f"{path}: {at_line}" + (f"{key}: " if key else ""))
     for part in said:
         assert part in message
     assert "\n" not in message
@@ -831,7 +836,9 @@ stages:
     assert config.stage("batch").args.model_dump(include={"size", "drop_last"}) == {"size": 32, "drop_last": True}
 
 
-@pytest.mark.parametrize("folder", ["@scratch", "a: b", "{x", "[1, 2", "2024-05-01", "*", "&a", "%x", "x #1", "!t", "'", "-"])
+@pytest.mark.parametrize(
+    "folder", ["@scratch", "a: b", "{x", "[1, 2", "2024-05-01", "*", "&a", "%x", "x #1", "!t", "'", "-"]
+)
 def test_a_variable_may_hold_any_path(
     folder: str, write: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -875,9 +882,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("url", ["~loaderkit-no-such-user/data", "a\0b"])
-def test_strange_paths_are_paths_or_config_errors(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strange_paths_are_paths_or_config_errors(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     description = {"source": {"kind": "files", "url": url}, "stages": ["read", {"batch": {"size": 4}}]}
     try:
@@ -1054,8 +1059,8 @@ output: [image, label]
 TEXTS = st.one_of(
     st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=12),
     st.sampled_from(
-        ["${HOME}", "$${HOME}", "${", "${1}", "$$${X:-y}", "a${X", "${X:-}", "$", "null", "yes", "1e3", "~", "2020-01-01", "- a",
-         "a: b", "#x", "'", '"', "\n", "é中😀", " lead", "%", "@x", "\x85", "\u2028", "0x1f", "1_000", "=", "<<"]
+        ["${HOME}", "$${HOME}", "${", "${1}", "$$${X:-y}", "a${X", "${X:-}", "$", "null", "yes", "1e3", "~", "2020-01-01",
+         "- a", "a: b", "#x", "'", '"', "\n", "é中😀", " lead", "%", "@x", "\x85", "\u2028", "0x1f", "1_000", "=", "<<"]
     ),
 )  # fmt: skip
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,6}", fullmatch=True)
@@ -1109,11 +1114,16 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
     stages.append({"call": {"function": "test_config:double"}})
     if draw(st.booleans()):
         stages.append(
-            {"decode": draw(some(masks=FIELDS, fields=FIELDS, exif_orientation=st.booleans(), max_pixels=st.integers(1, 10**8)))}
+            {
+                "decode": draw(
+                    some(masks=FIELDS, fields=FIELDS, exif_orientation=st.booleans(), max_pixels=st.integers(1, 10**8))
+                )
+            }
         )
     for kind in kinds:
         args = draw(STAGES[kind])
-        stages.append({kind: args} if args or draw(st.booleans()) else kind)
+        is_bare = draw(st.booleans()) and not args
+        stages.append(kind if is_bare else {kind: args})
     batch = draw(
         some({"size": st.integers(1, 999)}, drop_last=st.booleans(), pad_value=st.floats(allow_nan=False), **COMMON,
              ragged=st.dictionaries(TEXTS, st.sampled_from(["list", "pad"]), max_size=2))
@@ -1123,7 +1133,11 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
         stages.append({"transfer": {"device": draw(st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]))}})
     if draw(st.booleans()):
         stages.append(
-            {"normalize": draw(some(mean=CHANNELS, std=CHANNELS, dtype=st.sampled_from(["float16", "float32"]), fields=FIELDS))}
+            {
+                "normalize": draw(
+                    some(mean=CHANNELS, std=CHANNELS, dtype=st.sampled_from(["float16", "float32"]), fields=FIELDS)
+                )
+            }
         )
     source = draw(SOURCES)
     found: dict[str, Any] = {"source": source, "stages": stages}
@@ -1301,7 +1315,12 @@ def test_configs_are_frozen() -> None:
         config.name = "x"  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.stages[0].name = "x"  # type: ignore[misc]
-    for model, name in ((config.order, "seed"), (config.prefetch, "batches"), (config.source, "limit"), (config.errors, "quarantine")):
+    for model, name in (
+        (config.order, "seed"),
+        (config.prefetch, "batches"),
+        (config.source, "limit"),
+        (config.errors, "quarantine"),
+    ):
         with pytest.raises(ValidationError):
             setattr(model, name, 1)
     with pytest.raises(ValidationError):

@@ -64,9 +64,7 @@ def test_a_position_does_not_depend_on_what_was_asked_before(
 # -------------------------------------------------------------------------------------- the structure of block order
 
 
-@given(
-    st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5), SEEDS, st.integers(0, 3)
-)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5), SEEDS, st.integers(0, 3))
 def test_equal_blocks_are_dealt_exactly(
     block: int, window: int, lanes: int, num_rounds: int, seed: int, epoch: int
 ) -> None:
@@ -103,9 +101,7 @@ def reference_block_order(sizes: list[int], dealt: list[list[int]], window: int,
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 6), SEEDS)
 @settings(max_examples=200)
-def test_unequal_blocks_follow_the_words_of_the_design(
-    sizes: list[int], window: int, lanes: int, seed: int
-) -> None:
+def test_unequal_blocks_follow_the_words_of_the_design(sizes: list[int], window: int, lanes: int, seed: int) -> None:
     """With the permutation of blocks known (from blocks of one sample each), everything but the mixing is determined."""
     num_blocks, num_samples = len(sizes), sum(sizes)
     singles = BlockOrder(bounds_of([1] * num_blocks), seed, window=1, lanes=1)
@@ -173,14 +169,10 @@ def reference_batches(
     # Consecutive positions go to distinct ranks, so W of them in a row give every rank exactly one.
     for position in range(start, start + num_positions):
         dealt[position % world_size].append(position)
-    return [
-        [positions[i : i + batch_size] for i in range(0, len(positions), batch_size)] for positions in dealt
-    ]
+    return [[positions[i : i + batch_size] for i in range(0, len(positions), batch_size)] for positions in dealt]
 
 
-@given(
-    st.integers(1, 200), st.integers(1, 9), st.integers(1, 20), st.booleans(), st.floats(0, 1), st.integers(0, 3)
-)
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20), st.booleans(), st.floats(0, 1), st.integers(0, 3))
 @settings(max_examples=300)
 @example(10, 3, 2, False, 0.5, 0)
 @example(1, 8, 4, False, 0.0, 0)
@@ -254,9 +246,7 @@ def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.
 def test_the_interleaved_sequence_is_that_of_one_rank(sizes: list[int], seed: int, mode: str) -> None:
     num_samples = sum(sizes)
     order: Order = (
-        GlobalOrder(num_samples, seed)
-        if mode == "global"
-        else BlockOrder(bounds_of(sizes), seed, window=2, lanes=4)
+        GlobalOrder(num_samples, seed) if mode == "global" else BlockOrder(bounds_of(sizes), seed, window=2, lanes=4)
     )
     alone = order.indices(0, np.arange(num_samples)).tolist()
     for world_size in (1, 2, 3, 8):
@@ -275,9 +265,7 @@ def test_the_interleaved_sequence_is_that_of_one_rank(sizes: list[int], seed: in
 FINGERPRINT = {"data": "files of 10 samples, digest 00", "order": "global", "stages": "read > batch"}
 
 
-@given(
-    st.integers(0, 10**9), st.integers(0, 10**12), SEEDS, st.dictionaries(st.text(max_size=5), st.text(max_size=5))
-)
+@given(st.integers(0, 10**9), st.integers(0, 10**12), SEEDS, st.dictionaries(st.text(max_size=5), st.text(max_size=5)))
 def test_state_survives_json(epoch: int, position: int, seed: int, fingerprint: dict[str, str]) -> None:
     state = State(epoch, position, seed, fingerprint)
     data = state.to_dict()
@@ -334,7 +322,10 @@ def test_states_that_are_no_dict(data: object) -> None:
         (State(0, 11, 0, FINGERPRINT), ["position: the state has 11, the data set only 10"]),
         (State(0, 0, 0, {**FINGERPRINT, "order": "none"}), ["order: the state has none, this loader global"]),
         (State(0, 0, 0, {**FINGERPRINT, "more": "x"}), ["more: the state has x, this loader nothing"]),
-        (State(0, 0, 0, {"data": FINGERPRINT["data"]}), ["order: the state has nothing", "stages: the state has nothing"]),
+        (
+            State(0, 0, 0, {"data": FINGERPRINT["data"]}),
+            ["order: the state has nothing", "stages: the state has nothing"],
+        ),
         (
             State(0, 0, 9, {**FINGERPRINT, "data": "files of 9 samples, digest 11"}),
             ["data: the state has files of 9 samples, digest 11, this loader files of 10", "seed: the state has 9"],

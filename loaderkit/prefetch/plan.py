@@ -21,7 +21,6 @@ from loaderkit.stages.batch import pad
 from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
 
 _BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
-_NUM_PROBES = 16
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,7 @@ class BatchShape:
     size: int
     pad_value: float = 0
     policy: Literal["raise", "skip", "replace"] = "raise"
+    num_probes: int = 16  # samples tried for what a batch looks like, until one is readable
 
 
 class BatchPlan:
@@ -91,10 +91,10 @@ class BatchPlan:
         """Find out what a batch looks like, from the first readable sample of the canonical order.
 
         That sample, and not the first of the epoch, so that the answer never depends on where training resumed. Raises
-        `StageError` if none of the first 16 is readable, `ConfigError` if `memory` holds not even one batch.
+        `StageError` if none of the first few is readable, `ConfigError` if `memory` holds not even one batch.
         """
         first_error: StageError | None = None
-        for index in range(min(_NUM_PROBES, len(self._source))):
+        for index in range(min(self._shape.num_probes, len(self._source))):
             indices = np.array([index], np.int64)
             probe = Destination(epoch=0, step=0, positions=indices, indices=indices)
             chunk = Chunk(probe, 0, 1, 0, indices)

@@ -27,7 +27,7 @@ class BatchArgs(StageArgs):
     ragged: Mapping[str, Literal["list", "pad"]] = Field(
         {}, description="fields whose tensors differ in shape: handed over as a list, or padded to the largest"
     )
-    pad_value: float = Field(0, description="what padding is filled with")
+    pad_value: float = Field(0, allow_inf_nan=True, description="what padding is filled with")
 
 
 def specs_of(

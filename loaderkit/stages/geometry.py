@@ -37,8 +37,14 @@ Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(
 
 
 def _rising(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < value[0] <= value[1] < math.inf:
-        raise ValueError(f"[low, high] with 0 < low <= high, not {list(value)}")
+    if not 0 <= value[0] <= value[1]:
+        raise ValueError(f"[low, high] with 0 <= low <= high, not {list(value)}")
+    return value
+
+
+def _positive(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] <= 0:
+        raise ValueError(f"[low, high] with low above 0, not {list(value)}")
     return value
 
 
@@ -76,7 +82,7 @@ class RandomResizedCropArgs(StageArgs):
 
     size: Size = Field(description="[height, width], or one number for both")
     scale: Range = Field((0.08, 1.0), description="bounds of the piece's share of the image's area")
-    ratio: Range = Field((3 / 4, 4 / 3), description="bounds of width / height")
+    ratio: Annotated[Range, AfterValidator(_positive)] = Field((3 / 4, 4 / 3), description="bounds of width / height")
     interpolation: Interpolation = Field("bilinear", description="the filter; masks always take the nearest pixel")
     antialias: bool = Field(True, description="widen the filter when shrinking, as Pillow does")
     fields: FieldNames = Field(None, description="images to act on; default: all of them")

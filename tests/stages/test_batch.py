@@ -225,7 +225,7 @@ def test_what_cannot_be_padded_together() -> None:
 def test_ragged_of_what_is_no_tensor_or_no_field() -> None:
     with pytest.raises(StageError, match=r"'0'.*str"):
         batch_of([{"x": "text"}], ragged={"x": "pad"})
-    with pytest.raises(StageError, match="'y'.*samples have x"):
+    with pytest.raises(StageError, match=r"'y'.*samples have x"):
         batch_of([{"x": 1}], ragged={"y": "list"})
 
 

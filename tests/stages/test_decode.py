@@ -65,7 +65,7 @@ def assert_same(found: Pixels, expected: Pixels, levels: int = 1) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- JPEG
 
-JPEGS = {
+JPEGS: dict[str, dict[str, Any]] = {
     "baseline": {"quality": 90},
     "poor": {"quality": 10},
     "progressive": {"quality": 85, "progressive": True},
@@ -77,6 +77,7 @@ JPEGS = {
     "restart markers": {"quality": 85, "restart_marker_blocks": 3},
     "stored as RGB": {"quality": 90, "keep_rgb": True},
 }
+ROUTES: list[dict[str, Any]] = [{}, {"exif_orientation": True}]
 MODES = {"grayscale": "L", "CMYK": "CMYK", "YCbCr": "YCbCr"}
 
 
@@ -114,7 +115,7 @@ def test_extensions_of_jpeg(extension: str) -> None:
     assert_same(pixels_of(data, extension), by_pillow(data))
 
 
-@pytest.mark.parametrize("route", [{}, {"exif_orientation": True}], ids=["simplejpeg", "pillow"])
+@pytest.mark.parametrize("route", ROUTES, ids=["simplejpeg", "pillow"])
 @pytest.mark.parametrize("name", ["baseline", "progressive", "4:4:4", "CMYK", "grayscale"])
 def test_a_cut_jpeg_is_an_error_wherever_it_is_cut(name: str, route: dict[str, Any]) -> None:
     data = encoded(picture(48, 40).convert(MODES.get(name, "RGB")), **JPEGS.get(name, {}))
@@ -123,7 +124,7 @@ def test_a_cut_jpeg_is_an_error_wherever_it_is_cut(name: str, route: dict[str, A
             decode_field(data[:end], "jpg", **route)
 
 
-@pytest.mark.parametrize("route", [{}, {"exif_orientation": True}], ids=["simplejpeg", "pillow"])
+@pytest.mark.parametrize("route", ROUTES, ids=["simplejpeg", "pillow"])
 @pytest.mark.parametrize("name", ["baseline", "progressive", "4:4:4", "grayscale", "CMYK"])
 def test_a_cut_jpeg_with_an_end_is_an_error_too(name: str, route: dict[str, Any]) -> None:
     """Programs that mend a cut file put an end marker there: what is missing would be a grey area."""
@@ -136,7 +137,7 @@ def test_a_cut_jpeg_with_an_end_is_an_error_too(name: str, route: dict[str, Any]
 @pytest.mark.parametrize("tail", [b"\0" * 5000, b"garbage" * 30, b"\xff\xd8\xff", b"\r\n"])
 def test_garbage_behind_a_jpeg_is_harmless(tail: bytes) -> None:
     data = encoded(picture())
-    for route in ({}, {"exif_orientation": True}):
+    for route in ROUTES:
         assert_same(pixels_of(data + tail, **route), by_pillow(data))
 
 
@@ -210,9 +211,7 @@ def png_of_16_bits(values: NDArray[np.uint16]) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("top", [65535, 30000, 200])
@@ -239,7 +238,7 @@ def test_the_content_decides_not_the_name() -> None:
 def test_what_is_no_picture(extension: str) -> None:
     with pytest.raises(ValueError, match=r"not an image.*12 bytes.*b'hello wo"):
         decode_field(b"hello world\n", extension)
-    with pytest.raises(ValueError, match="empty.*0 bytes"):
+    with pytest.raises(ValueError, match=r"empty.*0 bytes"):
         decode_field(b"", extension)
     with pytest.raises(ValueError, match="not an image"):
         decode_field(b"<html><body>404</body></html>", extension)
@@ -268,7 +267,7 @@ def test_other_formats_cut_short(name: str) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_truncated_png_says_so(share: float) -> None:
     data = OTHERS["PNG"][0]
-    with pytest.raises(ValueError, match="truncated PNG .*131 x 97"):
+    with pytest.raises(ValueError, match=r"truncated PNG .*131 x 97"):
         decode_field(data[: int(share * len(data))], "png")
 
 
@@ -278,7 +277,7 @@ def test_any_bytes_are_a_picture_or_an_error(data: bytes, extension: str) -> Non
     try:
         found = decode_field(data, extension)
     except ValueError as error:
-        assert str(error)
+        assert str(error)  # noqa: PT017 - most bytes are an error, not all
     else:
         assert type(found) is Image
 
@@ -357,7 +356,7 @@ def test_a_mask_of_colours_is_refused() -> None:
 def test_large_pictures_are_refused_before_they_are_decoded(kind: str, extension: str) -> None:
     data = encoded(picture(), kind)
     assert pixels_of(data, extension, max_pixels=97 * 131).shape == (97, 131, 3)
-    for route in ({}, {"exif_orientation": True}):
+    for route in ROUTES:
         with pytest.raises(ValueError, match="131 x 97, more than max_pixels = 12706"):
             decode_field(data, extension, max_pixels=97 * 131 - 1, **route)
 
@@ -498,7 +497,7 @@ def test_a_named_field_of_a_data_set_object_is_decoded() -> None:
             assert_same(sample["image"].pixels, by_pillow(data))
             assert sample["other"] == b"x"
     sample = {"image": 7}
-    with pytest.raises(ValueError, match="'image'.*int|int"):
+    with pytest.raises(ValueError, match=r"cannot decode int"):
         decode(DecodeArgs(fields=("image",)))(sample, NO_DRAWS, None)
 
 

@@ -174,7 +174,7 @@ def test_there_must_be_images(late: bool) -> None:
 
     made = loaderkit.Pipeline.dataset(Numbers()).read().batch(5)
     made = (made.call(nothing) if late else made).normalize().prefetch(executor="inline")
-    with loaderkit.build(made) as loader, pytest.raises(StageError, match="normalize.*no image"):
+    with loaderkit.build(made) as loader, pytest.raises(StageError, match=r"normalize.*no image"):
         next(iter(loader))
 
 

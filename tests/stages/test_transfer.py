@@ -43,9 +43,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
                 assert value == other[name]
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("auto", marks=without_cuda)]
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=without_cuda)])
 def test_on_the_cpu_nothing_changes(device: str) -> None:
     assert_equal(batches(pipeline(device=device)), batches(pipeline()))
     with loaderkit.build(pipeline(device=device)) as loader:

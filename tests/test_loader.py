@@ -107,8 +107,7 @@ class TestResume:
             num_batches = len(loader)
             assert num_batches == 8
             states.append(json.dumps(loader.state_dict()))
-            for _ in loader:
-                states.append(json.dumps(loader.state_dict()))
+            states += [json.dumps(loader.state_dict()) for _ in loader]
         for delivered, state in enumerate(states):
             with loaderkit.build(augmented(photos)) as loader:
                 loader.load_state_dict(json.loads(state))

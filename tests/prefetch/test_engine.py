@@ -98,7 +98,7 @@ class TestErrors:
 
         broken = Pipeline.dataset(Numbers(1000)).shuffle(seed=1).read().call(fail).batch(16)
         with loaderkit.build(broken) as loader:
-            seen = []
+            seen: list[list[int]] = []
             with pytest.raises(StageError, match=f"call failed for sample '{bad}' in Numbers") as caught:
                 seen.extend(batch["x"].tolist() for batch in loader)
             assert isinstance(caught.value.__cause__, KeyError)

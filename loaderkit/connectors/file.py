@@ -17,6 +17,7 @@ from loaderkit.errors import (
     ObjectNotFoundError,
     ShortReadError,
 )
+from loaderkit.native import kernels
 from loaderkit.types import ObjectInfo
 
 # An empty part, "." or "..": two spellings of one file, or a way out of the root.
@@ -71,41 +72,28 @@ class FileConnector:
             status = os.stat(self._path(key))
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
-        self._require_regular(key, status)
-        return ObjectInfo(key, status.st_size, _etag(status))
+        self._require_regular(key, status.st_mode)
+        return ObjectInfo(key, status.st_size, _etag(status.st_mtime_ns, status.st_size))
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
         if start < 0:  # preadv takes -1 for "where the file stands" and reads happily
             raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
         try:
-            fd = os.open(self._path(key), _OPEN_FLAGS)
+            num_read, mode, size, mtime_ns = _read_range(self._path(key), start, buffer)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
-        try:
-            status = os.fstat(fd)
-            self._require_regular(key, status)
-            if etag is not None and etag != _etag(status):
-                raise ObjectChangedError(
-                    f"{self.describe(key)} was changed since it was listed "
-                    f"(then {etag}, now {_etag(status)}); start again, so that it is listed anew"
-                )
-            num_wanted = len(buffer)
-            num_read = os.preadv(fd, [buffer], start) if num_wanted else 0
-            while num_read < num_wanted:
-                num_more = os.preadv(fd, [buffer[num_read:]], start + num_read)
-                if num_more == 0:
-                    raise ShortReadError(
-                        f"{self.describe(key)} ended after {num_read} of the {num_wanted} bytes wanted from byte "
-                        f"{start} on: it has {status.st_size}; it is cut short, or the index that led here is old"
-                    )
-                num_read += num_more
-        except OSError as error:
-            if isinstance(error, ConnectorError):
-                raise
-            raise self._translated(key, error) from error
-        finally:
-            os.close(fd)
+        self._require_regular(key, mode)
+        if etag is not None and etag != (found := _etag(mtime_ns, size)):
+            raise ObjectChangedError(
+                f"{self.describe(key)} was changed since it was listed "
+                f"(then {etag}, now {found}); start again, so that it is listed anew"
+            )
+        if num_read < len(buffer):
+            raise ShortReadError(
+                f"{self.describe(key)} ended after {num_read} of the {len(buffer)} bytes wanted from byte "
+                f"{start} on: it has {size}; it is cut short, or the index that led here is old"
+            )
 
     def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Create or replace a file, with its parent directories; readers see the old bytes or the new ones."""
@@ -187,11 +175,12 @@ class FileConnector:
             if error.errno == errno.ELOOP:
                 return None
             raise self._translated(key, error) from error
-        return ObjectInfo(key, status.st_size, _etag(status)) if stat_bits.S_ISREG(status.st_mode) else None
+        etag = _etag(status.st_mtime_ns, status.st_size)
+        return ObjectInfo(key, status.st_size, etag) if stat_bits.S_ISREG(status.st_mode) else None
 
-    def _require_regular(self, key: str, status: os.stat_result) -> None:
-        if not stat_bits.S_ISREG(status.st_mode):
-            what = "a directory" if stat_bits.S_ISDIR(status.st_mode) else "a device, pipe or socket"
+    def _require_regular(self, key: str, mode: int) -> None:
+        if not stat_bits.S_ISREG(mode):
+            what = "a directory" if stat_bits.S_ISDIR(mode) else "a device, pipe or socket"
             raise ObjectNotFoundError(f"{self.describe(key)} is {what}, not a file")
 
     def _translated(self, key: str, error: OSError | ValueError) -> ConnectorError:
@@ -214,5 +203,24 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _etag(status: os.stat_result) -> str:
-    return f"{status.st_mtime_ns:x}-{status.st_size:x}"
+def _etag(mtime_ns: int, size: int) -> str:
+    return f"{mtime_ns:x}-{size:x}"
+
+
+def _read_range(path: str, start: int, buffer: memoryview) -> tuple[int, int, int, int]:
+    """Open, look, read, close: (bytes read, mode, size, time of change in ns). Other than a regular file is not read."""
+    if kernels is not None:
+        found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer)
+        return found
+    fd = os.open(path, _OPEN_FLAGS)
+    try:
+        status = os.fstat(fd)
+        num_read = 0
+        while num_read < len(buffer) and stat_bits.S_ISREG(status.st_mode):
+            num_more = os.preadv(fd, [buffer[num_read:]], start + num_read)
+            if num_more == 0:
+                break
+            num_read += num_more
+    finally:
+        os.close(fd)
+    return num_read, status.st_mode, status.st_size, status.st_mtime_ns

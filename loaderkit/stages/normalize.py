@@ -69,9 +69,8 @@ def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str
         for name in image_fields():
             slots = chunk.destination.fields[name]
             scale, shift = (tuple(factors.tolist()) for factors in _factors(args, slots.shape[1]))
-            for place, sample in enumerate(chunk.samples):
-                if sample is not None:
-                    write_normalized(slots, chunk.lo + place, sample[name].pixels, scale, shift)
+            images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
+            write_normalized(slots, chunk.lo, images, scale, shift)
 
     return run
 

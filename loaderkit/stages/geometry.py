@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 from torch.nn.functional import interpolate
 
-from loaderkit.images import image_fields
-from loaderkit.kernels import mirrored
+from loaderkit.images import image_fields, to_tensor
+from loaderkit.kernels import mirrored, resampled_into
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Image, Sample
 
@@ -218,53 +217,29 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
 def resample(
     image: Image, size: tuple[int, int], interpolation: Interpolation, antialias: bool, scratch: Scratch | None = None
 ) -> Image:
-    """Resize to (height, width) with torch's uint8 kernels, which round as Pillow does. Masks take the nearest pixel.
+    """Resize to (height, width), rounding as Pillow does. Masks take the nearest pixel.
 
     With `scratch` the result lies in its memory, which the next image resized with that scratch overwrites.
     """
     if image.pixels.shape[:2] == size:
         return image
+    if not image.mask and interpolation == "bilinear" and antialias:
+        target = _memory((*size, image.pixels.shape[2]), scratch)
+        if resampled_into(target, image.pixels):
+            return image._replace(pixels=target)
     mode = "nearest-exact" if image.mask or interpolation == "nearest" else interpolation
-    # A crop's rows lie apart; packing them first (10 us) saves the kernel 30 to 50 us.
-    source = _one_batch(np.ascontiguousarray(image.pixels))
-    if mode != "bilinear":
-        antialias = antialias and mode == "bicubic"
-        planes = interpolate(source, size=size, mode=mode, antialias=antialias)
-        return image._replace(pixels=planes[0].permute(1, 2, 0).contiguous().numpy())
-    pixels, target = _target((*size, image.pixels.shape[2]), scratch)
-    if not _resample_into(source, size, antialias, target):
-        target.copy_(interpolate(source, size=size, mode="bilinear", antialias=antialias))
-    return image._replace(pixels=pixels)
+    planes = interpolate(
+        to_tensor(image).unsqueeze(0), size=size, mode=mode, antialias=antialias and mode != "nearest-exact"
+    )
+    return image._replace(pixels=planes[0].permute(1, 2, 0).contiguous().numpy())
 
 
-def _resample_into(source: torch.Tensor, size: tuple[int, int], antialias: bool, target: torch.Tensor) -> bool:
-    """What `interpolate` calls, straight into packed RGB: 115 to 315 us where `interpolate` and its planes take 260 to
-    450. These operators are torch's own affair, hence False if this torch has others."""
-    try:
-        if antialias:
-            torch.ops.aten._upsample_bilinear2d_aa.out(source, list(size), False, out=target)
-        else:
-            torch.ops.aten.upsample_bilinear2d.out(source, list(size), False, out=target)
-    except (AttributeError, NotImplementedError, TypeError):
-        return False
-    return True
-
-
-def _one_batch(pixels: NDArray[np.uint8]) -> torch.Tensor:
-    """Packed [H, W, C] as torch [1, C, H, W] without a copy. NumPy makes the view: torch would give the GIL away for it."""
-    if not pixels.flags.writeable:
-        pixels = pixels.copy()
-    return torch.from_numpy(pixels.transpose(2, 0, 1)[None])
-
-
-def _target(shape: tuple[int, ...], scratch: Scratch | None) -> tuple[NDArray[np.uint8], torch.Tensor]:
-    """Memory for a resized image, as NumPy [H, W, C] and as torch [1, C, H, W]."""
-    kept: tuple[NDArray[np.uint8], torch.Tensor] | None = None if scratch is None else scratch.get("target")
-    if kept is None or kept[0].shape != shape:
-        pixels = np.empty(shape, np.uint8)
-        kept = pixels, _one_batch(pixels)
+def _memory(shape: tuple[int, ...], scratch: Scratch | None) -> NDArray[np.uint8]:
+    kept: NDArray[np.uint8] | None = None if scratch is None else scratch.get("resized")
+    if kept is None or kept.shape != shape:
+        kept = np.empty(shape, np.uint8)
         if scratch is not None:
-            scratch["target"] = kept
+            scratch["resized"] = kept
     return kept
 
 

@@ -1,0 +1,169 @@
+"""The C module does what torch does, to the last bit, and resizes as Pillow does; without it everything still works."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import loaderkit
+from loaderkit import Pipeline, kernels
+from loaderkit.native import kernels as compiled
+
+SCALE, SHIFT = (0.0171, 0.0175, 0.0174), (-2.118, -2.036, -1.804)
+needs_c = pytest.mark.skipif(compiled is None, reason="loaderkit was installed without a compiler")
+
+
+def view(seed: int, height: int, width: int, margin: int) -> kernels.Pixels:
+    """A crop of a larger picture, so that rows do not follow one another; with `margin` 0 they do."""
+    rng = np.random.default_rng(seed)
+    whole = rng.integers(0, 256, (height + 2 * margin, width + 2 * margin, 3), dtype=np.uint8)
+    return whole[margin : margin + height, margin : margin + width]
+
+
+pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
+
+
+@pytest.fixture
+def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "kernels", None)
+
+
+@needs_c
+class TestSameAsTorch:
+    @given(pictures, st.integers(0, 2))
+    @settings(deadline=None)
+    def test_write_image(self, pixels: kernels.Pixels, slot: int) -> None:
+        slots = torch.full((3, 3, *pixels.shape[:2]), 9, dtype=torch.uint8)
+        kernels.write_image(slots, slot, pixels)
+        for number in range(3):
+            wanted = pixels.transpose(2, 0, 1) if number == slot else np.full_like(slots[number], 9)
+            assert np.array_equal(slots[number].numpy(), wanted)
+
+    @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4))
+    @settings(deadline=None)
+    def test_write_normalized(self, pixels: kernels.Pixels, present: list[bool]) -> None:
+        shape = (len(present) + 2, 3, *pixels.shape[:2])
+        found, wanted = torch.full(shape, 5.0), torch.full(shape, 5.0)
+        images = [pixels if here else None for here in present]
+        kernels.write_normalized(found, 1, images, SCALE, SHIFT)
+        column = (torch.tensor(SCALE).reshape(3, 1, 1), torch.tensor(SHIFT).reshape(3, 1, 1))
+        for slot, here in enumerate(present, 1):
+            if here:
+                wanted[slot] = torch.from_numpy(pixels.transpose(2, 0, 1).copy()) * column[0] + column[1]
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+    @given(pictures)
+    @settings(deadline=None)
+    def test_mirrored(self, pixels: kernels.Pixels) -> None:
+        scratch: dict[str, Any] = {}
+        assert np.array_equal(kernels.mirrored(pixels, None), pixels[:, ::-1])
+        assert np.array_equal(kernels.mirrored(pixels, scratch), pixels[:, ::-1])
+        again = kernels.mirrored(pixels, scratch)
+        assert again is kernels.mirrored(pixels, scratch), "the scratch is used again"
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda c: c.write_planes(np.zeros((1, 3, 4, 4), np.uint8), 1, np.zeros((4, 4, 3), np.uint8)),
+            lambda c: c.write_planes(np.zeros((1, 3, 4, 4), np.float32), 0, np.zeros((4, 4, 3), np.uint8)),
+            lambda c: c.write_planes(np.zeros((1, 3, 5, 4), np.uint8), 0, np.zeros((4, 4, 3), np.uint8)),
+            lambda c: c.write_planes(
+                np.zeros((1, 3, 4, 4), np.uint8), 0, np.zeros((4, 3, 4), np.uint8).transpose(0, 2, 1)
+            ),
+            lambda c: c.write_normalized(np.zeros((1, 3, 4, 4), np.float32), -1, [view(0, 4, 4, 0)], SCALE, SHIFT),
+            lambda c: c.write_normalized(np.zeros((2, 3, 4, 4), np.float32), 1, [view(0, 4, 4, 0)] * 2, SCALE, SHIFT),
+            lambda c: c.write_normalized(np.zeros((2, 3, 4, 4)), 0, [view(0, 4, 4, 0)], SCALE, SHIFT),
+            lambda c: c.mirror(np.zeros((4, 3, 3), np.uint8), view(0, 4, 4, 0)),
+            lambda c: c.resample(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0)),
+            lambda c: c.resample(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0)),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, call: Any) -> None:
+        with pytest.raises(ValueError, match=r"must be|must have"):
+            call(compiled)
+
+    @given(pictures, st.integers(1, 300), st.integers(1, 300))
+    @settings(deadline=None)
+    def test_resize_is_pillows_within_one_level(self, pixels: kernels.Pixels, height: int, width: int) -> None:
+        target = np.zeros((height, width, 3), np.uint8)
+        if not kernels.resampled_into(target, pixels):
+            pytest.skip("this CPU has no AVX2")
+        wanted = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
+        assert np.abs(target.astype(int) - wanted).max() <= 1
+
+    @given(st.integers(0, 255), st.integers(1, 50), st.integers(1, 50), st.integers(1, 90), st.integers(1, 90))
+    @settings(deadline=None)
+    def test_a_plain_picture_stays_plain(
+        self, level: int, height: int, width: int, to_height: int, to_width: int
+    ) -> None:
+        target = np.zeros((to_height, to_width, 3), np.uint8)
+        if kernels.resampled_into(target, np.full((height, width, 3), level, np.uint8)):
+            assert (target == level).all()
+
+
+class TestReading:
+    @needs_c
+    def test_read_range(self, tmp_path: Path) -> None:
+        path = tmp_path / "data"
+        path.write_bytes(bytes(range(256)) * 40)
+        buffer = bytearray(300)
+        num_read, _, size, mtime_ns = compiled.read_range(str(path), 9000, memoryview(buffer))
+        assert (num_read, size, mtime_ns) == (300, 10240, path.stat().st_mtime_ns)
+        assert bytes(buffer) == path.read_bytes()[9000:9300]
+        assert compiled.read_range(os.fsencode(path), 10200, memoryview(buffer))[0] == 40
+        with pytest.raises(FileNotFoundError):
+            compiled.read_range(str(tmp_path / "nothing"), 0, memoryview(buffer))
+        with pytest.raises(ValueError, match="null"):
+            compiled.read_range("a\0b", 0, memoryview(buffer))
+        with pytest.raises((TypeError, BufferError)):
+            compiled.read_range(str(path), 0, b"may not be written")
+
+    @pytest.mark.parametrize("present", [True, False])
+    def test_files_with_and_without_c(self, present: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from loaderkit.connectors import file
+
+        if not present:
+            monkeypatch.setattr(file, "kernels", None)
+        (tmp_path / "data").write_bytes(b"0123456789")
+        connector = file.FileConnector(tmp_path)
+        buffer = bytearray(4)
+        connector.read_into("data", 3, memoryview(buffer), etag=connector.stat("data").etag)
+        assert buffer == b"3456"
+        for key, error in (("none", "ObjectNotFoundError"), ("data", "ShortReadError"), (".", "ObjectNotFoundError")):
+            with pytest.raises(loaderkit.errors.ConnectorError) as caught:
+                connector.read_into(key, 8, memoryview(buffer))
+            assert type(caught.value).__name__ == error
+
+
+@pytest.mark.usefixtures("without_c")
+def test_the_same_batches_without_c_but_for_rounding(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order, crops and flips are the same; resized pixels within a level."""
+    pipeline = Pipeline.files(photos, label="parent").shuffle(seed=1).read().decode()
+    pipeline = pipeline.random_resized_crop(40).random_horizontal_flip().batch(16)
+    with loaderkit.build(pipeline) as loader:
+        plain = list(loader)
+    monkeypatch.setattr(kernels, "kernels", compiled)
+    with loaderkit.build(pipeline) as loader:
+        quick = list(loader)
+    for one, other in zip(plain, quick, strict=True):
+        assert one["__key__"] == other["__key__"]
+        assert (one["image"].int() - other["image"].int()).abs().max() <= 2
+
+
+@pytest.mark.usefixtures("without_c")
+def test_normalized_bytes_do_not_depend_on_c(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = Pipeline.files(photos, label="parent").shuffle(seed=1).read().decode()
+    pipeline = pipeline.center_crop(32).random_horizontal_flip().batch(16).normalize()
+    with loaderkit.build(pipeline) as loader:
+        plain = torch.cat([batch["image"] for batch in loader])
+    monkeypatch.setattr(kernels, "kernels", compiled)
+    with loaderkit.build(pipeline) as loader:
+        assert torch.equal(plain, torch.cat([batch["image"] for batch in loader]))

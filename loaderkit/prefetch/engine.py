@@ -182,7 +182,13 @@ class Engine:
                     return self._take_first()
                 assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
                 if not self._ready.wait(self._timeout_s):
-                    report = watch.describe_wait(self._queue[0] if self._queue else None, self)
+                    report = watch.describe_wait(
+                        self._queue[0] if self._queue else None,
+                        self.clock(),
+                        stage_names=[stage.name for stage in self.stages],
+                        key_of=self.plan.key,
+                        threads=[thread for pool in self.pools for thread in pool.threads],
+                    )
                     logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
 
     def _take_first(self) -> Destination:

@@ -5,35 +5,38 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 from loaderkit.types import Destination
 
-if TYPE_CHECKING:
-    from loaderkit.prefetch.engine import Engine
 
-
-def describe_wait(destination: Destination | None, engine: Engine) -> str:
-    """A report of several lines. The engine's lock is held by the caller."""
+def describe_wait(
+    destination: Destination | None,
+    now_s: float,
+    *,
+    stage_names: Sequence[str],
+    key_of: Callable[[int], str],
+    threads: Iterable[threading.Thread],
+) -> str:
+    """A report of several lines on the awaited batch; its chunks must not change meanwhile."""
     lines = []
     if destination is None:
         lines.append("no batch has been opened yet")
     else:
-        now = engine.clock()
         lines.append(
             f"awaited: batch {destination.step} of epoch {destination.epoch}, {destination.num_pending} chunks left"
         )
         for chunk in destination.chunks:
             if chunk.marks and chunk.samples:
                 since, state = chunk.marks[-1]
-                place = engine.stages[state].name if state >= 0 else "a queue"
-                keys = ", ".join(repr(engine.plan.key(index)) for index in chunk.indices[:4].tolist())
+                place = stage_names[state] if state >= 0 else "a queue"
+                keys = ", ".join(repr(key_of(index)) for index in chunk.indices[:4].tolist())
                 lines.append(
-                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now - since:.1f} s, samples {keys} ..."
+                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, samples {keys} ..."
                 )
             elif not chunk.marks:
                 lines.append(f"  slots {chunk.lo} to {chunk.hi}: taken by no worker yet")
-    lines += [stack_of(thread) for pool in engine.pools for thread in pool.threads]
+    lines += [stack_of(thread) for thread in threads]
     return "\n".join(lines)
 
 

@@ -134,7 +134,6 @@ def make_parts(
             memory_bytes=config.prefetch.memory,
             pinned=compiler.device.type == "cuda",
         )
-        compiler.plan = plan
         return Engine(plan, stages, pools, inline=inline, timeout_s=config.prefetch.timeout, clock=clock)
 
     tuning = {

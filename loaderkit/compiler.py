@@ -11,7 +11,6 @@ import torch
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
-from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES
 from loaderkit.sources.dataset import DatasetSource
@@ -20,7 +19,7 @@ from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
 from loaderkit.stages.normalize import NormalizeArgs, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
-from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage
+from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
 
 
 class Compiler:
@@ -33,7 +32,6 @@ class Compiler:
         self._seed = config.order.seed
         self._border = [stage.kind for stage in config.stages].index("batch")
         self._sample_runs: list[Callable[[Chunk], Any]] = []
-        self.plan: BatchPlan | None = None
         self.device = torch.device("cpu")
         wanted = next((stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)), None)
         if wanted is not None:
@@ -89,15 +87,6 @@ class Compiler:
     def _has_batch_call(self) -> bool:
         return any(stage.kind == "call" for stage in self._config.stages[self._border :])
 
-    @property
-    def _specs(self) -> Mapping[str, FieldSpec]:
-        assert self.plan is not None
-        assert self.plan.specs is not None
-        return self.plan.specs
-
-    def _image_fields(self) -> list[str]:
-        return [name for name, spec in self._specs.items() if spec.image]
-
     def _sample_run(self, config: StageConfig) -> Callable[[Chunk], Any]:
         failed = FailureNamer(config.name, self._source, self._describe)
         keys = StageKeys(self._seed, config.name)
@@ -131,10 +120,10 @@ class Compiler:
 
         def fill(chunk: Chunk) -> None:
             self.run_sample_stages(chunk)
-            land(chunk, self._specs, failed)
+            land(chunk, chunk.destination.specs, failed)
 
         def run(chunk: Chunk) -> None:
-            land(chunk, self._specs, failed)
+            land(chunk, chunk.destination.specs, failed)
             if not chunk.failures:
                 return
             if replaces:
@@ -150,10 +139,10 @@ class Compiler:
 
     def _slot_normalize(self, config: StageConfig) -> Callable[[Chunk], None]:
         assert isinstance(config.args, NormalizeArgs)
-        run = normalize_slots(config.args, self._image_fields)
+        run = normalize_slots(config.args)
 
         def checked(chunk: Chunk) -> None:
-            if not self._image_fields():
+            if not image_fields(chunk.destination.specs):
                 raise _batch_error(config.name, chunk.epoch, chunk.destination.step, "the batch has no image field")
             try:
                 run(chunk)
@@ -179,8 +168,8 @@ class Compiler:
         if isinstance(args, NormalizeArgs):
             scale = normalize(args)
 
-            def normalize_batch(batch: dict[str, Any], _: BatchContext) -> None:
-                names = args.fields or self._image_fields()
+            def normalize_batch(batch: dict[str, Any], context: BatchContext) -> None:
+                names = args.fields or image_fields(context.specs)
                 if not names:
                     raise ValueError("the batch has no image field")
                 scale(batch, names)

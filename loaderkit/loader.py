@@ -248,7 +248,7 @@ class _Epoch(Iterator[Any]):
         if self._num_left == 0:
             raise StopIteration
         if self._iteration != loader._iteration:
-            raise ClosedError("this iterator was ended by a newer iteration, set_epoch or load_state_dict")
+            raise ClosedError("this iterator was ended by a newer one, or by load_state_dict")
         try:
             batch = loader._deliver()
         except BaseException:

@@ -176,7 +176,7 @@ class Destination:
         "opened_s",
         "positions",
         "result",
-        "slab",
+        "specs",
         "step",
         "values",
         "wrapped",
@@ -202,7 +202,7 @@ class Destination:
         self.wrapped = wrapped  # bool [B]: which slots hold a sample read again; None: none
         self.chunks: list[Chunk] = []
         self.num_pending = 0
-        self.slab: Any = None
+        self.specs: Mapping[str, FieldSpec] = {}  # what its fields look like
         self.fields: dict[str, torch.Tensor] = {}  # slab fields, [B, ...] each
         self.values: dict[str, list[Any]] = {}  # the other fields, one value a slot
         self.failures: list[SampleFailure] = []
@@ -262,6 +262,11 @@ class Stage:
     workers: int | None = None  # None: shares the automatic pool
 
 
+def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
+    """The fields that are images to be normalised (masks are not)."""
+    return tuple(name for name, spec in specs.items() if spec.image)
+
+
 class BatchContext(NamedTuple):
     """What a batch stage may know about the batch it is given."""
 
@@ -269,6 +274,7 @@ class BatchContext(NamedTuple):
     step: int
     first_position: int
     keys: list[str]
+    specs: Mapping[str, FieldSpec]
 
 
 Batch = Mapping[str, Any]

@@ -447,7 +447,9 @@ class Engine:
                 assert destination.last_chunk is not None
                 destination.last_chunk.marks.append((now, number))
                 first = int(destination.positions[0])
-                context = BatchContext(destination.epoch, destination.step, first, destination.result["__key__"])
+                context = BatchContext(
+                    destination.epoch, destination.step, first, destination.result["__key__"], destination.specs
+                )
                 self.stages[number].run(destination.result, context)
                 account.served(number, len(destination), 0)
         except Exception as error:

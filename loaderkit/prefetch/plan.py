@@ -148,6 +148,7 @@ class BatchPlan:
             begin=after(self._start, self._step),
             end=after(self._start, self._step + 1),
         )
+        destination.specs = self.specs
         destination.fields = self.slabs.take()
         destination.values = {name: [None] * len(positions) for name, s in self.specs.items() if s.kind != "slab"}
         size = len(positions)
@@ -180,7 +181,6 @@ class BatchPlan:
 
     def finish(self, destination: Destination) -> dict[str, Any]:
         """The batch of a full destination, as the user will see it but for the batch stages."""
-        assert self.specs is not None
         num_slots = len(destination)
         slots: NDArray[np.int64] | None = None
         destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))
@@ -197,7 +197,7 @@ class BatchPlan:
                     epoch=destination.epoch,
                 )
         batch: dict[str, Any] = {}
-        for name, spec in self.specs.items():
+        for name, spec in destination.specs.items():
             if spec.kind == "slab":
                 tensor = (
                     destination.fields[name][:num_slots] if num_slots < self._shape.size else destination.fields[name]

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from loaderkit.images import describe
 from loaderkit.kernels import write_normalized
 from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.types import Chunk
+from loaderkit.types import Chunk, image_fields
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 _DTYPES = {
@@ -62,11 +62,11 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[torch.Tensor, torc
     return (1.0 / (255.0 * stds)).float(), (-means / stds).float()
 
 
-def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str]]) -> Callable[[Chunk], None]:
+def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
     """A chunk stage right behind `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
 
     def run(chunk: Chunk) -> None:
-        for name in image_fields():
+        for name in image_fields(chunk.destination.specs):
             slots = chunk.destination.fields[name]
             scale, shift = (tuple(factors.tolist()) for factors in _factors(args, slots.shape[1]))
             images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
@@ -76,11 +76,11 @@ def normalize_slots(args: NormalizeArgs, image_fields: Callable[[], Iterable[str
 
 
 def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
-    """A batch stage `(batch, image_fields) -> None`; runs where the batch's tensors are."""
+    """A batch stage `(batch, fields) -> None`; runs where the batch's tensors are."""
     dtype = _DTYPES[args.dtype]
 
-    def run(batch: dict[str, Any], image_fields: Iterable[str]) -> None:
-        for name in args.fields or image_fields:
+    def run(batch: dict[str, Any], fields: Iterable[str]) -> None:
+        for name in fields:
             images = batch.get(name)
             if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
                 what = describe(images) if name in batch else "missing"

@@ -1,11 +1,13 @@
 """First look at speed: loaderkit against torch's DataLoader with Pillow, on the same work, in one interleaved run.
 
-    python profiles/first_look.py [--rounds 7] [--images 1500] [--out profiles/]
+    python profiles/first_look.py [--rounds 7] [--images 1500] [--quality 75] [--out profiles/]
 
 Work: JPEG files from the page cache -> random resized crop to 224 (antialiased) -> horizontal flip -> normalise ->
-float32 [64, 3, 224, 224], last short batch dropped; two epochs a round, behind the first 8 batches. Both sides decode at full resolution and resize with an antialiased
-bilinear filter; crop boxes come from the same distribution, drawn independently. Two workers each: two processes with
-DataLoader, two threads with loaderkit. A round measures each, in alternating order; workers live across rounds; the figure is the median over the rounds of images per second, and the median of the rounds' ratios.
+float32 [64, 3, 224, 224], last short batch dropped; two epochs a round, behind the first 8 batches. Both sides decode at
+full resolution and resize with an antialiased bilinear filter; crop boxes come from the same distribution, drawn
+independently. Two workers each: two processes with DataLoader, two threads with loaderkit. A round measures each, in
+alternating order; workers live across rounds; the figures are the median over the rounds of images per second, and the
+median of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # `make demo` shows the main job, `make test` proves it, `make lint` keeps it clean. Each sets up all it needs.
 PYTHON ?= python3
-# The CPU build is enough to develop with; install another torch into .venv first to use a GPU.
+# Any build will do, also one for the CPU alone; to choose, install torch into .venv first or set TORCH.
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.complete
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml loaderkit/_kernels.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[s3,dali,webdataset,demo,dev]"
@@ -22,8 +22,9 @@ demo: venv
 test: venv
 	$(BIN)/python -m pytest -m "not prove"
 
+prove: SHELL := bash
 prove: venv
-	$(BIN)/python -m pytest --durations=20
+	set -o pipefail; $(BIN)/python -m pytest --durations=20 2>&1 | tee "profiles/prove-$$(nproc)cpu-$$(date +%F).txt"
 
 lint: venv
 	$(BIN)/ruff check .

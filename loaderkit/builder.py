@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -40,6 +41,7 @@ class Parts:
     config: PipelineConfig
     source: Source
     connector: Connector | None
+    owns_connector: bool  # False: it was given, and others may use it
     schedule: Schedule
     fingerprint: dict[str, str]
     tuning: dict[str, Any]
@@ -89,6 +91,10 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
             ) from None
     if rank is None or world_size is None:
         raise ConfigError("give both rank and world_size, or neither")
+    try:
+        rank, world_size = operator.index(rank), operator.index(world_size)
+    except TypeError:
+        raise ConfigError(f"rank {rank!r} and world_size {world_size!r} must be whole numbers") from None
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in [0, world_size = {world_size})")
     return rank, world_size
@@ -145,7 +151,8 @@ def make_parts(
             for pool in pools
         ],
     }
-    return Parts(config, source, connector, schedule, _fingerprint(config, source), tuning, make_engine)
+    owns_connector = connector not in connectors.values()
+    return Parts(config, source, connector, owns_connector, schedule, _fingerprint(config, source), tuning, make_engine)
 
 
 def _order(config: PipelineConfig, source: Source) -> Order:

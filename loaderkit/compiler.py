@@ -79,9 +79,10 @@ class Compiler:
             specs = specs_of(sample, key, args.ragged, dtype)
         except (ValueError, TypeError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
+        known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
         for name in self._config.output or ():
-            if name not in specs and name not in ("__key__", "__wrapped__") and not self._has_batch_call():
-                raise ConfigError(f"output names the field {name!r}, but batches have {', '.join(specs)} and __key__")
+            if name not in known and name != "__wrapped__" and not self._has_batch_call():
+                raise ConfigError(f"output names the field {name!r}, but batches have {', '.join(known)}")
         return specs
 
     def _has_batch_call(self) -> bool:
@@ -157,6 +158,9 @@ class Compiler:
         def run(batch: dict[str, Any], context: BatchContext) -> None:
             try:
                 act(batch, context)
+                if self.device.type == "cuda":
+                    # What ran on the worker's stream must be there for whatever stream the consumer works on.
+                    torch.cuda.current_stream(self.device).synchronize()
             except Exception as error:
                 reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
                 raise _batch_error(config.name, context.epoch, context.step, reason, context.keys) from error
@@ -186,11 +190,10 @@ class Compiler:
 
         def call_batch(batch: dict[str, Any], context: BatchContext) -> None:
             rng = generator(keys[context.epoch], context.first_position) if wants_rng else None
-            result = call_on_batch(function, batch, rng)
-            if result is not batch:
-                kept: dict[str, Any] = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
-                batch.clear()
-                batch.update(kept | result)
+            kept: dict[str, Any] = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
+            result = kept | call_on_batch(function, batch, rng)  # which may have dropped them
+            batch.clear()
+            batch.update(result)
 
         return call_batch
 

@@ -27,6 +27,7 @@ _TWO_POW_MINUS_53 = 2.0**-53
 
 def key_of(*parts: int | str) -> int:
     """A 64-bit key from any integers and texts; the same on every machine and in every version of Python."""
+    assert all(type(part) in (int, str) for part in parts), "numbers that print differently would be other keys"
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"loaderkit")
     return int.from_bytes(digest.digest(), "little")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import time
 import weakref
@@ -73,6 +74,7 @@ class Loader:
         self._position = 0  # delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
+        self._run = 0
         self._bad = _BadSamples(parts)
 
     # ---------------------------------------------------------------------------------------------------- iterating
@@ -107,7 +109,7 @@ class Loader:
         """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
         if self._engine is None:
             self._engine = self._parts.make_engine()
-            self._finalizer = weakref.finalize(self, self._engine.close)
+            self._finalizer = weakref.finalize(self, self._engine.abandon)
         self._engine.seek(epoch, position)
         return self._engine
 
@@ -119,6 +121,7 @@ class Loader:
             self._bad.note(destination)
             if destination.error is not None:
                 raise destination.error
+            batch = self._output(destination.result)
         except Exception:
             self._stop_engine()
             raise
@@ -126,15 +129,23 @@ class Loader:
             self._stop_engine(join_s=1.0)
             raise
         self._position = destination.end
-        batch = destination.result
+        return batch
+
+    def _output(self, batch: dict[str, Any]) -> Any:
+        """The batch as it was asked for: a dict, or a tuple of the fields of `output`."""
         output = self._parts.config.output
-        return batch if output is None else tuple(batch[name] for name in output)
+        if output is None:
+            return batch
+        if missing := [name for name in output if name not in batch]:
+            raise ConfigError(f"output names the field {missing[0]!r}, but this batch has {', '.join(batch)}")
+        return tuple(batch[name] for name in output)
 
     def _stop_engine(self, join_s: float = 10.0) -> None:
         if self._engine is not None:
-            self._last_stats = collect(self._engine, self._parts.tuning)
+            self._last_stats = collect(self._engine, self._parts.tuning, self._run)
             self._engine.close(join_s)
             self._engine = None
+            self._run += 1
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
@@ -164,6 +175,9 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`. The epoch that comes anyway keeps its place and what was prefetched."""
         self._check_open()
+        if isinstance(epoch, bool):
+            raise TypeError("an epoch is a whole number, not a truth value")
+        epoch = operator.index(epoch)
         if epoch < 0:
             raise ValueError(f"epochs count from 0, not {epoch}")
         if epoch != self._next[0]:
@@ -195,9 +209,9 @@ class Loader:
         """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
         engine = self._engine
         if engine is not None:
-            now = collect(engine, self._parts.tuning)
+            now = collect(engine, self._parts.tuning, self._run)
         else:
-            now = self._last_stats or collect(self._parts.make_engine(), self._parts.tuning)
+            now = self._last_stats or collect(self._parts.make_engine(), self._parts.tuning, self._run)
         return now if since is None else now.since(since)
 
     def __repr__(self) -> str:
@@ -217,7 +231,7 @@ class Loader:
         self._stop_engine()
         self._bad.close()
         self._parts.source.close()
-        if self._parts.connector is not None:
+        if self._parts.connector is not None and self._parts.owns_connector:
             self._parts.connector.close()
 
     def __enter__(self) -> Loader:

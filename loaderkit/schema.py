@@ -40,6 +40,14 @@ def format_bytes(num_bytes: int) -> str:
     return str(num_bytes)
 
 
+def say_bytes(num_bytes: int) -> str:
+    """A size for messages, with its unit: never too small a number for what was meant."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= 10 * factor:
+            return f"{-(-num_bytes // factor)} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def parse_seconds(value: Any) -> float:
     """A duration in seconds: a number, or text such as "500ms", "60s", "5min", "2h". Raises ValueError."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -150,6 +150,7 @@ class FieldSpec:
     dtype: torch.dtype | None = None
     image: bool = False
     example_key: str = ""
+    num_bytes: int = 0  # of one sample, where it lies in no slab: what the first one took
 
 
 class Destination:
@@ -225,7 +226,7 @@ class Chunk:
     every change of what is being done with the chunk. `scratch` is memory stages may reuse from chunk to chunk.
     """
 
-    __slots__ = ("destination", "epoch", "failures", "hi", "indices", "lo", "marks", "samples", "scratch")
+    __slots__ = ("destination", "epoch", "failures", "hi", "indices", "lo", "marks", "place", "samples", "scratch")
 
     def __init__(self, destination: Destination, lo: int, hi: int, epoch: int, indices: NDArray[np.int64]) -> None:
         self.destination = destination
@@ -237,6 +238,7 @@ class Chunk:
         self.failures: dict[int, StageError] = {}  # by place in the chunk
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
+        self.place = 0  # the sample a stage is at, for reports of what hangs
 
     def __len__(self) -> int:
         return self.hi - self.lo

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.order import Order, Schedule
 from loaderkit.prefetch.slabs import SlabLayout, SlabPool
-from loaderkit.schema import format_bytes
+from loaderkit.schema import say_bytes
 from loaderkit.stages.batch import pad
 from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
 
@@ -66,6 +66,7 @@ class BatchPlan:
         self._ahead: tuple[int, NDArray[np.int64]] = (0, np.empty(0, np.int64))
         self.specs: Mapping[str, FieldSpec] | None = None
         self.slabs: SlabPool | None = None
+        self.batch_bytes = 0  # a slab, and what of a batch lies in none, as far as the first sample tells
 
     @property
     def batch_size(self) -> int:
@@ -108,22 +109,23 @@ class BatchPlan:
             assert first_error is not None
             raise first_error
         layout = SlabLayout.of(self.specs, self._shape.size)
-        if layout.num_bytes > self.memory_bytes:
+        loose = sum(spec.num_bytes for spec in self.specs.values()) * self._shape.size
+        self.batch_bytes = layout.num_bytes + loose
+        if self.batch_bytes > self.memory_bytes:
             raise ConfigError(
-                f"prefetch.memory is {format_bytes(self.memory_bytes)}, but one batch of {self._shape.size} takes "
-                f"{format_bytes(layout.num_bytes)}: allow at least that much, or make stages.batch.size smaller"
+                f"prefetch.memory is {say_bytes(self.memory_bytes)}, but one batch of {self._shape.size} takes "
+                f"{say_bytes(self.batch_bytes)}: allow at least that much, or make stages.batch.size smaller"
             )
-        self.slabs = SlabPool(layout, num_kept=self.max_open(layout.num_bytes) + 2, pinned=self._pinned)
+        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned)
 
-    def max_open(self, slab_bytes: int) -> int:
+    def max_open(self) -> int:
         """How many destinations may be open at once: the depth asked for, as far as the budget holds them."""
-        return min(self._num_batches, self.memory_bytes // slab_bytes) if slab_bytes else self._num_batches
+        return min(self._num_batches, self.memory_bytes // self.batch_bytes) if self.batch_bytes else self._num_batches
 
     @property
     def room(self) -> tuple[int, bool]:
         """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
-        assert self.slabs is not None
-        allowed = self.max_open(self.slabs.layout.num_bytes)
+        allowed = self.max_open()
         return allowed, allowed < self._num_batches
 
     def open(self, chunk_size: int) -> Destination | None:

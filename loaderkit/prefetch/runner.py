@@ -80,6 +80,7 @@ def each_sample(
             scratches.append({})
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
+                chunk.place = place
                 try:
                     function(sample, draws[place], scratches[place] if reuse else None)
                 except Exception as error:
@@ -99,6 +100,7 @@ def each_call(
     def run(chunk: Chunk) -> None:
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
+                chunk.place = place
                 index = int(chunk.indices[place])
                 rng = generator(keys[chunk.epoch], index) if keys is not None else None
                 try:

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 import torch
 
-from loaderkit.schema import format_bytes
+from loaderkit.schema import say_bytes
 from loaderkit.types import FieldSpec
 
 _ALIGNMENT = 64
@@ -101,7 +101,7 @@ class SlabPool:
             logger.warning(
                 "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
                 self.num_live - self._num_kept,
-                format_bytes(self.layout.num_bytes),
+                say_bytes(self.layout.num_bytes),
             )
         size = self.layout.num_bytes
         if self._pinned:

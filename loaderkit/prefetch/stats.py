@@ -72,6 +72,7 @@ class StageStats:
 class Stats:
     """What `loader.stats()` returns. `wall_s` counts from the first wait for a batch, or from the earlier moment."""
 
+    run: int  # counters begin anew with every run: after an error, say
     now_s: float
     wall_s: float
     num_batches: int
@@ -83,10 +84,11 @@ class Stats:
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
-        if earlier.num_batches > self.num_batches:
-            raise ValueError("`since` is a moment of another run of this loader")
+        if earlier.run != self.run:
+            raise ValueError("`since` is a moment before an error or Ctrl-C ended that run; counters have begun anew")
         causes = {**earlier.stall_s, **self.stall_s}
         return Stats(
+            run=self.run,
             now_s=self.now_s,
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
@@ -123,7 +125,7 @@ class Stats:
         }
 
 
-def collect(engine: Engine, tuning: dict[str, Any]) -> Stats:
+def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
     """The accounts of an engine, up to now; from any thread, in well under a millisecond."""
     now = engine.clock()
     rows = [StageStats(stage.name, 0) for stage in engine.stages]
@@ -154,6 +156,7 @@ def collect(engine: Engine, tuning: dict[str, Any]) -> Stats:
     slabs = engine.plan.slabs
     slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
     return Stats(
+        run=run,
         now_s=now,
         wall_s=0.0 if engine.first_wait_s is None else now - engine.first_wait_s,
         num_batches=engine.num_delivered,
@@ -163,7 +166,7 @@ def collect(engine: Engine, tuning: dict[str, Any]) -> Stats:
         memory={
             "budget_bytes": engine.plan.memory_bytes,
             "slab_bytes": slab_bytes,
-            "open_bytes": engine.num_open * slab_bytes,
+            "open_bytes": engine.num_open * engine.plan.batch_bytes,
             "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -30,9 +30,9 @@ def describe_wait(
             if chunk.marks and chunk.samples:
                 since, state = chunk.marks[-1]
                 place = stage_names[state] if state >= 0 else "a queue"
-                keys = ", ".join(repr(key_of(index)) for index in chunk.indices[:4].tolist())
+                key = key_of(int(chunk.indices[chunk.place]))
                 lines.append(
-                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, samples {keys} ..."
+                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {key!r}"
                 )
             elif not chunk.marks:
                 lines.append(f"  slots {chunk.lo} to {chunk.hi}: taken by no worker yet")

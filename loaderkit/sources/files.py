@@ -24,7 +24,7 @@ class FilesArgs(SourceArgs):
     """Every matching file below `url` is a sample."""
 
     kind: Literal["files"] = "files"
-    url: Annotated[str, Field(min_length=1, description="the folder: a path, file://, file:// or memory://")]
+    url: Annotated[str, Field(min_length=1, description="the folder: a path, file:// or memory://")]
     include: Include = Field("**/*", description="which files, relative to url: globs with **, and braces")
     label: Literal["parent", "none"] = Field(
         "none", description="parent: the class is the place of the file's folder in the sorted folder names"

@@ -34,6 +34,9 @@ def specs_of(
     sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: torch.dtype | None = None
 ) -> dict[str, FieldSpec]:
     """What every field of a batch of such samples looks like. `image_dtype`: that of normalised images."""
+    reserved = {"__key__", "__wrapped__", *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad")}
+    if taken := sorted(reserved & sample.keys()):
+        raise ValueError(f"its field {taken[0]!r} has a name that batches need themselves: rename it")
     for name in ragged:
         if name not in sample:
             raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(sample)}")
@@ -42,8 +45,8 @@ def specs_of(
 
 def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype | None) -> FieldSpec:
     if ragged is not None:
-        as_tensor(value)
-        return FieldSpec("pad" if ragged == "pad" else "ragged", example_key=key)
+        num_bytes = as_tensor(value).nbytes
+        return FieldSpec("pad" if ragged == "pad" else "ragged", example_key=key, num_bytes=num_bytes)
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         dtype = torch.uint8 if value.mask or image_dtype is None else image_dtype
@@ -51,7 +54,9 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype 
     try:
         tensor = as_tensor(value)
     except TypeError:
-        return FieldSpec("list", example_key=key)
+        held = value.data if isinstance(value, Encoded) else value
+        num_bytes = len(held) if isinstance(held, (bytes, str, memoryview)) else 0
+        return FieldSpec("list", example_key=key, num_bytes=num_bytes)
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
     return FieldSpec("slab", tuple(tensor.shape), tensor.dtype, example_key=key)
@@ -140,7 +145,7 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slo
         raise ValueError(_misfit(value, name, spec)) from error
     if spec.image or tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ValueError(_misfit(value, name, spec))
-    slots[slot].copy_(tensor)
+    slots[slot].copy_(tensor.detach())
 
 
 def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor) -> bool:
@@ -155,10 +160,15 @@ def _land_numbers(chunk: Chunk, name: str, spec: FieldSpec, slots: torch.Tensor)
         except (OverflowError, RuntimeError, ValueError):
             return False
         return True
-    if kinds == {torch.Tensor} and all(v.shape == spec.shape and v.dtype == spec.dtype for v in values):
+    if kinds == {torch.Tensor} and all(_is_plain(v, spec) for v in values):
         torch.stack(values, out=slots[chunk.lo : chunk.hi])
         return True
     return False
+
+
+def _is_plain(value: torch.Tensor, spec: FieldSpec) -> bool:
+    fits = value.shape == spec.shape and value.dtype == spec.dtype
+    return fits and not value.requires_grad and value.layout == torch.strided and value.device.type == "cpu"
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
@@ -176,7 +186,7 @@ def _owned(value: Any, spec: FieldSpec) -> Any:
         if isinstance(value, Encoded):
             value = value.data
         return bytes(value) if isinstance(value, memoryview) else value
-    return as_tensor(value).clone()
+    return as_tensor(value).detach().clone()
 
 
 def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:

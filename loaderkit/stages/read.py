@@ -44,6 +44,7 @@ def read_ranges(source: Source, connector: Connector, failed: SampleErrors) -> C
         offset = 0
         num_bytes = 0
         for place, index, ranges in plans:
+            chunk.place = place
             try:
                 sample: Sample = {}
                 for field, extension, (key, start, length, etag) in ranges:
@@ -75,6 +76,7 @@ def read_items(source: ItemSource, failed: SampleErrors) -> Callable[[Chunk], in
 
     def run(chunk: Chunk) -> int:
         for place, index in enumerate(chunk.indices.tolist()):
+            chunk.place = place
             try:
                 chunk.samples[place] = source.item(index)
             except Exception as error:

@@ -37,7 +37,7 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
-    """A batch stage that puts every tensor on the CUDA `device`.
+    """A batch stage that puts every tensor on the CUDA `device`, also those in lists and dicts.
 
     It returns when the copies are complete, so the pinned slab may be reused at once. The copies were allocated on the
     side stream; `record_stream` keeps their memory until the consumer's stream is done with them.
@@ -45,15 +45,20 @@ def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(batch: dict[str, Any]) -> None:
+        moved: list[torch.Tensor] = []
+
+        def move(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                moved.append(value.to(device, non_blocking=True))
+                return moved[-1]
+            if isinstance(value, dict):
+                return {name: move(item) for name, item in value.items()}
+            return [move(item) for item in value] if isinstance(value, list) else value
+
         with torch.cuda.stream(stream):
-            moved = {
-                name: value.to(device, non_blocking=True)
-                for name, value in batch.items()
-                if isinstance(value, torch.Tensor)
-            }
+            batch.update({name: move(value) for name, value in batch.items()})
         stream.synchronize()
-        for tensor in moved.values():
+        for tensor in moved:
             tensor.record_stream(torch.cuda.default_stream(device))
-        batch.update(moved)
 
     return run

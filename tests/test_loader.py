@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,22 +117,23 @@ class TestResume:
                 assert rest == reference[delivered:num_batches]
                 assert digests(loader) == reference[num_batches : 2 * num_batches]
 
-    def test_in_a_new_process(self, photos: Path, reference: list[str], tmp_path: Path) -> None:
+    def test_after_every_batch_in_a_new_process(self, photos: Path, reference: list[str], tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
         with loaderkit.build(tmp_path / "p.yaml") as loader:
-            stream = iter(loader)
-            for _ in range(3):
-                next(stream)
-            (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+            states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+        (tmp_path / "states.json").write_text(json.dumps(states))
         program = (
             "import json, sys; sys.path.insert(0, sys.argv[3]); import loaderkit; from test_loader import digests\n"
-            "with loaderkit.build(sys.argv[1], overrides={'prefetch.concurrency': 3}) as loader:\n"
-            "    loader.load_state_dict(json.load(open(sys.argv[2])))\n"
-            "    print(json.dumps(digests(loader)))\n"
+            "found = []\n"
+            "for state in json.load(open(sys.argv[2])):\n"
+            "    with loaderkit.build(sys.argv[1], overrides={'prefetch.concurrency': 3}) as loader:\n"
+            "        loader.load_state_dict(state)\n"
+            "        found.append(digests(loader))\n"
+            "print(json.dumps(found))\n"
         )
-        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "state.json"), str(Path(__file__).parent)]
+        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "states.json"), str(Path(__file__).parent)]
         ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
-        assert json.loads(ran.stdout) == reference[3:8]
+        assert json.loads(ran.stdout) == [reference[delivered:8] for delivered in range(9)]
 
     def test_state_counts_what_was_delivered_not_what_was_read_ahead(self, photos: Path) -> None:
         with loaderkit.build(augmented(photos), overrides={"prefetch.batches": 8}) as loader:
@@ -292,6 +294,24 @@ class TestEpochs:
             num_read = loader.stats().stages[0].num_items
         assert num_read <= 3 * 60 + 16 * 8, "prefetched batches were dropped and read again"
 
+    def test_epochs_are_whole_numbers(self, photos: Path, reference: list[str]) -> None:
+        """Numbers that print differently must not mean other orders, nor make a state that is no JSON."""
+        import numpy as np
+
+        for epoch in (np.int64(1), torch.tensor(1)):
+            with loaderkit.build(augmented(photos)) as loader:
+                loader.set_epoch(epoch)  # type: ignore[arg-type]
+                assert digests(loader) == reference[8:16]
+                json.dumps(loader.state_dict())
+        with loaderkit.build(augmented(photos), rank=np.int64(0), world_size=np.int64(2)) as loader:  # type: ignore[arg-type]
+            next(iter(loader))
+            json.dumps(loader.state_dict())
+            for wrong in (1.0, "1", True):
+                with pytest.raises(TypeError):
+                    loader.set_epoch(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="whole numbers"):
+            loaderkit.build(augmented(photos), rank="0", world_size="1")  # type: ignore[arg-type]
+
     def test_a_newer_iteration_ends_the_older(self, photos: Path) -> None:
         with loaderkit.build(augmented(photos)) as loader:
             old = iter(loader)
@@ -318,6 +338,17 @@ class TestEpochs:
             loaderkit.build(augmented(photos).output("imagine")) as loader,
         ):
             next(iter(loader))
+
+    def test_output_of_what_a_batch_lacks(self, photos: Path) -> None:
+        for fields in (["image", "__wrapped__"], ["image", "made"]):
+            pipeline = augmented(photos).call(lambda batch: batch).output(*fields)
+            with loaderkit.build(pipeline) as loader:
+                with pytest.raises(ConfigError, match=fields[1]):
+                    next(iter(loader))
+                assert loader.state_dict()["position"] == 0
+        tokens = Pipeline.dataset([{"x": torch.zeros(n)} for n in range(1, 5)]).read().batch(2, ragged={"x": "pad"})
+        with loaderkit.build(tokens.output("x", "x_sizes")) as loader:
+            assert all(x.shape == (2, int(sizes.max())) for x, sizes in loader)
 
     def test_start_prefetches(self, photos: Path, reference: list[str]) -> None:
         with loaderkit.build(augmented(photos)) as loader:
@@ -370,6 +401,38 @@ class TestClosing:
         del loader
         gc.collect()
         assert set(threading.enumerate()) == before
+
+    def test_a_loader_in_a_cycle_freed_by_a_worker(self, photos: Path) -> None:
+        """The collector runs where it likes, also in a worker that holds the engine's lock (here: in its clock)."""
+        armed = False
+
+        def clock() -> float:
+            if armed and threading.current_thread() is not threading.main_thread():
+                gc.collect()
+            return time.perf_counter()
+
+        def ours() -> list[str]:
+            return [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+
+        cycle: dict[str, Any] = {}
+        cycle["self"] = cycle
+        cycle["loader"] = loaderkit.build(augmented(photos), overrides={"prefetch.batches": 2}, clock=clock)
+        stream = iter(cycle["loader"])
+        next(stream)
+        gc.disable()
+        try:
+            armed = True
+            engine = cycle["loader"]._engine
+            del cycle, stream
+            with engine._room:  # workers look at the clock again
+                engine._num_open -= 1
+                engine._room.notify_all()
+            deadline = time.monotonic() + 30
+            while ours() and time.monotonic() < deadline:
+                threading.Event().wait(0.01)
+        finally:
+            gc.enable()
+        assert not ours()
 
     def test_an_interpreter_that_ends_with_the_loader_open(self, photos: Path, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())

@@ -143,8 +143,9 @@ class Engine:
         way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
         for cause, seconds in self.attribute(begin, end, way).items():
             self.stall_s[cause] = self.stall_s.get(cause, 0.0) + seconds
-        self.num_delivered += 1
-        self.num_samples += len(destination)
+        if destination.error is None:
+            self.num_delivered += 1
+            self.num_samples += len(destination)
         destination.last_chunk = None
         destination.chunks = []
         return destination
@@ -259,7 +260,7 @@ class Engine:
                 pool.buffer.close()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
-            if thread is not threading.current_thread():
+            if thread.ident != threading.get_ident():
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
                     stack = watch.stack_of(thread)

@@ -182,6 +182,45 @@ class TestInterrupts:
         assert errors.count("Traceback") == 1
 
 
+class TestStarting:
+    def test_no_more_threads_to_be_had(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those that started end at once, and every later use says what was wrong instead of waiting."""
+        real, count = threading.Thread.start, 0
+
+        def start(thread: threading.Thread) -> None:
+            nonlocal count
+            count += 1
+            if count == 3:
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+        loader = loaderkit.build(numbers(), overrides={"prefetch.concurrency": 4})
+        with pytest.raises(RuntimeError, match="can't start"):
+            loader.start()
+        with pytest.raises(RuntimeError, match="can't start"):
+            next(iter(loader))
+        monkeypatch.undo()
+        assert len(list(loader)) == 63
+        loader.close()
+
+    def test_counters_of_another_run_are_not_subtracted(self) -> None:
+        def fail(sample: dict[str, Any]) -> None:
+            if sample["__key__"] == "40" and not failed:
+                failed.append(1)
+                raise ValueError("once")
+
+        failed: list[int] = []
+        with loaderkit.build(Pipeline.dataset(Numbers(60)).shuffle("none").read().call(fail).batch(4)) as loader:
+            before = loader.stats()
+            with pytest.raises(StageError):
+                list(loader)
+            assert loader.stats(since=before).num_batches <= 10
+            list(loader)
+            with pytest.raises(ValueError, match="anew"):
+                loader.stats(since=before)
+
+
 class TestPools:
     def stages(self, *workers: int | None, batch: int = 0) -> list[Stage]:
         scopes = ["sample"] * (len(workers) - batch) + ["batch"] * batch

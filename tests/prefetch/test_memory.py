@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import subprocess
@@ -11,8 +12,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import loaderkit
 from loaderkit import Pipeline
@@ -114,7 +117,26 @@ def tiny(photos: Path, batch_size: int = 8) -> Pipeline:
     return Pipeline.files(photos, label="parent").shuffle(seed=0).read().decode().resize([24, 24]).batch(batch_size)
 
 
+class Lists:
+    """Samples whose tensors differ in length: they lie in no slab."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.zeros(100_000 + index, dtype=torch.uint8), "text": "t" * 1000}
+
+
 class TestBudget:
+    def test_what_lies_in_no_slab_counts_as_well(self) -> None:
+        pipeline = Pipeline.dataset(Lists()).shuffle("none").read().batch(4, ragged={"x": "list"})
+        overrides = {"prefetch.memory": "1MiB", "prefetch.batches": 8}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            for _ in loader:
+                assert 0 <= loader.stats().memory["open_bytes"] <= 2**20
+        with pytest.raises(ConfigError, match="one batch of 4 takes"):
+            next(iter(loaderkit.build(pipeline, overrides={"prefetch.memory": "100KiB"})))
+
     def test_never_more_open_than_the_budget_holds(self, photos: Path) -> None:
         slab = 8 * 24 * 24 * 3 + 64
         for slabs in (1, 2, 3):
@@ -128,7 +150,7 @@ class TestBudget:
 
     def test_less_than_one_batch_names_the_minimum(self, photos: Path) -> None:
         loader = loaderkit.build(tiny(photos), overrides={"prefetch.memory": "4KiB"})
-        with pytest.raises(ConfigError, match=r"one batch of 8 takes 13888"):
+        with pytest.raises(ConfigError, match=r"one batch of 8 takes 14 KiB"):
             next(iter(loader))
 
     def test_keeping_every_batch_works_and_warns_once(self, photos: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,6 +201,32 @@ class TestNothingGrows:
             once()
         assert count_resources() == before
         assert resident_bytes() - resident < 16 * 2**20
+
+    @pytest.mark.parametrize("overrides", [{}, {"stages.read.workers": 2, "stages.decode.workers": 2}])
+    def test_large_photographs_in_a_small_budget(self, overrides: dict[str, Any], tmp_path: Path) -> None:
+        """12 megapixels are 36 MB decoded. Besides the budget only what is being decoded may be there: one picture in each
+        chunk between two pools, not one for every slot of a batch."""
+        rng = np.random.default_rng(0)
+        pixels = np.repeat(np.repeat(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8), 100, axis=0), 100, axis=1)
+        for number in range(24):
+            Image.fromarray(pixels).save(tmp_path / f"{number:02}.jpg", quality=60)
+        pipeline = Pipeline.files(tmp_path, include="*.jpg").read().decode().resize([64, 64]).batch(8)
+        (tmp_path / "p.yaml").write_text(pipeline.to_yaml())
+        program = (
+            "import json, os, sys, torch, loaderkit.loader\n"
+            "def resident():\n"
+            "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
+            "before, most = resident(), 0\n"
+            "overrides = {'prefetch.memory': '8MiB', 'prefetch.concurrency': 2, **json.loads(sys.argv[2])}\n"
+            "with loaderkit.build(sys.argv[1], overrides=overrides) as loader:\n"
+            "    for batch in loader:\n"
+            "        most = max(most, resident())\n"
+            "print((most - before) / 2**20)\n"
+        )
+        command = [sys.executable, "-c", program, str(tmp_path / "p.yaml"), json.dumps(overrides)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        num_decoded = 2 if not overrides else 2 + 4 + 1 + 1  # in workers, in the buffer between, in the last pool
+        assert float(ran.stdout) < 8 + num_decoded * 36 * 1.25 + 96
 
     @pytest.mark.prove
     def test_twenty_thousand_samples_stay_within_the_budget(self, photos: Path, tmp_path: Path) -> None:

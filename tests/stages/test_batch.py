@@ -301,6 +301,21 @@ def test_objects_that_are_no_numbers() -> None:
             assert isinstance(batch["x"], list)
 
 
+def test_gradients_stay_with_the_data_set() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    made: list[list[dict[str, Any]]] = [[{"x": weight * n} for n in range(4)], [{"x": weight}, {"x": torch.zeros(3)}]]
+    for items in made:
+        found = batch_of(items)["x"]
+        assert not found.requires_grad
+        assert found.grad_fn is None
+
+
+def test_names_that_batches_need_are_refused() -> None:
+    for name in ("__key__", "__wrapped__"):
+        with pytest.raises(StageError, match=name):
+            batch_of([{"x": 1, name: "mine"}])
+
+
 # -------------------------------------------------------------------------------------------------- sizes of batches
 
 

@@ -1,0 +1,109 @@
+"""What every executor promises: the same batches, errors, states and accounts, however the work is done."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import loaderkit
+from loaderkit import Loader, Pipeline
+from loaderkit.errors import ClosedError, StageError
+
+EXECUTORS: dict[str, dict[str, Any]] = {
+    "inline": {"prefetch.executor": "inline"},
+    "one thread": {"prefetch.concurrency": 1},
+    "eight threads": {"prefetch.concurrency": 8, "prefetch.batches": 16},
+    "a pool a stage": {"stages.read.workers": 2, "stages.call.workers": 2, "stages.batch.workers": 1},
+    "pools of batches": {"stages.call-2.workers": 2, "stages.transfer.workers": 1},
+}
+
+
+class Squares:
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": index * index}
+
+
+def jitter(sample: dict[str, Any], rng: Any) -> None:
+    if sample["__key__"] == "33":
+        raise ArithmeticError("thirty-three")
+    sample["y"] = int(rng.integers(10**6))
+
+
+def total(batch: dict[str, Any], rng: Any) -> None:
+    batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
+
+
+@pytest.fixture(params=EXECUTORS)
+def make(request: pytest.FixtureRequest) -> Callable[..., Loader]:
+    pipeline = Pipeline.dataset(Squares()).shuffle(seed=2).read().call(jitter).batch(4).call(total).transfer()
+    return lambda **more: loaderkit.build(pipeline, overrides={**EXECUTORS[request.param], **more})
+
+
+def rows(loader: Loader) -> list[Any]:
+    return [(b["__key__"], b["x"].tolist(), b["y"].tolist(), b["total"]) for b in loader]
+
+
+def test_batches(make: Callable[..., Loader]) -> None:
+    reference = Pipeline.dataset(Squares()).shuffle(seed=2).read().call(jitter).batch(4).call(total).transfer()
+    for policy in ("skip", "replace"):
+        overrides = {"errors.on_bad_sample": policy}
+        with loaderkit.build(reference, overrides={**overrides, **EXECUTORS["inline"]}) as plain:
+            expected = [rows(plain), rows(plain)]
+        with make(**overrides) as loader:
+            assert [rows(loader), rows(loader)] == expected
+        keys = [key for keys, *_ in expected[0] for key in keys]
+        assert "33" not in keys
+        assert len(keys) == (49 if policy == "skip" else 50)
+
+
+def test_the_error_comes_in_its_place(make: Callable[..., Loader]) -> None:
+    with make(**{"errors.on_bad_sample": "skip"}) as loader:
+        good = rows(loader)
+    with make() as loader:
+        stream = iter(loader)
+        seen = []
+        with pytest.raises(StageError, match=r"'33'.*thirty-three"):
+            for batch in stream:
+                seen.append(batch["__key__"])  # noqa: PERF401 - what came before the error counts
+        place = loader.state_dict()["position"] // 4
+        assert seen == [keys for keys, *_ in good][:place]
+        assert not [t for t in threading.enumerate() if t.name.startswith("loaderkit")]
+
+
+def test_resume_and_accounts(make: Callable[..., Loader]) -> None:
+    with make(**{"errors.on_bad_sample": "replace"}) as loader:
+        expected = rows(loader)
+        stats = loader.stats()
+        assert (stats.num_batches, stats.num_samples) == (13, 50)
+        assert stats.stages[0].num_items >= 50
+        assert sum(stage.num_failed for stage in stats.stages) >= 1
+    with make(**{"errors.on_bad_sample": "replace"}) as loader:
+        stream = iter(loader)
+        for _ in range(5):
+            next(stream)
+        state = loader.state_dict()
+    with make(**{"errors.on_bad_sample": "replace"}) as loader:
+        loader.load_state_dict(state)
+        assert rows(loader) == expected[5:]
+
+
+def test_leaving_at_any_point_leaves_nothing(make: Callable[..., Loader]) -> None:
+    before = threading.active_count()
+    for num_batches in range(5):
+        loader = make(**{"errors.on_bad_sample": "skip"})
+        stream = iter(loader)
+        for _ in range(num_batches):
+            next(stream)
+        loader.close()
+        with pytest.raises(ClosedError):
+            next(stream)
+    del loader, stream
+    gc.collect()
+    assert threading.active_count() == before

@@ -1,0 +1,81 @@
+"""What every source promises, whatever its samples are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loaderkit.builder import open_source
+from loaderkit.errors import SourceError
+from loaderkit.parsing import parse
+from loaderkit.types import Connector, Source
+
+Opened = tuple[Source, Connector | None]
+
+
+def opened(**source: Any) -> Opened:
+    return open_source(parse({"source": source, "stages": ["read", {"batch": {"size": 1}}]}), {})
+
+
+@pytest.fixture(params=["files", "tar", "dataset"])
+def make(request: pytest.FixtureRequest, photos: Path, shards: Path) -> Callable[..., Opened]:
+    """A function that opens a source of 60 samples; keyword arguments go into its description."""
+    described: dict[str, dict[str, Any]] = {
+        "files": {"kind": "files", "url": str(photos), "label": "parent"},
+        "tar": {"kind": "tar", "url": str(shards)},
+        "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
+    }
+    return lambda **more: opened(**described[request.param], **more)
+
+
+def test_numbered_keyed_and_the_same_every_time(make: Callable[..., Opened]) -> None:
+    (one, _), (other, _) = make(), make()
+    assert len(one) == 60
+    keys = [one.key(index) for index in range(60)]
+    assert len(set(keys)) == 60
+    assert keys == [other.key(index) for index in range(60)]
+    assert one.fingerprint() == other.fingerprint()
+    assert all(one.origin(index) for index in range(60))
+
+
+def test_limit_is_the_beginning_of_the_canonical_order(make: Callable[..., Opened]) -> None:
+    (whole, _), (part, _) = make(), make(limit=7)
+    assert len(part) == 7
+    assert [part.key(index) for index in range(7)] == [whole.key(index) for index in range(7)]
+    assert part.classes == whole.classes
+    assert part.fingerprint() != whole.fingerprint()
+    assert len(make(limit=1000)[0]) == 60
+
+
+def test_blocks_cut_everything_once(make: Callable[..., Opened]) -> None:
+    source, connector = make()
+    if connector is None:
+        with pytest.raises(SourceError, match="block"):
+            source.blocks(1000)
+        return
+    for block_bytes in (1, 5000, 10**9):
+        bounds = source.blocks(block_bytes)
+        assert (bounds[0], bounds[-1]) == (0, 60)
+        assert (bounds[1:] > bounds[:-1]).all()
+        if block_bytes == 1:
+            assert len(bounds) == 61
+
+
+def test_ranges_are_what_the_connector_holds(make: Callable[..., Opened]) -> None:
+    source, connector = make()
+    if connector is None:
+        with pytest.raises(SourceError, match="byte ranges"):
+            source.ranges(0)
+        return
+    for index in (0, 31, 59):
+        for field, extension, (key, start, length, etag) in source.ranges(index):
+            data = bytearray(length)
+            connector.read_into(key, start, memoryview(data), etag=etag)
+            assert (field, extension) in (("image", "jpg"), ("label", "cls"))
+            assert data[:2] == b"\xff\xd8" if extension == "jpg" else data.isdigit()
+        fresh = source.constants(index)
+        fresh["mine"] = 1
+        assert "mine" not in source.constants(index)

@@ -1,4 +1,7 @@
-"""Moving pixels into slots: through the C module where it was built, else through torch. Written bytes are the same; resized ones within a level."""
+"""Moving pixels into slots: through the C module where it was built, else through torch.
+
+Written bytes are the same on both ways, resized ones within a level.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def mirrored(pixels: Pixels, scratch: dict[str, Any] | None) -> Pixels:
 
 def resampled_into(target: Pixels, pixels: Pixels) -> bool:
     """Resize packed RGB into `target`, uint8 [H, W, 3], by the antialiased bilinear filter; False where the C module or
-    the CPU cannot. Within one level of Pillow at usual sizes, in half the time of torch's kernel (100 us from 300 x 300 to 224 x 224)."""
+    the CPU cannot. Within one level of Pillow at usual sizes, in half the time of torch's kernel (100 us from 300 x 300
+    to 224 x 224)."""
     return kernels is not None and _is_packed(pixels) and bool(kernels.resample(target, pixels))
 
 

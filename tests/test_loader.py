@@ -422,11 +422,11 @@ class TestClosing:
         gc.disable()
         try:
             armed = True
-            engine = cycle["loader"]._engine
+            intake = cycle["loader"]._engine.intake
             del cycle, stream
-            with engine._room:  # workers look at the clock again
-                engine._num_open -= 1
-                engine._room.notify_all()
+            with intake._room:  # workers look at the clock again
+                intake.num_open -= 1
+                intake._room.notify_all()
             deadline = time.monotonic() + 30
             while ours() and time.monotonic() < deadline:
                 threading.Event().wait(0.01)

@@ -1,8 +1,7 @@
 """The engine: pools of workers that pull chunks, fill destinations, and hand them over in order.
 
-Workers pull: there is no feeder thread. Whoever finds no chunk opens the next destination, if there is room for it. One
-lock guards the cursor, the budget and the completion of destinations; it is held for microseconds. A chunk runs through all
-stages of a pool without a hand-off; a hand-off to another pool costs 10 to 20 us.
+A chunk runs through all stages of a pool without a hand-off; a hand-off to another pool costs 10 to 20 us. Where chunks come
+from and where they land is `intake.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -22,14 +19,11 @@ from loaderkit.errors import ClosedError
 from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
+from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
-# Interleaved rounds on pictures of 1 ms, two threads: chunks of 2 ms 1,070 img/s, 4 ms 1,439, 10 ms 1,530, 20 ms 1,716,
-# 60 ms 1,766: fewer exchanges of the GIL, and one stage's code at a time in the caches.
-_CHUNK_TARGET_S = 0.02
-_FIRST_CHUNK_SIZE = 8
 _JOIN_S = 10.0
 logger = logging.getLogger("loaderkit")
 
@@ -71,19 +65,7 @@ class Engine:
         self.waiting_since_s: float | None = None
         self._timeout_s = timeout_s
         self._num_workers = sum(pool.num_workers for pool in pools)
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._ready = threading.Condition(self._lock)
-        self._queue: deque[Destination] = deque()  # open destinations in order, complete or not
-        self._chunks: deque[Chunk] = deque()  # of open destinations, taken by nobody yet
-        self._num_open = 0  # in the queue, or cancelled with chunks still in a stage
-        self._num_waiting = 0  # workers of the first pool
-        self._scratches: list[dict[str, Any]] = []
-        self._sample_s: float | None = None
-        self._at_end = False
-        self._is_preparing = False
-        self._is_short_of_memory = False
-        self._failure: BaseException | None = None
+        self.intake = Intake(plan, self.states, clock, num_workers=self._num_workers, inline=inline)
         self._is_started = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -106,7 +88,7 @@ class Engine:
             ready.wait()
         except BaseException as error:
             ready.abort()  # Ctrl-C, or no more threads to be had: let those go that run
-            self.fail(error)
+            self.intake.fail(error)
             raise
         finally:
             # torch keeps one number for threads to come besides one for each thread: put back what the workers set.
@@ -156,7 +138,7 @@ class Engine:
             begin_s,
             end_s,
             way,
-            was_short_of_memory=self._is_short_of_memory,
+            was_short_of_memory=self.intake.is_short_of_memory,
             stage_names=[stage.name for stage in self.stages],
             pools=[pool.accounts for pool in self.pools],
         )
@@ -166,77 +148,39 @@ class Engine:
         begin = self.waiting_since_s
         if begin is None or begin >= now:
             return {}
-        with self._lock:
-            head = self._queue[0] if self._queue else None
-            if head is None or head.is_done:
-                way = stalls.Way(now, [], now)
-            else:
-                # Of the chunks that keep the batch waiting, the one that is the least far.
-                last = min((chunk for chunk in head.chunks if chunk.samples), key=lambda c: len(c.marks), default=None)
-                way = stalls.Way(head.opened_s, list(last.marks) if last is not None else [], now)
+        head = self.intake.head()
+        if head is None or head.is_done:
+            way = stalls.Way(now, [], now)
+        else:
+            # Of the chunks that keep the batch waiting, the one that is the least far.
+            unfinished = [chunk for chunk in list(head.chunks) if chunk.samples]
+            last = min(unfinished, key=lambda chunk: len(chunk.marks), default=None)
+            way = stalls.Way(head.opened_s, list(last.marks) if last is not None else [], now)
         return self.attribute(begin, now, way)
 
     def _wait(self) -> Destination:
         while self.inline:
-            with self._lock:
-                self._raise_failure()
-                if self._queue and self._queue[0].is_done:
-                    return self._take_first()
+            found = self.intake.first()
+            if found is not None:
+                return found
             self._work_inline()
-        with self._lock:
-            while True:
-                self._raise_failure()
-                if self._queue and self._queue[0].is_done:
-                    return self._take_first()
-                assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
-                if not self._ready.wait(self._timeout_s):
-                    report = watch.describe_wait(
-                        self._queue[0] if self._queue else None,
-                        self.clock(),
-                        stage_names=[stage.name for stage in self.stages],
-                        key_of=self.plan.key,
-                        threads=[thread for pool in self.pools for thread in pool.threads],
-                    )
-                    logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
-
-    def _take_first(self) -> Destination:
-        destination = self._queue.popleft()
-        self._num_open -= 1
-        if self._num_waiting:
-            self._room.notify()
-        return destination
-
-    def _raise_failure(self) -> None:
-        if self._is_closed:
-            raise ClosedError("the loader was closed while a batch was awaited")
-        if self._failure is not None:
-            raise self._failure
+        while True:
+            found = self.intake.wait_for_first(self._timeout_s)
+            if found is not None:
+                return found
+            report = watch.describe_wait(
+                self.intake.head(),
+                self.clock(),
+                stage_names=[stage.name for stage in self.stages],
+                key_of=self.plan.key,
+                threads=[thread for pool in self.pools for thread in pool.threads],
+            )
+            logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
 
     def seek(self, epoch: int, position: int) -> None:
         """Drop everything read ahead and go on from another place, unless that is where the plan already stands."""
         self._check_usable()
-        with self._lock:
-            stands = (self._queue[0].epoch, self._queue[0].begin) if self._queue else self.plan.place
-            if stands == (epoch, position):
-                return
-            self._chunks.clear()
-            for destination in self._queue:
-                destination.cancelled = True
-                num_untaken = sum(not chunk.marks for chunk in destination.chunks)
-                destination.num_pending -= num_untaken
-                # Chunks inside a stage, and batches inside a batch stage, drop their destination when they come out.
-                if destination.is_done or (num_untaken and not destination.num_pending):
-                    self._drop(destination)
-            self._queue.clear()
-            self._at_end = False
-            self.plan.seek(epoch, position)
-            self._room.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Make the consumer raise `error` at its next wait."""
-        with self._lock:
-            self._failure = self._failure or error
-            self._ready.notify_all()
+        self.intake.seek(epoch, position)
 
     def close(self, join_s: float = _JOIN_S) -> None:
         """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state.
@@ -247,14 +191,9 @@ class Engine:
             # In a fork's child none of our threads is here, and a lock may have been copied while it was held.
             self._is_closed = True
             return
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for destination in self._queue:
-                destination.cancelled = True
-            self._room.notify_all()
-            self._ready.notify_all()
+        if not self.intake.close():
+            return
+        self._is_closed = True
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
@@ -265,9 +204,7 @@ class Engine:
                 if thread.is_alive():
                     stack = watch.stack_of(thread)
                     logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
-        self._queue.clear()
-        self._chunks.clear()
-        self._scratches.clear()
+        self.intake.clear()
 
     def abandon(self) -> None:
         """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one
@@ -280,11 +217,6 @@ class Engine:
     @property
     def is_closed(self) -> bool:
         return self._is_closed
-
-    @property
-    def num_open(self) -> int:
-        """Destinations that hold memory of the budget: being filled, or complete and not delivered."""
-        return self._num_open
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -302,7 +234,7 @@ class Engine:
         try:
             ready.wait()
             while True:
-                item = self._take(account) if pool.buffer is None else pool.buffer.get(account)
+                item = self.intake.take(account) if pool.buffer is None else pool.buffer.get(account)
                 if item is None:
                     return
                 self._process(pool, account, item)
@@ -310,12 +242,12 @@ class Engine:
         except threading.BrokenBarrierError:
             return
         except BaseException as error:
-            self.fail(error)
+            self.intake.fail(error)
 
     def _work_inline(self) -> None:
         """Carry one chunk through every pool, in the consumer's thread."""
         account = self.pools[0].accounts[0]
-        item: Chunk | Destination | None = self._take(account)
+        item: Chunk | Destination | None = self.intake.take(account)
         num_torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
         try:
@@ -325,7 +257,7 @@ class Engine:
         finally:
             torch.set_num_threads(num_torch_threads)
         if isinstance(item, Destination):
-            self._deliver(item)
+            self.intake.deliver(item)
         account.enter(self.states.blocked)
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
@@ -340,72 +272,7 @@ class Engine:
             chunk.marks.append((self.clock(), stalls.QUEUED - following.number))
             following.buffer.put(onward, account)
         elif isinstance(onward, Destination):
-            self._deliver(onward)
-
-    def _take(self, account: Account) -> Chunk | None:
-        """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed."""
-        with self._lock:
-            while not self._is_closed and self._failure is None:
-                if self._chunks:
-                    chunk = self._chunks.popleft()
-                    chunk.marks.append((self.clock(), stalls.QUEUED))
-                    chunk.scratch = self._scratches.pop() if self._scratches else {}
-                    if self._chunks and self._num_waiting:
-                        self._room.notify()
-                    return chunk
-                if self.plan.specs is None and not self._is_preparing:
-                    self._prepare()
-                elif self.plan.specs is None or not self._open_next():
-                    if self.inline:
-                        return None
-                    has_work = self._num_open and not self._at_end
-                    account.enter(self.states.blocked if has_work else self.states.starved)
-                    self._num_waiting += 1
-                    self._room.wait()
-                    self._num_waiting -= 1
-            return None
-
-    def _prepare(self) -> None:
-        """Let the plan find out what batches look like. It runs a user's code, so the lock is open meanwhile."""
-        self._is_preparing = True
-        self._lock.release()
-        error: BaseException | None = None
-        begin = self.clock()
-        try:
-            self.plan.prepare()
-            self._sample_s = self.clock() - begin  # so that large samples begin with small chunks, and little memory
-        except BaseException as raised:
-            error = raised
-        finally:
-            self._lock.acquire()
-            self._is_preparing = False
-        if error is not None:
-            self._failure = self._failure or error
-            self._ready.notify_all()
-        self._room.notify_all()
-
-    def _open_next(self) -> bool:
-        plan = self.plan
-        num_allowed, by_memory = plan.room
-        if self._num_open >= (1 if self.inline else num_allowed):
-            self._is_short_of_memory = by_memory
-            return False
-        destination = plan.open(self._chunk_size())
-        if destination is None:
-            self._at_end = True
-            return False
-        destination.opened_s = self.clock()
-        self._num_open += 1
-        self._queue.append(destination)
-        self._chunks.extend(destination.chunks)
-        return True
-
-    def _chunk_size(self) -> int:
-        size = self.plan.batch_size
-        if self._sample_s is None:
-            return max(1, min(_FIRST_CHUNK_SIZE, -(-size // self._num_workers)))
-        wanted = int(_CHUNK_TARGET_S / max(self._sample_s, 1e-9))
-        return size if wanted >= size else max(1, min(wanted, -(-size // self._num_workers)))
+            self.intake.deliver(onward)
 
     def _run(self, pool: Pool, account: Account, item: Chunk | Destination) -> Chunk | Destination | None:
         """Run a pool's stages on an item; what goes on from there: the chunk, its complete destination, or nothing."""
@@ -426,40 +293,10 @@ class Engine:
             destination.error = destination.error or error
         if not pool.plan.lands:
             return item
-        landed = self._land(item)
+        landed = self.intake.land(item)
         if landed is not None:
             self._run_batch_stages(pool, account, landed)
         return landed
-
-    def _land(self, chunk: Chunk) -> Destination | None:
-        """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""
-        destination = chunk.destination
-        took_s = (self.clock() - chunk.marks[0][0]) / len(chunk)
-        with self._lock:
-            self._sample_s = took_s if self._sample_s is None else 0.9 * self._sample_s + 0.1 * took_s
-            size = self._chunk_size()
-            for pieces in chunk.scratch.values():
-                if isinstance(pieces, list):
-                    del pieces[size:]  # what longer chunks needed is given back
-            self._scratches.append(chunk.scratch)
-            chunk.scratch = {}
-            chunk.samples = []
-            destination.num_pending -= 1
-            if destination.num_pending:
-                return None
-            destination.last_chunk = chunk
-            if destination.cancelled:
-                self._drop(destination)
-                return None
-        return destination
-
-    def _drop(self, destination: Destination) -> None:
-        """The last chunk of a cancelled destination is out of the stages: its memory is free. Under the lock."""
-        destination.fields = {}
-        destination.result = None
-        self._num_open -= 1
-        if self._num_waiting:
-            self._room.notify()
 
     def _run_batch_stages(self, pool: Pool, account: Account, destination: Destination) -> None:
         try:
@@ -479,13 +316,3 @@ class Engine:
                 account.served(number, len(destination), 0)
         except Exception as error:
             destination.error = error
-
-    def _deliver(self, destination: Destination) -> None:
-        with self._lock:
-            if destination.cancelled:
-                self._drop(destination)
-                return
-            destination.done_s = self.clock()
-            destination.is_done = True
-            if self._queue and self._queue[0] is destination:
-                self._ready.notify()

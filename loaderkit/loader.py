@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import operator
@@ -15,7 +16,7 @@ from typing import Any
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
-from loaderkit.errors import ClosedError, ConfigError, TooManyBadSamplesError
+from loaderkit.errors import ClosedError, ConfigError, ConnectorError, TooManyBadSamplesError
 from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
@@ -323,9 +324,17 @@ class _BadSamples:
     def _write(self, line: dict[str, Any]) -> None:
         if self._errors.quarantine is None:
             return
-        if self._file is None:
-            self._file = os.open(self._errors.quarantine, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        os.write(self._file, json.dumps(line).encode() + b"\n")  # one write a line: ranks may share the file
+        path, data = self._errors.quarantine, json.dumps(line).encode() + b"\n"
+        try:
+            if self._file is None:
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            if os.write(self._file, data) < len(data):  # one write a line: ranks may share the file
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ConnectorError(
+                f"errors.quarantine: {path} cannot be written ({error.strerror}), so bad sample {line['key']!r} would go "
+                "unrecorded: make room, or name another file"
+            ) from error
 
     def close(self) -> None:
         if self._file is not None:

@@ -808,3 +808,17 @@ def test_many_failures_leave_nothing(executor: str, folder: Path) -> None:
             list(loader)
         assert threads_of_ours() == []
         loader.set_epoch(0)
+
+
+def test_a_quarantine_on_a_full_disk(tmp_path: Path) -> None:
+    """A bad sample that cannot be written down is not passed over in silence, and nothing is left running."""
+    (tmp_path / "bad.jpg").write_bytes(b"no picture")
+    Pillow.new("RGB", (8, 8)).save(tmp_path / "good.jpg")
+    pipeline = loaderkit.Pipeline.files(tmp_path, include="*.jpg").read().decode().batch(2)
+    loader = loaderkit.build(pipeline.errors(on_bad_sample="skip", quarantine="/dev/full"))
+    with pytest.raises(
+        loaderkit.errors.ConnectorError, match=r"/dev/full cannot be written \(No space left.*'bad.jpg'"
+    ):
+        next(iter(loader))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+    loader.close()

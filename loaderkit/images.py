@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from loaderkit.kernels import packed
 from loaderkit.types import Image, Sample
 
 
@@ -67,10 +68,8 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
 
 def to_tensor(image: Image) -> torch.Tensor:
     """The pixels as torch uint8 [C, H, W]; a view where strides allow it."""
-    pixels = image.pixels
-    if any(stride < 0 for stride in pixels.strides) or not pixels.flags.writeable:
-        pixels = pixels.copy()
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+    pixels = packed(image.pixels)
+    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
 def describe(value: Any) -> str:

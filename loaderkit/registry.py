@@ -32,7 +32,7 @@ class StageKind:
     args: type[StageArgs]
     scope: Scope
     needs_images: bool = False
-    make: Callable[[Any], Callable[..., None]] | None = None
+    make: Callable[[Any], Callable[..., Any]] | None = None
     num_draws: int = 0
 
 

@@ -6,9 +6,9 @@ The way of a batch: an `Order` says which samples stand at which positions; a `D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,14 @@ class Connector(Protocol):
 
     def close(self) -> None:
         """Release what is held; idempotent."""
+
+
+@runtime_checkable
+class BulkConnector(Connector, Protocol):
+    """A connector that reads many ranges faster together than one by one."""
+
+    def read_many(self, ranges: Sequence[ByteRange], buffer: memoryview) -> Sequence[Exception | None]:
+        """Fill `buffer` with the ranges, one right behind another; for each None, or the error `read_into` raises."""
 
 
 # ------------------------------------------------------------------------------------------- what samples are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ def view(seed: int, height: int, width: int, margin: int) -> kernels.Pixels:
     return whole[margin : margin + height, margin : margin + width]
 
 
+def either_way(pixels: kernels.Pixels, mirrored: bool) -> kernels.Pixels:
+    return pixels[:, ::-1] if mirrored else pixels
+
+
 pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
 
 
@@ -38,18 +43,20 @@ def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_c
 class TestSameAsTorch:
-    @given(pictures, st.integers(0, 2))
+    @given(pictures, st.integers(0, 2), st.booleans())
     @settings(deadline=None)
-    def test_write_image(self, pixels: kernels.Pixels, slot: int) -> None:
+    def test_write_image(self, pixels: kernels.Pixels, slot: int, mirrored: bool) -> None:
+        pixels = either_way(pixels, mirrored)
         slots = torch.full((3, 3, *pixels.shape[:2]), 9, dtype=torch.uint8)
         kernels.write_image(slots, slot, pixels)
         for number in range(3):
             wanted = pixels.transpose(2, 0, 1) if number == slot else np.full_like(slots[number], 9)
             assert np.array_equal(slots[number].numpy(), wanted)
 
-    @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4))
+    @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4), st.booleans())
     @settings(deadline=None)
-    def test_write_normalized(self, pixels: kernels.Pixels, present: list[bool]) -> None:
+    def test_write_normalized(self, pixels: kernels.Pixels, present: list[bool], mirrored: bool) -> None:
+        pixels = either_way(pixels, mirrored)
         shape = (len(present) + 2, 3, *pixels.shape[:2])
         found, wanted = torch.full(shape, 5.0), torch.full(shape, 5.0)
         images = [pixels if here else None for here in present]
@@ -62,12 +69,11 @@ class TestSameAsTorch:
 
     @given(pictures)
     @settings(deadline=None)
-    def test_mirrored(self, pixels: kernels.Pixels) -> None:
-        scratch: dict[str, Any] = {}
-        assert np.array_equal(kernels.mirrored(pixels, None), pixels[:, ::-1])
-        assert np.array_equal(kernels.mirrored(pixels, scratch), pixels[:, ::-1])
-        again = kernels.mirrored(pixels, scratch)
-        assert again is kernels.mirrored(pixels, scratch), "the scratch is used again"
+    def test_packed(self, pixels: kernels.Pixels) -> None:
+        again = kernels.packed(pixels[:, ::-1])
+        assert np.array_equal(again, pixels[:, ::-1])
+        assert again.strides[1:] == (3, 1)
+        assert kernels.packed(pixels) is pixels, "no copy without need"
 
     @pytest.mark.parametrize(
         "call",
@@ -82,20 +88,26 @@ class TestSameAsTorch:
             lambda c: c.write_normalized(np.zeros((2, 3, 4, 4), np.float32), 1, [view(0, 4, 4, 0)] * 2, SCALE, SHIFT),
             lambda c: c.write_normalized(np.zeros((2, 3, 4, 4)), 0, [view(0, 4, 4, 0)], SCALE, SHIFT),
             lambda c: c.mirror(np.zeros((4, 3, 3), np.uint8), view(0, 4, 4, 0)),
-            lambda c: c.resample(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0)),
-            lambda c: c.resample(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0)),
+            lambda c: c.mirror(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1]),
+            lambda c: c.resample([(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0))]),
+            lambda c: c.resample([(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0))]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1])]),
+            lambda c: c.read_many(["a"], [0], [5], [None], bytearray(4)),
+            lambda c: c.read_many(["a"], [-1], [4], [None], bytearray(4)),
+            lambda c: c.read_many(["a"], [0, 1], [4], [None], bytearray(4)),
         ],
     )
     def test_what_does_not_fit_is_refused(self, call: Any) -> None:
-        with pytest.raises(ValueError, match=r"must be|must have"):
+        with pytest.raises(ValueError, match=r"must be|must have|must lie|differ"):
             call(compiled)
 
     @given(pictures, st.integers(1, 300), st.integers(1, 300))
     @settings(deadline=None)
     def test_resize_is_pillows_within_one_level(self, pixels: kernels.Pixels, height: int, width: int) -> None:
         target = np.zeros((height, width, 3), np.uint8)
-        if not kernels.resampled_into(target, pixels):
+        if not kernels.can_resample(pixels):
             pytest.skip("this CPU has no AVX2")
+        kernels.resample([(target, pixels)])
         wanted = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
@@ -105,8 +117,37 @@ class TestSameAsTorch:
         self, level: int, height: int, width: int, to_height: int, to_width: int
     ) -> None:
         target = np.zeros((to_height, to_width, 3), np.uint8)
-        if kernels.resampled_into(target, np.full((height, width, 3), level, np.uint8)):
+        pixels = np.full((height, width, 3), level, np.uint8)
+        if kernels.can_resample(pixels):
+            kernels.resample([(target, pixels)])
             assert (target == level).all()
+
+
+@needs_c
+class TestJpegSize:
+    @given(
+        st.integers(1, 300),
+        st.integers(1, 300),
+        st.sampled_from(["RGB", "L", "CMYK"]),
+        st.booleans(),
+        st.binary(max_size=40),
+        st.integers(0, 4000),
+    )
+    @settings(deadline=None)
+    def test_is_the_decoders(
+        self, height: int, width: int, mode: str, progressive: bool, comment: bytes, cut: int
+    ) -> None:
+        file = io.BytesIO()
+        Image.new(mode, (width, height)).save(file, "JPEG", progressive=progressive, comment=comment)
+        data = file.getvalue()
+        channels = {"RGB": 3, "L": 1, "CMYK": 4}[mode]
+        assert compiled.jpeg_size(data) == (height, width, channels)
+        assert compiled.jpeg_size(data[:cut]) in ((height, width, channels), None)
+
+    @given(st.binary(max_size=300).map(lambda tail: b"\xff\xd8" + tail))
+    def test_garbage_is_no_picture_or_one(self, data: bytes) -> None:
+        found = compiled.jpeg_size(data)
+        assert found is None or all(number >= 0 for number in found)
 
 
 class TestReading:

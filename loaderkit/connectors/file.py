@@ -8,6 +8,7 @@ import re
 import secrets
 import stat as stat_bits
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from loaderkit.errors import (
@@ -18,7 +19,7 @@ from loaderkit.errors import (
     ShortReadError,
 )
 from loaderkit.native import kernels
-from loaderkit.types import ObjectInfo
+from loaderkit.types import ByteRange, ObjectInfo
 
 # An empty part, "." or "..": two spellings of one file, or a way out of the root.
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
@@ -94,6 +95,33 @@ class FileConnector:
                 f"{self.describe(key)} ended after {num_read} of the {len(buffer)} bytes wanted from byte "
                 f"{start} on: it has {size}; it is cut short, or the index that led here is old"
             )
+
+    def read_many(self, ranges: Sequence[ByteRange], buffer: memoryview) -> Sequence[ConnectorError | None]:
+        """Fill `buffer` with ranges one behind another; see `BulkConnector.read_many`.
+
+        Ranges of one file in its order are read together, small gaps included, and the GIL is given away once.
+        """
+        paths: dict[str, str] = {}
+        for key, _, _, _ in ranges:
+            if key not in paths:
+                paths[key] = "" if _UNUSUAL_PART.search(key) else self._base + key
+        failed: Sequence[int] | None = range(len(ranges))
+        if kernels is not None:
+            names = [paths[key] for key, _, _, _ in ranges]
+            starts, lengths, etags = ([found[i] for found in ranges] for i in (1, 2, 3))
+            failed = kernels.read_many(names, starts, lengths, etags, buffer)
+        if not failed:
+            return [None] * len(ranges)
+        # What failed, together or singly, is read again by itself: that says what is wrong with it, if it still is.
+        ends = tuple(accumulate(found.length for found in ranges))
+        errors: dict[int, ConnectorError] = {}
+        for place in failed:
+            key, start, length, etag = ranges[place]
+            try:
+                self.read_into(key, start, buffer[ends[place] - length : ends[place]], etag=etag)
+            except ConnectorError as error:
+                errors[place] = error
+        return [errors.get(place) for place in range(len(ranges))]
 
     def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Create or replace a file, with its parent directories; readers see the old bytes or the new ones."""

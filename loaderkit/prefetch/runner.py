@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import LoaderkitError, StageError
+from loaderkit.kernels import resample
 from loaderkit.keyed import generator, key_of, uniforms
 from loaderkit.types import Chunk, Sample, SampleFailure, Source
 
@@ -58,7 +59,7 @@ class StageKeys:
 
 
 def each_sample(
-    function: Callable[[Sample, NDArray[np.float64], dict[str, Any] | None], None],
+    function: Callable[[Sample, NDArray[np.float64], dict[str, Any] | None], list[Any] | None],
     num_draws: int,
     keys: StageKeys,
     failed: FailureNamer,
@@ -68,7 +69,7 @@ def each_sample(
     """A chunk stage from a function of one sample, its `num_draws` uniform numbers, and memory it may reuse.
 
     That memory belongs to the chunk, one dict for every place, and passes to another chunk once this one has landed;
-    without `reuse` the function gets None.
+    without `reuse` the function gets None. What the function leaves to be resized is done for all samples at once.
     """
     nothing = np.empty(0)
 
@@ -78,13 +79,18 @@ def each_sample(
         scratches: list[dict[str, Any]] = chunk.scratch.setdefault(failed.stage, [])
         while len(scratches) < len(chunk):
             scratches.append({})
+        jobs: list[Any] = []
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.place = place
                 try:
-                    function(sample, draws[place], scratches[place] if reuse else None)
+                    left = function(sample, draws[place], scratches[place] if reuse else None)
+                    if left:
+                        jobs += left
                 except Exception as error:
                     failed(chunk, place, error)
+        if jobs:
+            resample(jobs)
 
     return run
 

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.images import as_image, describe
+from loaderkit.native import kernels
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Encoded, Image, Sample
 
@@ -113,13 +114,11 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
 
 def _decode_jpeg(data: memoryview, max_pixels: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8] | None:
     """RGB uint8 [H, W, 3], or None where Pillow has to decide."""
-    try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    size_of = _jpeg_size(data)
+    if size_of is None:
         return None
+    height, width = size_of
     _check_size(height, width, max_pixels)
-    if colorspace == "CMYK":
-        return None
     buffer = None
     if scratch is not None:
         size = height * width * 3
@@ -134,6 +133,18 @@ def _decode_jpeg(data: memoryview, max_pixels: int, scratch: dict[str, Any] | No
             raise ValueError(f"truncated JPEG ({len(data)} bytes, {width} x {height}: {error})") from None
         return None
     return pixels
+
+
+def _jpeg_size(data: memoryview) -> tuple[int, int] | None:
+    """(height, width) of a grey or RGB JPEG; None for anything else."""
+    if kernels is not None:
+        found = kernels.jpeg_size(data)
+        return found[:2] if found is not None and found[2] in (1, 3) and found[0] and found[1] else None
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return None if colorspace == "CMYK" else (height, width)
 
 
 def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_pixels: int) -> Image:

@@ -17,14 +17,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from torch.nn.functional import interpolate
 
 from loaderkit.images import image_fields, to_tensor
-from loaderkit.kernels import mirrored, resampled_into
+from loaderkit.kernels import can_resample, packed
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Image, Sample
 
 Draws = NDArray[np.float64]
 Scratch = dict[str, Any]
-SampleFunction = Callable[..., None]
-"""`(sample, draws, scratch) -> None`; `scratch` is memory to reuse, a dict for each field, or None to take fresh one."""
+ResampleJob = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+SampleFunction = Callable[..., list[ResampleJob] | None]
+"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict for each field, or None to take fresh one.
+
+Jobs are (target, pixels) still to be resized; the target is in the sample already. Those of a whole chunk are done in one
+call: every call that gives the GIL away may wait for it afterwards.
+"""
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
 
@@ -97,7 +102,8 @@ class RandomHorizontalFlipArgs(StageArgs):
 def resize(args: ResizeArgs) -> SampleFunction:
     """Size rule of torchvision: with one number the longer edge is int(size * longer / shorter)."""
 
-    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
+    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
+        jobs: list[ResampleJob] = []
         for name, image in image_fields(sample, args.fields):
             height, width = image.pixels.shape[:2]
             if isinstance(args.size, tuple):
@@ -106,7 +112,9 @@ def resize(args: ResizeArgs) -> SampleFunction:
                 target = (args.size, int(args.size * width / height))
             else:
                 target = (int(args.size * height / width), args.size)
-            sample[name] = resample(image, target, args.interpolation, args.antialias, _of_field(scratch, name))
+            memory = _of_field(scratch, name)
+            sample[name] = resized(image, target, args.interpolation, args.antialias, jobs=jobs, scratch=memory)
+        return jobs
 
     return run
 
@@ -167,13 +175,16 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     """22 draws: areas and ratios of ten tries, and the place of the first that fits."""
     target = _pair(args.size)
 
-    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
+    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
+        jobs: list[ResampleJob] = []
         images = image_fields(sample, args.fields)
         top, left, height, width = crop_box(*_shared_size(images), args.scale, args.ratio, draws)
         for name, image in images:
             pixels = image.pixels
             piece = image._replace(pixels=pixels[top : top + height, left : left + width])
-            sample[name] = resample(piece, target, args.interpolation, args.antialias, _of_field(scratch, name))
+            memory = _of_field(scratch, name)
+            sample[name] = resized(piece, target, args.interpolation, args.antialias, jobs=jobs, scratch=memory)
+        return jobs
 
     return run
 
@@ -204,29 +215,38 @@ def crop_box(
 
 
 def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
-    """One draw: mirrored when it is below `p`."""
+    """One draw: mirrored when it is below `p`. A view: whoever writes the pixels into their slot reads them backwards."""
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         if draws[0] < args.p:
             for name, image in image_fields(sample, args.fields):
-                sample[name] = image._replace(pixels=mirrored(image.pixels, _of_field(scratch, name)))
+                sample[name] = Image(image.pixels[:, ::-1], image.mask)
 
     return run
 
 
-def resample(
-    image: Image, size: tuple[int, int], interpolation: Interpolation, antialias: bool, scratch: Scratch | None = None
+def resized(
+    image: Image,
+    size: tuple[int, int],
+    interpolation: Interpolation,
+    antialias: bool,
+    *,
+    jobs: list[ResampleJob],
+    scratch: Scratch | None = None,
 ) -> Image:
     """Resize to (height, width), rounding as Pillow does. Masks take the nearest pixel.
 
-    With `scratch` the result lies in its memory, which the next image resized with that scratch overwrites.
+    What is left to do is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized
+    with that scratch overwrites.
     """
     if image.pixels.shape[:2] == size:
         return image
     if not image.mask and interpolation == "bilinear" and antialias:
-        target = _memory((*size, image.pixels.shape[2]), scratch)
-        if resampled_into(target, image.pixels):
-            return image._replace(pixels=target)
+        pixels = packed(image.pixels)
+        if can_resample(pixels):
+            target = _memory((*size, image.pixels.shape[2]), scratch)
+            jobs.append((target, pixels))
+            return Image(target)
     mode = "nearest-exact" if image.mask or interpolation == "nearest" else interpolation
     planes = interpolate(
         to_tensor(image).unsqueeze(0), size=size, mode=mode, antialias=antialias and mode != "nearest-exact"

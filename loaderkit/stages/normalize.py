@@ -7,6 +7,7 @@ finished batch. Both do the same arithmetic: x * (1 / (255 std)) + (-mean / std)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -65,10 +66,12 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[torch.Tensor, torc
 def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
     """A chunk stage right behind `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
 
+    factors = cache(lambda num_channels: [tuple(found.tolist()) for found in _factors(args, num_channels)])
+
     def run(chunk: Chunk) -> None:
         for name in image_fields(chunk.destination.specs):
             slots = chunk.destination.fields[name]
-            scale, shift = (tuple(factors.tolist()) for factors in _factors(args, slots.shape[1]))
+            scale, shift = factors(slots.shape[1])
             images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
             write_normalized(slots, chunk.lo, images, scale, shift)
 

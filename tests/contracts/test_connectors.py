@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.tar import TarConnector
-from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError
+from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from loaderkit.formats.tar_index import scan_tar
-from loaderkit.types import Connector
+from loaderkit.types import BulkConnector, ByteRange, Connector
 
 
 class Writable(Connector, Protocol):
@@ -209,6 +209,50 @@ def test_unusual_keys(factory: Factory, key: str) -> None:
     assert [info.key for info in store.connector.list(store.place(""))] == [store.place(key)]
     assert store.read(key, 1, 2) == b"at"
     assert store.place(key).split("/")[-1] in store.connector.describe(store.place(key))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=80, deadline=None)
+@given(
+    data=st.binary(min_size=1, max_size=60).map(lambda seed: seed * 700),
+    wanted=st.lists(
+        st.tuples(
+            st.sampled_from(["a", "a", "b", "none", "../a", "a\0", "\ud800"]),
+            st.integers(0, 43000),
+            st.sampled_from([0, 1, 7, 500, 9000]),
+            st.sampled_from(["as listed", "unknown", "old"]),
+        ),
+        max_size=12,
+    ),
+    in_order=st.booleans(),
+)
+def test_reading_many_is_reading_each(
+    kind: str, data: bytes, wanted: list[tuple[str, int, int, str]], in_order: bool
+) -> None:
+    """Ranges in any order, overlapping or with gaps; what one of them lacks is that one's error, the same as alone."""
+    with opened(kind) as factory:
+        store = factory({"a": data, "b": data[::-1]})
+        if not isinstance(store.connector, BulkConnector):
+            return
+        listed = {key: store.connector.stat(store.place(key)).etag for key in ("a", "b")}
+        ranges = []
+        for key, start, length, etag in sorted(wanted) if in_order else wanted:
+            tag = {"as listed": listed.get(key, ""), "unknown": None, "old": "0-0"}[etag]
+            ranges.append(ByteRange(store.place(key), start, length, tag))
+        buffer = bytearray(sum(found.length for found in ranges))
+        errors = store.connector.read_many(ranges, memoryview(buffer))
+        assert len(errors) == len(ranges)
+        offset = 0
+        for found, error in zip(ranges, errors, strict=True):
+            alone = bytearray(found.length)
+            try:
+                store.connector.read_into(found.key, found.start, memoryview(alone), etag=found.etag)
+            except ConnectorError as expected:
+                assert (type(error), str(error)) == (type(expected), str(expected))  # noqa: PT017 - two ways are compared
+            else:
+                assert error is None
+                assert buffer[offset : offset + found.length] == alone
+            offset += found.length
 
 
 def test_many_threads(factory: Factory) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import ValidationError
 
+from loaderkit import kernels
 from loaderkit.keyed import uniforms
 from loaderkit.stages import geometry
 from loaderkit.types import Image, Sample
@@ -31,11 +32,18 @@ def labels(height: int, width: int) -> Pixels:
     return np.random.default_rng(1).choice(np.array([0, 3, 17, 255], np.uint8), (height, width, 1))
 
 
+def apply(stage: geometry.SampleFunction, sample: Sample, draws: Draws, scratch: Any = None) -> None:
+    """Run a stage on one sample, and what it leaves to be resized."""
+    jobs = stage(sample, draws, scratch)
+    if jobs:
+        kernels.resample(jobs)
+
+
 def run(stage: geometry.SampleFunction, pixels: Pixels, draws: Draws = NO_DRAWS) -> Pixels:
     """The stage's result for one image; what it was given must stay as it was."""
     before = pixels.copy()
     sample: Sample = {"image": Image(pixels), "label": 3}
-    stage(sample, draws, None)
+    apply(stage, sample, draws)
     assert np.array_equal(pixels, before), "the stage wrote into its input"
     assert sample["label"] == 3
     assert sample["image"].pixels.dtype == np.uint8
@@ -149,8 +157,8 @@ def test_memory_to_reuse_changes_no_pixel() -> None:
             pair = photo(60, 80, number), photo(60, 80, number + 50)
             fresh: Sample = {"a": Image(pair[0]), "b": Image(pair[1])}
             reused: Sample = {"a": Image(pair[0]), "b": Image(pair[1])}
-            stage(fresh, draws_of(number, 22), None)
-            stage(reused, draws_of(number, 22), scratch)
+            apply(stage, fresh, draws_of(number, 22))
+            apply(stage, reused, draws_of(number, 22), scratch)
             for name in ("a", "b"):
                 assert np.array_equal(fresh[name].pixels, reused[name].pixels)
 
@@ -359,7 +367,7 @@ def test_a_mask_stays_on_its_image(name: str) -> None:
     mask = np.where(classes[:, :, None] == 1, 17, 3).astype(np.uint8)
     for number in range(20):
         sample: Sample = {"image": Image(image), "mask": Image(mask, mask=True)}
-        STAGES[name](sample, draws_of(number, 22), None)
+        apply(STAGES[name], sample, draws_of(number, 22))
         assert sample["mask"].mask
         assert set(np.unique(sample["mask"].pixels)) <= {3, 17}
         assert sample["mask"].pixels.shape[2] == 1
@@ -374,7 +382,7 @@ def test_masks_are_resized_by_the_nearest_pixel() -> None:
     mask = labels(60, 80)
     for target in ((32, 48), (120, 96)):  # no pixel lies exactly between two
         sample: Sample = {"image": Image(photo(60, 80)), "mask": Image(mask, mask=True)}
-        geometry.resize(geometry.ResizeArgs(size=target))(sample, NO_DRAWS, None)
+        apply(geometry.resize(geometry.ResizeArgs(size=target)), sample, NO_DRAWS)
         expected = np.asarray(Pillow.fromarray(mask[:, :, 0]).resize(target[::-1], Pillow.Resampling.NEAREST))
         assert np.array_equal(sample["mask"].pixels[:, :, 0], expected)
 
@@ -383,14 +391,14 @@ def test_masks_are_resized_by_the_nearest_pixel() -> None:
 def test_images_of_differing_size_cannot_share_a_crop(name: str) -> None:
     sample: Sample = {"left": Image(photo(60, 80)), "right": Image(photo(61, 80))}
     with pytest.raises(ValueError, match=r"differ in size.*left 80 x 60.*right 80 x 61"):
-        STAGES[name](sample, draws_of(0, 22), None)
+        apply(STAGES[name], sample, draws_of(0, 22))
 
 
 def test_fields_chooses_and_names_what_is_wrong() -> None:
     left, right = photo(60, 80), photo(50, 80)
     stage = geometry.random_crop(geometry.RandomCropArgs(size=10, fields=("left",)))
     sample: Sample = {"left": Image(left), "right": Image(right), "text": "x"}
-    stage(sample, draws_of(0, 2), None)
+    apply(stage, sample, draws_of(0, 2))
     assert sample["left"].pixels.shape == (10, 10, 3)
     assert sample["right"].pixels is right
     with pytest.raises(ValueError, match=r"no field 'left', only right, text"):
@@ -402,7 +410,7 @@ def test_fields_chooses_and_names_what_is_wrong() -> None:
 @pytest.mark.parametrize("name", STAGES)
 def test_a_sample_without_images(name: str) -> None:
     with pytest.raises(ValueError, match=r"no image.*label \(int\).*decode"):
-        STAGES[name]({"label": 3}, np.zeros(22), None)
+        apply(STAGES[name], {"label": 3}, np.zeros(22))
 
 
 @pytest.mark.parametrize("name", STAGES)

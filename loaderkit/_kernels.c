@@ -7,7 +7,7 @@
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
- *     resample([(target, pixels), ...])                      antialiased bilinear, where the CPU has AVX2
+ *     resample([(target, pixels, part), ...])                antialiased bilinear, where the CPU has AVX2
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's
@@ -561,11 +561,23 @@ typedef struct {
     Py_ssize_t pairs; /* weights come in pairs; an odd one is followed by a zero */
 } Reach;
 
-/* Fills `reach` [out] and `weights` [out][most], `most` even. */
-static void filter_weights(Py_ssize_t in, Py_ssize_t out, Reach *reach, int16_t *weights, Py_ssize_t most) {
-    const double scale = (double)in / (double)out, width = scale < 1.0 ? 1.0 : scale;
-    for (Py_ssize_t x = 0; x < out; x++) {
-        const double center = ((double)x + 0.5) * scale;
+/* The part [start, start + extent) of `in` pixels becomes `out` pixels. */
+typedef struct {
+    Py_ssize_t in, out;
+    double start, extent;
+} Span;
+
+/* Room for the weights of one target pixel; even. */
+static Py_ssize_t most_weights(const Span *span) {
+    return 2 * ((Py_ssize_t)(span->extent / (double)span->out) + 3);
+}
+
+/* Fills `reach` [out] and `weights` [out][most]. */
+static void filter_weights(const Span *span, Reach *reach, int16_t *weights, Py_ssize_t most) {
+    const Py_ssize_t in = span->in;
+    const double scale = span->extent / (double)span->out, width = scale < 1.0 ? 1.0 : scale;
+    for (Py_ssize_t x = 0; x < span->out; x++) {
+        const double center = span->start + ((double)x + 0.5) * scale;
         Py_ssize_t first = (Py_ssize_t)(center - width + 0.5), last = (Py_ssize_t)(center + width + 0.5);
         first = center - width + 0.5 < 0 ? 0 : first;
         last = last > in ? in : last;
@@ -688,18 +700,19 @@ __attribute__((target("avx2"))) static void blend_along(const uint8_t *upper, co
     }
 }
 
-static int resample_avx2(const Py_buffer *pixels, uint8_t *target, Py_ssize_t height, Py_ssize_t width) {
-    const Py_ssize_t in_height = pixels->shape[0], in_width = pixels->shape[1], stride = pixels->strides[0];
-    const Py_ssize_t most_down = 2 * (in_height / height + 2), most_along = 2 * (in_width / width + 2);
+static int resample_avx2(const Py_buffer *pixels, uint8_t *target, const Span *down, const Span *along) {
+    const Py_ssize_t in_height = down->in, in_width = along->in, stride = pixels->strides[0];
+    const Py_ssize_t height = down->out, width = along->out;
+    const Py_ssize_t most_down = most_weights(down), most_along = most_weights(along);
     Reach *reach = malloc((size_t)(height + width) * sizeof(Reach));
     int16_t *weights = malloc((size_t)(height * most_down + width * most_along) * sizeof(int16_t));
     const Py_ssize_t row_size = 3 * in_width + 32;
     uint8_t *row = calloc((size_t)(2 * row_size), 1);
     const int fits = reach != NULL && weights != NULL && row != NULL;
     if (fits) {
-        int16_t *along = weights + height * most_down;
-        filter_weights(in_height, height, reach, weights, most_down);
-        filter_weights(in_width, width, reach + height, along, most_along);
+        int16_t *weights_along = weights + height * most_down;
+        filter_weights(down, reach, weights, most_down);
+        filter_weights(along, reach + height, weights_along, most_along);
         for (Py_ssize_t y = 0; y < height; y += 2) {
             const Py_ssize_t rows = y + 1 < height ? 2 : 1;
             for (Py_ssize_t i = y; i < y + rows; i++) {
@@ -709,7 +722,7 @@ static int resample_avx2(const Py_buffer *pixels, uint8_t *target, Py_ssize_t he
                            weights + i * most_down, taps, row + (i - y) * row_size);
             }
             uint8_t *to = target + 3 * y * width; /* an odd last row is made twice */
-            blend_along(row, row + (rows - 1) * row_size, width, reach + height, along, most_along, to,
+            blend_along(row, row + (rows - 1) * row_size, width, reach + height, weights_along, most_along, to,
                         to + (rows - 1) * 3 * width);
         }
     }
@@ -720,45 +733,73 @@ static int resample_avx2(const Py_buffer *pixels, uint8_t *target, Py_ssize_t he
 }
 #endif
 
-static PyObject *resample(PyObject *self, PyObject *jobs) {
+typedef struct {
+    Py_buffer target, pixels;
+    Span down, along;
+} Job;
+
+/* Fills a job from (target, pixels, None or (top, left, height, width)). */
+static int get_job(PyObject *object, Job *job) {
+    PyObject *target, *pixels, *part;
+    if (!PyArg_ParseTuple(object, "OOO", &target, &pixels, &part) || get_pixels(pixels, &job->pixels, 0) < 0 ||
+        PyObject_GetBuffer(target, &job->target, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) < 0) {
+        return -1;
+    }
+    const Py_buffer *to = &job->target, *from = &job->pixels;
+    if (to->ndim != 3 || to->itemsize != 1 || to->shape[2] != 3 || to->len == 0 || from->len == 0) {
+        PyErr_SetString(PyExc_ValueError, "the target must be uint8 [H, W, 3], and neither it nor the pixels empty");
+        return -1;
+    }
+    Span *down = &job->down, *along = &job->along;
+    *down = (Span){from->shape[0], to->shape[0], 0, (double)from->shape[0]};
+    *along = (Span){from->shape[1], to->shape[1], 0, (double)from->shape[1]};
+    if (part != Py_None &&
+        !PyArg_ParseTuple(part, "dddd", &down->start, &along->start, &down->extent, &along->extent)) {
+        return -1;
+    }
+    const Span *spans[2] = {down, along};
+    for (int i = 0; i < 2; i++) {
+        const Span *span = spans[i];
+        if (!(span->start >= 0 && span->extent > 0 && span->start + span->extent <= (double)span->in)) {
+            PyErr_SetString(PyExc_ValueError, "the part must be some of the pixels");
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *resample(PyObject *self, PyObject *list) {
     (void)self;
-    if (!PyList_Check(jobs)) {
-        PyErr_SetString(PyExc_TypeError, "a list of (target, pixels) is wanted");
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "a list of (target, pixels, part) is wanted");
         return NULL;
     }
     if (!have_avx2()) {
         Py_RETURN_FALSE;
     }
-    const Py_ssize_t count = PyList_GET_SIZE(jobs);
-    Py_buffer *views = PyMem_Calloc(count ? 2 * (size_t)count : 1, sizeof(Py_buffer));
-    if (views == NULL) {
+    const Py_ssize_t count = PyList_GET_SIZE(list);
+    Job *jobs = PyMem_Calloc(count ? (size_t)count : 1, sizeof(Job));
+    if (jobs == NULL) {
         return PyErr_NoMemory();
     }
     int failed = 0, enough = 1;
     for (Py_ssize_t i = 0; i < count && !failed; i++) {
-        Py_buffer *target = &views[2 * i], *pixels = target + 1;
-        PyObject *target_object, *pixels_object;
-        failed = !PyArg_ParseTuple(PyList_GET_ITEM(jobs, i), "OO", &target_object, &pixels_object) ||
-                 get_pixels(pixels_object, pixels, 0) < 0 ||
-                 PyObject_GetBuffer(target_object, target, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) < 0;
-        if (!failed && !(target->ndim == 3 && target->itemsize == 1 && target->shape[2] == 3 && target->len > 0 && pixels->len > 0)) {
-            PyErr_SetString(PyExc_ValueError, "the target must be uint8 [H, W, 3], and neither it nor the pixels empty");
-            failed = 1;
-        }
+        failed = get_job(PyList_GET_ITEM(list, i), &jobs[i]) < 0;
     }
 #ifdef HAVE_AVX2
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS;
         for (Py_ssize_t i = 0; i < count && enough; i++) {
-            enough = resample_avx2(&views[2 * i + 1], views[2 * i].buf, views[2 * i].shape[0], views[2 * i].shape[1]);
+            enough = resample_avx2(&jobs[i].pixels, jobs[i].target.buf, &jobs[i].down, &jobs[i].along);
         }
         Py_END_ALLOW_THREADS;
     }
 #endif
-    for (Py_ssize_t i = 0; i < 2 * count; i++) {
-        PyBuffer_Release(&views[i]);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyBuffer_Release(&jobs[i].target);
+        PyBuffer_Release(&jobs[i].pixels);
     }
-    PyMem_Free(views);
+    PyMem_Free(jobs);
     if (failed) {
         return NULL;
     }
@@ -769,7 +810,7 @@ static PyObject *resample(PyObject *self, PyObject *jobs) {
 }
 
 static PyMethodDef methods[] = {
-    {"resample", resample, METH_O, "resample([(target, pixels), ...]) -> whether this CPU can"},
+    {"resample", resample, METH_O, "resample([(target, pixels, part), ...]) -> whether this CPU can"},
     {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer) -> (bytes read, mode, size, mtime_ns)"},
     {"read_many", read_many, METH_VARARGS, "read_many(paths, starts, lengths, etags, buffer) -> places that failed, or None"},
     {"jpeg_size", jpeg_size, METH_O, "jpeg_size(data) -> (height, width, components) or None"},

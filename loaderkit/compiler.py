@@ -12,10 +12,11 @@ from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
-from loaderkit.registry import STAGES
+from loaderkit.registry import STAGES, StageKind
 from loaderkit.sources.dataset import DatasetSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
+from loaderkit.stages.decode import DecodeArgs, decode
 from loaderkit.stages.normalize import NormalizeArgs, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
@@ -102,10 +103,21 @@ class Compiler:
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
         if isinstance(args, BatchArgs):
             return self._batch(failed)
-        assert kind.make is not None
+        if isinstance(args, DecodeArgs) and args.scaled:
+            kind, keys, run = self._scaled_decode(args)
+        else:
+            assert kind.make is not None
+            run = kind.make(args)
         # A user's function may keep what it is given; without one, nobody sees a stage's pixels after `batch`.
         reuse = not any(stage.kind == "call" for stage in self._config.stages[: self._border])
-        return each_sample(kind.make(args), kind.num_draws, keys, failed, reuse=reuse)
+        return each_sample(run, kind.num_draws, keys, failed, reuse=reuse)
+
+    def _scaled_decode(self, args: DecodeArgs) -> tuple[StageKind, StageKeys, Callable[..., None]]:
+        """`decode` knows what the stage that shrinks the image will draw, so it is run with that one's numbers."""
+        following = next(stage for stage in self._config.stages if STAGES[stage.kind].reduction is not None)
+        kind = STAGES[following.kind]
+        assert kind.reduction is not None
+        return kind, StageKeys(self._seed, following.name), decode(args, kind.reduction(following.args))
 
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:

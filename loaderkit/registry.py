@@ -34,13 +34,14 @@ class StageKind:
     needs_images: bool = False
     make: Callable[[Any], Callable[..., Any]] | None = None
     num_draws: int = 0
+    reduction: Callable[[Any], Callable[..., int]] | None = None  # how much smaller an image may be decoded for it
 
 
 STAGES: Mapping[str, StageKind] = MappingProxyType(
     {
         "read": StageKind(ReadArgs, "sample"),
         "decode": StageKind(DecodeArgs, "sample", make=decode),
-        "resize": StageKind(geometry.ResizeArgs, "sample", True, geometry.resize),
+        "resize": StageKind(geometry.ResizeArgs, "sample", True, geometry.resize, reduction=geometry.resize_reduction),
         "center_crop": StageKind(geometry.CenterCropArgs, "sample", True, geometry.center_crop),
         "random_crop": StageKind(geometry.RandomCropArgs, "sample", True, geometry.random_crop, 2),
         "random_resized_crop": StageKind(
@@ -49,6 +50,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
             True,
             geometry.random_resized_crop,
             geometry.RANDOM_RESIZED_CROP_DRAWS,
+            geometry.random_resized_crop_reduction,
         ),
         "random_horizontal_flip": StageKind(
             geometry.RandomHorizontalFlipArgs, "sample", True, geometry.random_horizontal_flip, 1

@@ -40,11 +40,31 @@ def check_structure(
         elif scope == "sample" and number > border:
             complain(number, f"`{stage.kind}` acts on single samples: put it before `batch`")
     _check_fields(source, stages, reader)
+    _check_scaled(stages, reader)
     if order is not None and order.shuffle == "block" and type(source) is SOURCES["dataset"]:
         reader.complain(
             ("order", "shuffle"),
             "block needs a source that knows where its bytes lie (files, tar); a data set object has none: use global or none",
         )
+
+
+def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:
+    """An image that was decoded smaller must not be seen by anybody before it is shrunk to its final size."""
+    for number, stage in enumerate(stages):
+        if getattr(stage.args, "scaled", False):
+            rest = (later for later in stages[number + 1 :] if later.kind != "color_jitter")
+            following = next(rest, None)
+            args = following.args if following is not None else None
+            if following is None or STAGES[following.kind].reduction is None:
+                found = f"`{following.kind}`" if following is not None else "nothing"
+                why = f"`resize` or `random_resized_crop` has to come next, and {found} does"
+            elif getattr(args, "interpolation", None) != "bilinear" or not getattr(args, "antialias", False):
+                why = f"`{following.kind}` has to be bilinear and antialiased"
+            elif getattr(args, "fields", None) is not None:
+                why = f"`{following.kind}` has to act on all images, and it names `fields`"
+            else:
+                return
+            reader.complain(("stages", number, stage.kind, "scaled"), f"`scaled: true` decodes images smaller: {why}")
 
 
 def _check_fields(source: SourceArgs, stages: tuple[StageConfig, ...], reader: Problems) -> None:

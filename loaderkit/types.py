@@ -91,10 +91,20 @@ class Encoded(NamedTuple):
 
 
 class Image(NamedTuple):
-    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised)."""
+    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised).
+
+    With `reduction` N above 1 it was decoded smaller: a pixel stands for N x N of the `whole` = (height, width).
+    """
 
     pixels: NDArray[np.uint8]
     mask: bool = False
+    reduction: int = 1
+    whole: tuple[int, int] = (0, 0)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the whole image."""
+        return self.whole if self.reduction > 1 else (self.pixels.shape[0], self.pixels.shape[1])
 
 
 class FieldRange(NamedTuple):

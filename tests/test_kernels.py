@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from PIL import Image
 import loaderkit
 from loaderkit import Pipeline, kernels
 from loaderkit.native import kernels as compiled
+from loaderkit.resizing import _with_pillow
 
 SCALE, SHIFT = (0.0171, 0.0175, 0.0174), (-2.118, -2.036, -1.804)
 needs_c = pytest.mark.skipif(compiled is None, reason="loaderkit was installed without a compiler")
@@ -89,9 +91,11 @@ class TestSameAsTorch:
             lambda c: c.write_normalized(np.zeros((2, 3, 4, 4)), 0, [view(0, 4, 4, 0)], SCALE, SHIFT),
             lambda c: c.mirror(np.zeros((4, 3, 3), np.uint8), view(0, 4, 4, 0)),
             lambda c: c.mirror(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1]),
-            lambda c: c.resample([(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0))]),
-            lambda c: c.resample([(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0))]),
-            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1])]),
+            lambda c: c.resample([(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0), None)]),
+            lambda c: c.resample([(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0), None)]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1], None)]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.5, 0.0, 4.0, 4.0))]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.0, 0.0, math.nan, 4.0))]),
             lambda c: c.read_many(["a"], [0], [5], [None], bytearray(4)),
             lambda c: c.read_many(["a"], [-1], [4], [None], bytearray(4)),
             lambda c: c.read_many(["a"], [0, 1], [4], [None], bytearray(4)),
@@ -107,8 +111,28 @@ class TestSameAsTorch:
         target = np.zeros((height, width, 3), np.uint8)
         if not kernels.can_resample(pixels):
             pytest.skip("this CPU has no AVX2")
-        kernels.resample([(target, pixels)])
+        kernels.resample([(target, pixels, None)])
         wanted = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
+        assert np.abs(target.astype(int) - wanted).max() <= 1
+
+    @given(
+        pictures,
+        st.integers(1, 99),
+        st.integers(1, 99),
+        st.tuples(*[st.floats(0, 0.45)] * 2),
+        st.tuples(*[st.floats(0.05, 0.5)] * 2),
+    )
+    @settings(deadline=None)
+    def test_resize_of_a_part_is_pillows_within_one_level(
+        self, pixels: kernels.Pixels, height: int, width: int, start: Any, extent: Any
+    ) -> None:
+        if not kernels.can_resample(pixels):
+            pytest.skip("this CPU has no AVX2")
+        rows, columns = pixels.shape[:2]
+        part = (start[0] * rows, start[1] * columns, extent[0] * rows, extent[1] * columns)
+        target = np.zeros((height, width, 3), np.uint8)
+        kernels.resample([(target, pixels, part)])
+        wanted = _with_pillow(pixels, part, (height, width))
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
     @given(st.integers(0, 255), st.integers(1, 50), st.integers(1, 50), st.integers(1, 90), st.integers(1, 90))
@@ -119,7 +143,7 @@ class TestSameAsTorch:
         target = np.zeros((to_height, to_width, 3), np.uint8)
         pixels = np.full((height, width, 3), level, np.uint8)
         if kernels.can_resample(pixels):
-            kernels.resample([(target, pixels)])
+            kernels.resample([(target, pixels, None)])
             assert (target == level).all()
 
 

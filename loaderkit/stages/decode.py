@@ -36,6 +36,11 @@ class DecodeArgs(StageArgs):
     device: Literal["cpu"] = Field("cpu", description="where images are decoded")
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
+    scaled: bool = Field(
+        False,
+        description="decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows shrinks them "
+        "further: faster, and pixels differ by a few levels",
+    )
     exif_orientation: bool = Field(False, description="turn images upright as their EXIF tag says")
     max_pixels: int = Field(
         _MOST_PIXELS,
@@ -45,12 +50,17 @@ class DecodeArgs(StageArgs):
     )
 
 
-def decode(args: DecodeArgs) -> Callable[..., None]:
+def decode(args: DecodeArgs, reduction: Callable[[int, int, Any], int] | None = None) -> Callable[..., None]:
     """A function `(sample, draws, scratch) -> None`. JPEGs are decoded into `scratch`'s memory, which the next sample
-    with that scratch overwrites; with None, every image owns its pixels."""
-    decoder = _Decoder(args)
+    with that scratch overwrites; with None, every image owns its pixels.
+
+    With `scaled`, `reduction(height, width, draws)` says by how much an image may be shrunk, from the draws of the stage
+    that will shrink it further.
+    """
+    plain = _Decoder(args)
 
     def run(sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> None:
+        decoder = plain if reduction is None else _Decoder(args, lambda height, width: reduction(height, width, draws))
         for field in args.fields or tuple(sample):
             value = sample.get(field)
             try:
@@ -67,8 +77,9 @@ def decode(args: DecodeArgs) -> Callable[..., None]:
 class _Decoder:
     """Decodes one field, as the arguments say."""
 
-    def __init__(self, args: DecodeArgs) -> None:
+    def __init__(self, args: DecodeArgs, reduction: Callable[[int, int], int] = lambda height, width: 1) -> None:
         self._args = args
+        self._reduction = reduction
         self._masks = frozenset(args.masks or ())
 
     def encoded(self, value: Encoded, field: str, scratch: dict[str, Any] | None) -> Any:
@@ -95,11 +106,38 @@ class _Decoder:
             raise ValueError("the file is empty (0 bytes)")
         args = self._args
         if is_jpeg and field not in self._masks and not args.exif_orientation:
-            pixels = _decode_jpeg(data, args.max_pixels, None if scratch is None else scratch.setdefault(field, {}))
-            if pixels is not None:
-                return Image(pixels)
+            image = self._jpeg(data, None if scratch is None else scratch.setdefault(field, {}))
+            if image is not None:
+                return image
         is_mask = field in self._masks
         return _decode_with_pillow(data, is_mask=is_mask, upright=args.exif_orientation, max_pixels=args.max_pixels)
+
+    def _jpeg(self, data: memoryview, scratch: dict[str, Any] | None) -> Image | None:
+        """RGB, or None where Pillow has to decide."""
+        size = _jpeg_size(data)
+        if size is None:
+            return None
+        _check_size(*size, self._args.max_pixels)
+        step = self._reduction(*size)
+        height, width = (-(-length // step) for length in size)
+        buffer = None
+        if scratch is not None:
+            num_bytes = height * width * 3
+            buffer = scratch.get("pixels")
+            if buffer is None or buffer.size < num_bytes:
+                buffer = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
+            buffer = buffer[:num_bytes].reshape(height, width, 3)
+        try:
+            pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+                data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
+            )
+        except ValueError as error:
+            if "premature end" in str(error).lower():
+                raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
+            return None
+        if step == 1:
+            return Image(pixels)
+        return Image(pixels, False, step, size) if pixels.shape[:2] == (height, width) else None
 
 
 _UNREADABLE = (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError)
@@ -110,29 +148,6 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise ValueError(
             f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
         )
-
-
-def _decode_jpeg(data: memoryview, max_pixels: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8] | None:
-    """RGB uint8 [H, W, 3], or None where Pillow has to decide."""
-    size_of = _jpeg_size(data)
-    if size_of is None:
-        return None
-    height, width = size_of
-    _check_size(height, width, max_pixels)
-    buffer = None
-    if scratch is not None:
-        size = height * width * 3
-        buffer = scratch.get("pixels")
-        if buffer is None or buffer.size < size:
-            buffer = scratch["pixels"] = np.empty(size + size // 4, np.uint8)
-        buffer = buffer[:size].reshape(height, width, 3)
-    try:
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
-    except ValueError as error:
-        if "premature end" in str(error).lower():
-            raise ValueError(f"truncated JPEG ({len(data)} bytes, {width} x {height}: {error})") from None
-        return None
-    return pixels
 
 
 def _jpeg_size(data: memoryview) -> tuple[int, int] | None:

@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
-from torch.nn.functional import interpolate
 
-from loaderkit.images import image_fields, to_tensor
-from loaderkit.kernels import can_resample, packed
+from loaderkit.images import image_fields
+from loaderkit.resizing import Interpolation, ResampleJob, resized
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.types import Image, Sample
 
 Draws = NDArray[np.float64]
 Scratch = dict[str, Any]
-ResampleJob = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 SampleFunction = Callable[..., list[ResampleJob] | None]
-"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict for each field, or None to take fresh one.
-
-Jobs are (target, pixels) still to be resized; the target is in the sample already. Those of a whole chunk are done in one
-call: every call that gives the GIL away may wait for it afterwards.
-"""
-Interpolation = Literal["bilinear", "bicubic", "nearest"]
+"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict for each field, or None to take fresh one. The
+targets of jobs are in the sample already."""
+Reduction = Callable[[int, int, Draws], int]
+"""`(height, width, draws) -> 1, 2, 4 or 8`: by how much an image may be shrunk before a stage, with the stage's draws."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -105,18 +101,30 @@ def resize(args: ResizeArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
         for name, image in image_fields(sample, args.fields):
-            height, width = image.pixels.shape[:2]
-            if isinstance(args.size, tuple):
-                target = args.size
-            elif height <= width:
-                target = (args.size, int(args.size * width / height))
-            else:
-                target = (int(args.size * height / width), args.size)
+            target = _resize_target(args.size, *image.size)
             memory = _of_field(scratch, name)
-            sample[name] = resized(image, target, args.interpolation, args.antialias, jobs=jobs, scratch=memory)
+            sample[name] = resized(
+                image, None, target, args.interpolation, antialias=args.antialias, jobs=jobs, scratch=memory
+            )
         return jobs
 
     return run
+
+
+def resize_reduction(args: ResizeArgs) -> Reduction:
+    """How much smaller an image may be decoded before it is resized."""
+    return lambda height, width, draws: _reduction(height, width, _resize_target(args.size, height, width))
+
+
+def _resize_target(size: int | tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    if isinstance(size, tuple):
+        return size
+    return (size, int(size * width / height)) if height <= width else (int(size * height / width), size)
+
+
+def _reduction(height: int, width: int, target: tuple[int, int]) -> int:
+    """The greatest of libjpeg's fast factors that leaves `height` x `width` pixels at least as large as `target`."""
+    return next((step for step in (8, 4, 2) if height >= step * target[0] and width >= step * target[1]), 1)
 
 
 def center_crop(args: CenterCropArgs) -> SampleFunction:
@@ -178,15 +186,26 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
         images = image_fields(sample, args.fields)
-        top, left, height, width = crop_box(*_shared_size(images), args.scale, args.ratio, draws)
+        box = crop_box(*_shared_size(images), args.scale, args.ratio, draws)
         for name, image in images:
-            pixels = image.pixels
-            piece = image._replace(pixels=pixels[top : top + height, left : left + width])
             memory = _of_field(scratch, name)
-            sample[name] = resized(piece, target, args.interpolation, args.antialias, jobs=jobs, scratch=memory)
+            sample[name] = resized(
+                image, box, target, args.interpolation, antialias=args.antialias, jobs=jobs, scratch=memory
+            )
         return jobs
 
     return run
+
+
+def random_resized_crop_reduction(args: RandomResizedCropArgs) -> Reduction:
+    """How much smaller an image may be decoded before the piece that will be cut out of it is resized."""
+    target = _pair(args.size)
+
+    def reduction(height: int, width: int, draws: Draws) -> int:
+        _, _, box_height, box_width = crop_box(height, width, args.scale, args.ratio, draws)
+        return _reduction(box_height, box_width, target)
+
+    return reduction
 
 
 def crop_box(
@@ -220,47 +239,9 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         if draws[0] < args.p:
             for name, image in image_fields(sample, args.fields):
-                sample[name] = Image(image.pixels[:, ::-1], image.mask)
+                sample[name] = image._replace(pixels=image.pixels[:, ::-1])
 
     return run
-
-
-def resized(
-    image: Image,
-    size: tuple[int, int],
-    interpolation: Interpolation,
-    antialias: bool,
-    *,
-    jobs: list[ResampleJob],
-    scratch: Scratch | None = None,
-) -> Image:
-    """Resize to (height, width), rounding as Pillow does. Masks take the nearest pixel.
-
-    What is left to do is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized
-    with that scratch overwrites.
-    """
-    if image.pixels.shape[:2] == size:
-        return image
-    if not image.mask and interpolation == "bilinear" and antialias:
-        pixels = packed(image.pixels)
-        if can_resample(pixels):
-            target = _memory((*size, image.pixels.shape[2]), scratch)
-            jobs.append((target, pixels))
-            return Image(target)
-    mode = "nearest-exact" if image.mask or interpolation == "nearest" else interpolation
-    planes = interpolate(
-        to_tensor(image).unsqueeze(0), size=size, mode=mode, antialias=antialias and mode != "nearest-exact"
-    )
-    return image._replace(pixels=planes[0].permute(1, 2, 0).contiguous().numpy())
-
-
-def _memory(shape: tuple[int, ...], scratch: Scratch | None) -> NDArray[np.uint8]:
-    kept: NDArray[np.uint8] | None = None if scratch is None else scratch.get("resized")
-    if kept is None or kept.shape != shape:
-        kept = np.empty(shape, np.uint8)
-        if scratch is not None:
-            scratch["resized"] = kept
-    return kept
 
 
 def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
@@ -269,8 +250,8 @@ def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
 
 def _shared_size(images: list[tuple[str, Image]]) -> tuple[int, int]:
     """(height, width) of all of them; a crop of one place needs images of one size."""
-    sizes = {name: image.pixels.shape[:2] for name, image in images}
-    height, width = images[0][1].pixels.shape[:2]
+    sizes = {name: image.size for name, image in images}
+    height, width = images[0][1].size
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {w} x {h}" for name, (h, w) in sizes.items())
         raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")

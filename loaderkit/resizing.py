@@ -1,0 +1,97 @@
+"""Resizing images: what is cut out of which image, and how it becomes an image of another size.
+
+Bilinear and antialiased, the usual case, is left to be done as jobs, those of a whole chunk in one call: every call that
+gives the GIL away may wait to get it back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from torch.nn.functional import interpolate
+
+from loaderkit.images import to_tensor
+from loaderkit.kernels import can_resample, packed
+from loaderkit.types import Image
+
+Interpolation = Literal["bilinear", "bicubic", "nearest"]
+Box = tuple[int, int, int, int]
+"""(top, left, height, width) in pixels of the whole image."""
+
+
+class ResampleJob(NamedTuple):
+    """Resize `box` = (top, left, height, width) of `pixels`, None for all of it, into `target`, uint8 [H, W, 3]."""
+
+    target: NDArray[np.uint8]
+    pixels: NDArray[np.uint8]
+    box: tuple[float, float, float, float] | None = None
+
+
+def resized(
+    image: Image,
+    box: Box | None,
+    size: tuple[int, int],
+    interpolation: Interpolation,
+    *,
+    antialias: bool,
+    jobs: list[ResampleJob],
+    scratch: dict[str, Any] | None = None,
+) -> Image:
+    """Resize `box` of an image to (height, width), rounding as Pillow does. Masks take the nearest pixel.
+
+    What is left to do is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized
+    with that scratch overwrites.
+    """
+    pixels, part = _cut(image, box)
+    if part is None and pixels.shape[:2] == size:
+        return Image(pixels, image.mask)
+    if not image.mask and interpolation == "bilinear" and antialias:
+        pixels = packed(pixels)
+        if can_resample(pixels):
+            target = _memory((*size, pixels.shape[2]), scratch)
+            jobs.append(ResampleJob(target, pixels, part))
+            return Image(target)
+    if part is not None:
+        return Image(_with_pillow(pixels, part, size))
+    mode = "nearest-exact" if image.mask or interpolation == "nearest" else interpolation
+    planes = interpolate(
+        to_tensor(Image(pixels)).unsqueeze(0), size=size, mode=mode, antialias=antialias and mode != "nearest-exact"
+    )
+    return Image(planes[0].permute(1, 2, 0).contiguous().numpy(), image.mask)
+
+
+def _cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], tuple[float, float, float, float] | None]:
+    """The pixels of a box, and which part of these it is, if not all: a reduced image has a pixel for several."""
+    if image.reduction == 1:
+        if box is None:
+            return image.pixels, None
+        top, left, height, width = box
+        return image.pixels[top : top + height, left : left + width], None
+    top, left, height, width = box or (0, 0, *image.size)
+    step = image.reduction
+    first_row, first_column = top // step, left // step
+    pixels = image.pixels[first_row : math.ceil((top + height) / step), first_column : math.ceil((left + width) / step)]
+    return pixels, (top / step - first_row, left / step - first_column, height / step, width / step)
+
+
+def _with_pillow(
+    pixels: NDArray[np.uint8], part: tuple[float, float, float, float], size: tuple[int, int]
+) -> NDArray[np.uint8]:
+    top, left, height, width = part
+    image = Pillow.fromarray(pixels).resize(
+        size[::-1], Pillow.Resampling.BILINEAR, box=(left, top, left + width, top + height)
+    )
+    return np.array(image)
+
+
+def _memory(shape: tuple[int, ...], scratch: dict[str, Any] | None) -> NDArray[np.uint8]:
+    kept: NDArray[np.uint8] | None = None if scratch is None else scratch.get("resized")
+    if kept is None or kept.shape != shape:
+        kept = np.empty(shape, np.uint8)
+        if scratch is not None:
+            scratch["resized"] = kept
+    return kept

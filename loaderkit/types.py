@@ -6,7 +6,7 @@ The way of a batch: an `Order` says which samples stand at which positions; a `D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -40,6 +40,15 @@ class ByteRange(NamedTuple):
     start: int
     length: int
     etag: str | None = None
+
+
+class Ranges(NamedTuple):
+    """Many byte ranges, as columns of one length: what `ByteRange` says of one."""
+
+    keys: list[str]
+    starts: list[int]
+    lengths: list[int]
+    etags: list[str | None]
 
 
 class Member(NamedTuple):
@@ -76,8 +85,8 @@ class Connector(Protocol):
 class BulkConnector(Connector, Protocol):
     """A connector that reads many ranges faster together than one by one."""
 
-    def read_many(self, ranges: Sequence[ByteRange], buffer: memoryview) -> Sequence[Exception | None]:
-        """Fill `buffer` with the ranges, one right behind another; for each None, or the error `read_into` raises."""
+    def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
+        """Read every range to its offset in `buffer`; the errors, as `read_into` raises them, by number of the range."""
 
 
 # ------------------------------------------------------------------------------------------- what samples are
@@ -115,6 +124,13 @@ class FieldRange(NamedTuple):
     range: ByteRange
 
 
+class Table(NamedTuple):
+    """The ranges of several samples with the same fields: sample by sample, the fields in their order."""
+
+    fields: tuple[tuple[str, str], ...]  # (field, extension)
+    ranges: Ranges
+
+
 class Source(Protocol):
     """A finite set of samples in canonical order, numbered from 0."""
 
@@ -144,6 +160,16 @@ class Source(Protocol):
         """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
 
     def close(self) -> None: ...
+
+
+class TableSource(Protocol):
+    """What a `Source` may have besides, so that nothing is asked sample by sample."""
+
+    def table(self, indices: NDArray[np.int64]) -> Table | None:
+        """The ranges of these samples, or None if they have to be asked one by one: fields differ, or are missing."""
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of these samples."""
 
 
 class ItemSource(Protocol):

@@ -7,8 +7,7 @@ import os
 import re
 import secrets
 import stat as stat_bits
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from loaderkit.errors import (
@@ -19,7 +18,7 @@ from loaderkit.errors import (
     ShortReadError,
 )
 from loaderkit.native import kernels
-from loaderkit.types import ByteRange, ObjectInfo
+from loaderkit.types import ObjectInfo, Ranges
 
 # An empty part, "." or "..": two spellings of one file, or a way out of the root.
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
@@ -96,32 +95,26 @@ class FileConnector:
                 f"{start} on: it has {size}; it is cut short, or the index that led here is old"
             )
 
-    def read_many(self, ranges: Sequence[ByteRange], buffer: memoryview) -> Sequence[ConnectorError | None]:
-        """Fill `buffer` with ranges one behind another; see `BulkConnector.read_many`.
+    def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
+        """Read every range to its offset in `buffer`; see `BulkConnector.read_many`.
 
         Ranges of one file in its order are read together, small gaps included, and the GIL is given away once.
         """
-        paths: dict[str, str] = {}
-        for key, _, _, _ in ranges:
-            if key not in paths:
-                paths[key] = "" if _UNUSUAL_PART.search(key) else self._base + key
-        failed: Sequence[int] | None = range(len(ranges))
+        keys, starts, lengths, etags = ranges
+        failed: Sequence[int] | None = range(len(keys))
         if kernels is not None:
-            names = [paths[key] for key, _, _, _ in ranges]
-            starts, lengths, etags = ([found[i] for found in ranges] for i in (1, 2, 3))
-            failed = kernels.read_many(names, starts, lengths, etags, buffer)
-        if not failed:
-            return [None] * len(ranges)
+            paths = {key: "" if _UNUSUAL_PART.search(key) else self._base + key for key in dict.fromkeys(keys)}
+            failed = kernels.read_many([paths[key] for key in keys], starts, lengths, etags, offsets, buffer)
         # What failed, together or singly, is read again by itself: that says what is wrong with it, if it still is.
-        ends = tuple(accumulate(found.length for found in ranges))
         errors: dict[int, ConnectorError] = {}
-        for place in failed:
-            key, start, length, etag = ranges[place]
+        for number in failed or ():
+            offset = offsets[number]
+            part = buffer[offset : offset + lengths[number]]
             try:
-                self.read_into(key, start, buffer[ends[place] - length : ends[place]], etag=etag)
+                self.read_into(keys[number], starts[number], part, etag=etags[number])
             except ConnectorError as error:
-                errors[place] = error
-        return [errors.get(place) for place in range(len(ranges))]
+                errors[number] = error
+        return errors
 
     def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Create or replace a file, with its parent directories; readers see the old bytes or the new ones."""

@@ -22,6 +22,7 @@ from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
+from loaderkit.prefetch.turns import Turns
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
 _JOIN_S = 10.0
@@ -31,10 +32,11 @@ logger = logging.getLogger("loaderkit")
 class Pool:
     """A running pool. The first takes its chunks from the engine's intake, the others from a buffer."""
 
-    def __init__(self, number: int, plan: PoolPlan, states: States) -> None:
+    def __init__(self, number: int, plan: PoolPlan, states: States, clock: Clock) -> None:
         self.number = number
         self.plan = plan
         self.buffer: Buffer[Chunk | Destination] | None = Buffer(2 * plan.num_workers, states) if number else None
+        self.turns = Turns(clock) if plan.num_workers > 1 else None
         self.accounts: list[Account] = []
         self.threads: list[threading.Thread] = []
 
@@ -57,7 +59,7 @@ class Engine:
         self.states = States(len(stages))
         self.clock = clock
         self.inline = inline
-        self.pools = [Pool(number, pool, self.states) for number, pool in enumerate(pools)]
+        self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
         self.stall_s: dict[str, float] = {}
         self.num_delivered = 0
         self.num_samples = 0
@@ -261,7 +263,12 @@ class Engine:
         account.enter(self.states.blocked)
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
-        onward = self._run(pool, account, item)
+        ticket = pool.turns.begin(account, self.states.idle) if pool.turns is not None else None
+        try:
+            onward = self._run(pool, account, item)
+        finally:
+            if pool.turns is not None and ticket is not None:
+                pool.turns.end(ticket, len(item))
         if onward is None:
             return
         if pool.number + 1 < len(self.pools):

@@ -75,6 +75,7 @@ class DatasetSource:
     def __init__(self, dataset: Any, args: DatasetArgs) -> None:
         self._dataset = dataset
         self._fields = args.fields
+        self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
         self._name = type(dataset).__qualname__
         size = len(dataset)
         if size == 0:
@@ -89,6 +90,10 @@ class DatasetSource:
     def key(self, index: int) -> str:
         return str(index)
 
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of several items."""
+        return list(map(str, indices.tolist()))
+
     def origin(self, index: int) -> str:
         return self._name
 
@@ -96,7 +101,11 @@ class DatasetSource:
         value = self._dataset[index]
         if isinstance(value, dict):
             return dict(value)
-        items = value if isinstance(value, tuple) else (value,)
+        if not isinstance(value, tuple):
+            if self._single is not None:
+                return {self._single: value}
+            value = (value,)
+        items: tuple[Any, ...] = value
         names = self._fields or tuple(map(str, range(len(items))))
         if len(names) != len(items):
             raise ValueError(f"the item is a tuple of {len(items)}, `fields` names {len(names)}: {', '.join(names)}")

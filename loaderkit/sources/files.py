@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from loaderkit.catalog import Catalog, FieldMap, Fields, Include, Patterns, cut_blocks
 from loaderkit.errors import SourceError
 from loaderkit.schema import SourceArgs
-from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Sample
+from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
 
 _MAX_COUNTED = 10_000
 
@@ -57,6 +57,7 @@ class FilesSource:
         self._field_map = FieldMap(args.fields)
         self._num_seen = 0
         self._folders: dict[str, int] = {}
+        self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), as they come
         folder_ids = array("q")
         self._catalog = Catalog(self._chosen(folder_ids))
         if not len(self._catalog):
@@ -84,6 +85,18 @@ class FilesSource:
         info = self._catalog[index]
         field, extension = self._field_of(info.key)
         return [FieldRange(field, extension, ByteRange(info.key, 0, info.size, info.etag))]
+
+    def table(self, indices: NDArray[np.int64]) -> Table | None:
+        """The whole files, if all files have one extension."""
+        if len(self._extensions) > 1:
+            return None
+        sizes = self._catalog.sizes[indices].tolist()
+        etags: list[str | None] = [*self._catalog.etags.take(indices)]
+        return Table(tuple(self._extensions), Ranges(self.keys(indices), [0] * len(sizes), sizes, etags))
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of several files."""
+        return self._catalog.keys.take(indices)
 
     def constants(self, index: int) -> Sample:
         """{"label": class number} with `label: parent`, else nothing."""
@@ -114,13 +127,14 @@ class FilesSource:
             is_wanted = self._args.limit is None or num_chosen < self._args.limit
             if not is_wanted and self._args.label == "none":
                 return
-            self._field_of(info.key)
+            found = self._field_of(info.key)
             if self._args.label == "parent":
                 folder = self._folders.setdefault(self._folder_of(info.key), len(self._folders))
                 if is_wanted:
                     folder_ids.append(folder)
             if is_wanted:
                 num_chosen += 1
+                self._extensions.setdefault(found)
                 yield info
 
     def _field_of(self, key: str) -> tuple[str, str]:

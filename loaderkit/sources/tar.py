@@ -23,7 +23,7 @@ from loaderkit.catalog import FieldMap, Fields, Include, Patterns, StringTable, 
 from loaderkit.errors import SourceError
 from loaderkit.formats.tar_index import TarIndex
 from loaderkit.schema import SourceArgs
-from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Sample
+from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
 
 # WebDataset's own description of an archive, anywhere below a folder `__...__` or `__...` at the top.
 _META = re.compile(r"__[^/]*__($|/)")
@@ -86,6 +86,7 @@ class TarSource:
         self._extensions = list(self._extension_ids)
         self._fields = [self._field_map.field_of(extension) for extension in self._extensions]  # by extension's number
         self._check_fields()
+        self._alike = self._find_alike()
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -124,6 +125,26 @@ class TarSource:
                 f"sample {self.key(index)!r} in {self._connector.describe(shard.key)} has no {error.args[0]!r} "
                 f"({wanted!r} wanted; it has: {', '.join(self._extensions_of(index))})"
             ) from None
+
+    def table(self, indices: NDArray[np.int64]) -> Table | None:
+        """The members of several samples, if all samples of the source consist of the same extensions in one order."""
+        if self._alike is None:
+            return None
+        offsets, fields = self._alike
+        members = (self._firsts[indices][:, None] + offsets).ravel()
+        shards = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
+        infos = self._shards
+        ranges = Ranges(
+            [infos[shard].key for shard in shards],
+            self._starts[members].tolist(),
+            self._sizes[members].tolist(),
+            [infos[shard].etag for shard in shards],
+        )
+        return Table(fields, ranges)
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of several samples."""
+        return self._keys.take(indices)
 
     def constants(self, index: int) -> Sample:
         """Nothing is known of a sample without reading it."""
@@ -258,6 +279,22 @@ class TarSource:
                 f"the field {name!r}: {' and '.join(f'{self.key(index)}.{e}' for e in both)}; say in `fields` which "
                 "extension is which field"
             )
+
+    def _find_alike(self) -> tuple[NDArray[np.int64], tuple[tuple[str, str], ...]] | None:
+        """Where the wanted members lie among those of a sample, and their fields, if that is so for all samples."""
+        num_members = len(self._extensions_of(0))
+        if len(self._sizes) != num_members * len(self) or (np.diff(self._firsts) != num_members).any():
+            return None
+        rows = self._member_extensions.reshape(len(self), num_members)
+        if (rows != rows[0]).any():
+            return None
+        try:
+            found = self.ranges(0)
+        except SourceError:
+            return None
+        extensions = self._extensions_of(0)
+        offsets = np.array([extensions.index(extension) for _, extension, _ in found], np.int64)
+        return offsets, tuple((field, extension) for field, extension, _ in found)
 
     def _shard_of(self, index: int) -> int:
         return bisect_right(self._shard_starts, self._place(index)) - 1

@@ -7,13 +7,13 @@ A source of objects has no ranges; its `item(i)` is the sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import numpy as np
 
 from loaderkit.schema import StageArgs
-from loaderkit.types import BulkConnector, ByteRange, Chunk, Connector, Encoded, FieldRange, ItemSource, Sample, Source
+from loaderkit.types import BulkConnector, Chunk, Connector, Encoded, ItemSource, Ranges, Sample, Source, Table
 
 
 class ReadArgs(StageArgs):
@@ -30,60 +30,77 @@ def read_ranges(source: Source, connector: Connector, failed: SampleErrors) -> C
     for every file costs 16 % of the read (page faults).
     """
 
-    read_all = connector.read_many if isinstance(connector, BulkConnector) else partial(_read_singly, connector)
+    table_of = getattr(source, "table", None)
+    read_many = connector.read_many if isinstance(connector, BulkConnector) else None
 
     def run(chunk: Chunk) -> int:
-        plans: list[tuple[int, int, list[FieldRange]]] = []
-        wanted: list[ByteRange] = []
-        size = 0
-        for place, index in enumerate(chunk.indices.tolist()):
-            try:
-                ranges = source.ranges(index)
-            except Exception as error:
-                failed(chunk, place, error)
-                continue
-            plans.append((place, index, ranges))
-            for found in ranges:
-                wanted.append(found[2])
-                size += found[2][2]
+        table: Table | None = None if table_of is None else table_of(chunk.indices)
+        if table is None:
+            places, fields, ranges = _one_by_one(source, chunk, failed)
+        else:
+            places, fields, ranges = list(range(len(chunk))), [table.fields] * len(chunk), table.ranges
+        ends = list(accumulate(ranges.lengths))
+        offsets = [0, *ends[:-1]]
+        size = ends[-1] if ends else 0
         view = _buffer(chunk, size)
-        errors = iter(read_all(wanted, view))
-        offset = 0
-        for place, index, ranges in plans:
-            chunk.place = place
-            sample: Sample = {}
-            bad: Exception | None = None
-            for field, extension, (_, _, length, _) in ranges:
-                sample[field] = Encoded(view[offset : offset + length], extension)
-                offset += length
-                bad = next(errors) or bad
-            if bad is None:
-                try:
-                    sample.update(source.constants(index))
-                except Exception as error:
-                    bad = error
-            if bad is None:
-                chunk.samples[place] = sample
-            else:
-                failed(chunk, place, bad)
+        if read_many is None:
+            owners = [place for place, names in zip(places, fields, strict=True) for _ in names]
+            parts = [view[begin:end] for begin, end in zip(offsets, ends, strict=False)]
+            errors = _read_each(connector, ranges, parts, chunk, owners)
+        else:
+            errors = read_many(ranges, offsets, view)
+        indices = chunk.indices.tolist()
+        pieces = iter([view[begin:end] for begin, end in zip(offsets, ends, strict=False)])
+        for place, names in zip(places, fields, strict=True):
+            sample: Sample = {field: Encoded(next(pieces), extension) for field, extension in names}
+            sample.update(source.constants(indices[place]))
+            chunk.samples[place] = sample
+        if errors:
+            owners = [place for place, names in zip(places, fields, strict=True) for _ in names]
+            for number, error in errors.items():
+                failed(chunk, owners[number], error)
         return size
 
     return run
 
 
-def _read_singly(connector: Connector, ranges: list[ByteRange], buffer: memoryview) -> Iterator[Exception | None]:
-    """`read_many` of a connector that has none. It reads as it is asked, so that reports name the sample it hangs at."""
-    offset = 0
-    for key, start, length, etag in ranges:
-        part = buffer[offset : offset + length]
-        offset += length
-        error: Exception | None = None
+_Names = tuple[tuple[str, str], ...]
+
+
+def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors) -> tuple[list[int], list[_Names], Ranges]:
+    """The places of the samples that have ranges, their fields with extensions, and the ranges."""
+    places: list[int] = []
+    fields: list[_Names] = []
+    ranges = Ranges([], [], [], [])
+    for place, index in enumerate(chunk.indices.tolist()):
+        try:
+            found = source.ranges(index)
+        except Exception as error:
+            failed(chunk, place, error)
+            continue
+        places.append(place)
+        fields.append(tuple((field, extension) for field, extension, _ in found))
+        for _, _, (key, start, length, etag) in found:
+            ranges.keys.append(key)
+            ranges.starts.append(start)
+            ranges.lengths.append(length)
+            ranges.etags.append(etag)
+    return places, fields, ranges
+
+
+def _read_each(
+    connector: Connector, ranges: Ranges, parts: list[memoryview], chunk: Chunk, owners: list[int]
+) -> Mapping[int, Exception]:
+    """`read_many` of a connector that has none."""
+    errors: dict[int, Exception] = {}
+    for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
+        chunk.place = owners[number]
         try:
             if length or start == 0:
-                connector.read_into(key, start, part, etag=etag)
-        except Exception as raised:
-            error = raised
-        yield error
+                connector.read_into(key, start, parts[number], etag=etag)
+        except Exception as error:
+            errors[number] = error
+    return errors
 
 
 def _buffer(chunk: Chunk, size: int) -> memoryview:

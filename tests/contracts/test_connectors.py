@@ -19,7 +19,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from loaderkit.formats.tar_index import scan_tar
-from loaderkit.types import BulkConnector, ByteRange, Connector
+from loaderkit.types import BulkConnector, ByteRange, Connector, Ranges
 
 
 class Writable(Connector, Protocol):
@@ -239,11 +239,13 @@ def test_reading_many_is_reading_each(
         for key, start, length, etag in sorted(wanted) if in_order else wanted:
             tag = {"as listed": listed.get(key, ""), "unknown": None, "old": "0-0"}[etag]
             ranges.append(ByteRange(store.place(key), start, length, tag))
-        buffer = bytearray(sum(found.length for found in ranges))
-        errors = store.connector.read_many(ranges, memoryview(buffer))
-        assert len(errors) == len(ranges)
-        offset = 0
-        for found, error in zip(ranges, errors, strict=True):
+        offsets = [8 + sum(found.length + 3 for found in ranges[:number]) for number in range(len(ranges))]
+        buffer = bytearray(8 + sum(found.length + 3 for found in ranges))
+        columns = Ranges(*([found[i] for found in ranges] for i in range(4)))  # type: ignore[arg-type]
+        errors = store.connector.read_many(columns, offsets, memoryview(buffer))
+        assert errors.keys() <= {*range(len(ranges))}
+        for number, (found, offset) in enumerate(zip(ranges, offsets, strict=True)):
+            error = errors.get(number)
             alone = bytearray(found.length)
             try:
                 store.connector.read_into(found.key, found.start, memoryview(alone), etag=found.etag)
@@ -252,7 +254,6 @@ def test_reading_many_is_reading_each(
             else:
                 assert error is None
                 assert buffer[offset : offset + found.length] == alone
-            offset += found.length
 
 
 def test_many_threads(factory: Factory) -> None:

@@ -1,0 +1,114 @@
+"""Workers take turns where that was measured to be faster, and only there."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from loaderkit.prefetch.accounts import Account, States
+from loaderkit.prefetch.turns import _PATIENCE, _WINDOW, Turns
+
+STATES = States(1)
+
+
+def takes_turns(machine: Machine) -> bool:
+    return machine.turns.one_at_a_time
+
+
+class Machine:
+    """Two workers in one thread's hands: how long a chunk of ten samples takes, and how much of that is CPU time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.cpu = 0.0
+        self.turns = Turns(lambda: self.now, lambda: self.cpu)
+        self.account = Account(STATES, lambda: self.now, first_state=STATES.starved)
+
+    def overlapping(self, seconds: float, cpu_share: float) -> None:
+        """Two chunks at the same time, each taking so long."""
+        first = self.turns.begin(self.account, STATES.idle)
+        if first.alone:
+            self._pass(seconds, cpu_share)
+            self.turns.end(first, 10)
+            return
+        second = self.turns.begin(self.account, STATES.idle)
+        self._pass(seconds, cpu_share)
+        self.turns.end(first, 10)
+        self.turns.end(second, 10)
+
+    def _pass(self, seconds: float, cpu_share: float) -> None:
+        self.now += seconds
+        self.cpu += seconds * cpu_share
+
+    def until_tried(self, free_s: float, free_share: float) -> None:
+        for _ in range(_WINDOW):
+            if not self.turns.one_at_a_time:
+                self.overlapping(free_s, free_share)
+
+
+def test_workers_that_compute_are_left_alone() -> None:
+    machine = Machine()
+    for _ in range(3 * _PATIENCE):
+        machine.overlapping(1.0, 0.95)
+        assert not takes_turns(machine)
+
+
+def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
+    machine = Machine()
+    machine.until_tried(1.0, 0.5)
+    assert takes_turns(machine)
+    for _ in range(_PATIENCE):
+        machine.overlapping(0.4, 1.0)
+        assert takes_turns(machine)
+    for _ in range(_WINDOW):
+        machine.overlapping(0.4, 1.0)
+    assert not takes_turns(machine), "the other way is looked at again"
+    machine.until_tried(1.0, 0.5)
+    assert takes_turns(machine)
+
+
+def test_waiting_for_a_store_is_tried_once_and_given_up() -> None:
+    machine = Machine()
+    machine.until_tried(1.0, 0.1)
+    assert takes_turns(machine)
+    for _ in range(_WINDOW):
+        machine.overlapping(1.0, 0.1)
+    assert not takes_turns(machine)
+    for _ in range(_PATIENCE // 2 - 1):
+        machine.overlapping(1.0, 0.1)
+        assert not takes_turns(machine)
+
+
+def test_a_worker_alone_says_nothing() -> None:
+    machine = Machine()
+    for _ in range(3 * _WINDOW):
+        ticket = machine.turns.begin(machine.account, STATES.idle)
+        machine.now += 1.0
+        machine.turns.end(ticket, 10)
+    assert not takes_turns(machine)
+
+
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_one_at_a_time_means_one(num_threads: int) -> None:
+    machine = Machine()
+    machine.turns.one_at_a_time = True
+    machine.turns._num_left = 10**9
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work() -> None:
+        account = Account(STATES, lambda: 0.0, first_state=STATES.starved)
+        for _ in range(200):
+            ticket = machine.turns.begin(account, STATES.idle)
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
+            machine.turns.end(ticket, 1)
+
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1

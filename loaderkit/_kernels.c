@@ -3,6 +3,7 @@
  *
  *     read_range(path, start, buffer)                        open, fstat, pread, close
  *     read_many(paths, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
+ *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     jpeg_size(data)                                        what the frame header says
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
@@ -510,6 +511,36 @@ static PyObject *read_many(PyObject *self, PyObject *args) {
     return result != NULL ? result : Py_NewRef(Py_None);
 }
 
+/* Copies of the parts of a buffer that lie one behind another: a slice and a `bytes` in Python take three times as long. */
+static PyObject *cut(PyObject *self, PyObject *args) {
+    Py_buffer buffer;
+    PyObject *lengths;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*O!", &buffer, &PyList_Type, &lengths)) {
+        return NULL;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(lengths);
+    PyObject *result = PyList_New(count);
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; i < count && result != NULL; i++) {
+        const Py_ssize_t length = PyLong_AsSsize_t(PyList_GET_ITEM(lengths, i));
+        PyObject *part = NULL;
+        if (length >= 0 && length <= buffer.len - at) {
+            part = PyBytes_FromStringAndSize((const char *)buffer.buf + at, length);
+            at += length;
+        } else if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_ValueError, "the parts must lie in the buffer");
+        }
+        if (part == NULL) {
+            Py_CLEAR(result);
+        } else {
+            PyList_SET_ITEM(result, i, part);
+        }
+    }
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
 /* The frame header of a baseline, extended or progressive JPEG of 8 bits; None for everything else. A few hundred
  * nanoseconds, against 10 us in a decoder that sets itself up for it. */
 static PyObject *jpeg_size(PyObject *self, PyObject *object) {
@@ -810,6 +841,7 @@ static PyMethodDef methods[] = {
     {"resample", resample, METH_O, "resample([(target, pixels, part), ...]) -> whether this CPU can"},
     {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer) -> (bytes read, mode, size, mtime_ns)"},
     {"read_many", read_many, METH_VARARGS, "read_many(paths, starts, lengths, etags, offsets, buffer) -> places that failed, or None"},
+    {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},
     {"jpeg_size", jpeg_size, METH_O, "jpeg_size(data) -> (height, width, components) or None"},
     {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},

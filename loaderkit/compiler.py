@@ -97,7 +97,7 @@ class Compiler:
             if isinstance(self._source, DatasetSource):
                 return read_items(self._source, failed)
             assert self._connector is not None
-            return read_ranges(self._source, self._connector, failed)
+            return read_ranges(self._source, self._connector, failed, as_bytes=self._border == 1)
         if isinstance(args, CallArgs):
             function, wants_rng = self._bind(config.name, args)
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)

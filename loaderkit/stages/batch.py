@@ -101,8 +101,8 @@ def land(
         if spec.kind == "slab":
             if columns is None or not _land_together(columns[name], spec, chunk.destination.fields[name], chunk):
                 _land_singly(chunk, name, spec, failed)
-        elif columns is not None and spec.kind == "list" and {*map(type, columns[name])} == {Encoded}:
-            chunk.destination.values[name][chunk.lo : chunk.hi] = [bytes(value[0]) for value in columns[name]]
+        elif columns is not None and spec.kind == "list" and {*map(type, columns[name])} == {bytes}:
+            chunk.destination.values[name][chunk.lo : chunk.hi] = columns[name]
         else:
             _keep(chunk, name, spec, failed)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,33 +230,43 @@ class TarSource:
     def _group(self, info: ObjectInfo, index: TarIndex) -> list[tuple[str, list[int], list[int]]]:
         """The samples of one archive: key, places of the members, numbers of their extensions."""
         samples: dict[str, tuple[str, list[int], list[int]]] = {}
-        last = None
+        last = ""  # the key of the sample the latest member belongs to, with its dot
+        members: list[int] = []
+        ids: list[int] = []
         for place, name in enumerate(index.names()):
-            if name.startswith("__") and _META.match(name):
-                continue
-            base = name.rfind("/") + 1
-            dot = name.find(".", base)
-            if dot <= base or dot == len(name) - 1:
-                self.num_ignored += 1
-                continue
-            key, extension = name[:dot], name[dot + 1 :].lower()
-            sample = samples.setdefault(key, (key, [], []))
+            if last and name.startswith(last):
+                extension = name[len(last) :].lower()
+            else:
+                if name.startswith("__") and _META.match(name):
+                    continue
+                base = name.rfind("/") + 1
+                dot = name.find(".", base)
+                if dot <= base or dot == len(name) - 1:
+                    self.num_ignored += 1
+                    continue
+                key, extension, last = name[:dot], name[dot + 1 :].lower(), name[: dot + 1]
+                if key in samples:
+                    self._fail_as_scattered(info, key, name)
+                members, ids = [], []
+                samples[key] = (key, members, ids)
             extension_id = self._extension_ids.setdefault(extension, len(self._extension_ids))
-            if sample[1] and key != last:
-                raise SourceError(
-                    f"{self._connector.describe(info.key)}: sample {key!r} comes back with {name!r} after others; "
-                    "its members must lie together: create the archive with its members sorted by name "
-                    "(tar --sort=name)"
-                )
-            if extension_id in sample[2]:
-                raise SourceError(
-                    f"{self._connector.describe(info.key)}: sample {key!r} has the extension {extension!r} twice "
-                    "(upper and lower case count as the same); give each member its own name"
-                )
-            sample[1].append(place)
-            sample[2].append(extension_id)
-            last = key
+            if extension_id in ids:
+                self._fail_as_twice(info, last[:-1], extension)
+            members.append(place)
+            ids.append(extension_id)
         return list(samples.values())
+
+    def _fail_as_scattered(self, info: ObjectInfo, key: str, name: str) -> NoReturn:
+        raise SourceError(
+            f"{self._connector.describe(info.key)}: sample {key!r} comes back with {name!r} after others; "
+            "its members must lie together: create the archive with its members sorted by name (tar --sort=name)"
+        )
+
+    def _fail_as_twice(self, info: ObjectInfo, key: str, extension: str) -> NoReturn:
+        raise SourceError(
+            f"{self._connector.describe(info.key)}: sample {key!r} has the extension {extension!r} twice "
+            "(upper and lower case count as the same); give each member its own name"
+        )
 
     def _check_fields(self) -> None:
         """Compute the samples' sizes, and raise if two members of one are the same field."""

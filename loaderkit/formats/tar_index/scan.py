@@ -86,6 +86,12 @@ class TarScanner:
         extended = _Extended()
         name = b""
         while position + _BLOCK <= self._num_bytes:
+            if not extended.is_pending and not self._globals:
+                plain, position = self._window.plain_files(position)
+                if plain:
+                    name = plain[-1][0]
+                    yield from plain
+                    continue
             header = self._window.take(position, _BLOCK)
             if not header[0] and not any(header):
                 return self._end_mark(position, extended)

@@ -134,7 +134,7 @@ def _keep(path: Path, info: ObjectInfo, index: TarIndex) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "xb") as file:
-                np.savez_compressed(
+                np.savez(
                     file,
                     version=np.int64(_VERSION),
                     size=np.int64(info.size),

@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from time import thread_time
 
 Clock = Callable[[], float]
@@ -131,10 +130,14 @@ class Account:
 
     def between(self, start_s: float, end_s: float) -> dict[int, float]:
         """Seconds in each state within [start_s, end_s), as far back as the last marks go."""
-        marks = [*self.marks.copy(), (end_s, -1)]
         found: dict[int, float] = {}
-        for (since, state), (until, _) in pairwise(marks):
+        until = end_s
+        # From the latest mark back, and no further than needed: all 256 of them cost 140 us, and it is asked twice a batch.
+        for since, state in reversed(self.marks.copy()):
             overlap = min(until, end_s) - max(since, start_s)
             if overlap > 0:
                 found[state] = found.get(state, 0.0) + overlap
+            if since <= start_s:
+                break
+            until = since
         return found

@@ -72,6 +72,15 @@ class Connector(Protocol):
         """Release what is held; idempotent."""
 
 
+class Gathering(Protocol):
+    """What a `Connector` may have besides, where many ranges of one object cost less together; see `loaderkit.ranges`."""
+
+    def gather_into(
+        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
+    ) -> None:
+        """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
+
+
 # ------------------------------------------------------------------------------------------- what samples are
 
 

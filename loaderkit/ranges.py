@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,5 +37,5 @@ def runs(starts: NDArray[np.int64], length: int, buffer: memoryview) -> Iterator
     """Ranges that follow one another in the object as one: (start, the part of `buffer` that they fill) of each run."""
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + length) + 1
     firsts = [0, *breaks.tolist(), len(starts)] if len(starts) else []
-    for first, end in zip(firsts, firsts[1:], strict=False):
+    for first, end in pairwise(firsts):
         yield int(starts[first]), buffer[first * length : end * length]

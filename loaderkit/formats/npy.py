@@ -105,13 +105,13 @@ def _dtype_of(descr: object) -> np.dtype[Any]:
     try:
         if not isinstance(descr, (str, list, tuple)):
             raise TypeError("expected text, or a list for a structure")
-        dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(descr)
+        dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(descr)  # type: ignore[arg-type]
     except Exception as error:
         raise FormatError(f"the .npy header's descr {descr!r:.200} is no type of NumPy: {error}") from None
     if dtype.hasobject:
         raise FormatError(
-            f"the array holds Python objects ({descr!r:.200}), which only unpickling, and so running any code, could read: "
-            "save it as an array of numbers"
+            f"the array holds Python objects ({descr!r:.200}), which only pickle could read, running whatever "
+            "code they name: save it as an array of numbers"
         )
     return dtype
 

@@ -51,6 +51,7 @@ class BatchPlan:
         pinned: bool,
     ) -> None:
         self._source = source
+        self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
         self._schedule = schedule
         self._shape = shape
@@ -213,7 +214,7 @@ class BatchPlan:
             else:
                 batch[name] = kept
         indices = destination.indices if slots is None else destination.indices[slots]
-        batch["__key__"] = [self._source.key(index) for index in indices.tolist()]
+        batch["__key__"] = self._keys(indices)
         if self._schedule.world_size > 1 and not self._schedule.drop_last:
             wrapped = np.zeros(num_slots, np.bool_) if destination.wrapped is None else destination.wrapped
             batch["__wrapped__"] = torch.from_numpy(wrapped if slots is None else wrapped[slots])

@@ -16,6 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -68,20 +69,24 @@ def read_npy_header(read: Read, size: int) -> NpyHeader:
 
 def parse_npy_header(data: bytes | bytearray | memoryview, size: int) -> NpyHeader:
     """The header at the beginning of `data`, which may hold the numbers, too, of an array in `size` bytes."""
-    end = _header_end(data, size)
-    begin = 10 if data[6] == 1 else 12
+    return _parsed(bytes(data[: _header_end(data, size)]))
+
+
+@lru_cache(maxsize=32)  # files of one data set have the same header: 20 us once instead of for each
+def _parsed(header: bytes) -> NpyHeader:
+    version, begin = header[6], 10 if header[6] == 1 else 12
+    where = f"the .npy header (bytes {begin} to {len(header)})"
     try:
-        text = bytes(data[begin:end]).decode("utf-8" if data[6] == 3 else "latin1").strip(" \n")
+        text = header[begin:].decode("utf-8" if version == 3 else "latin1").strip(" \n")
         # Python 2 wrote long numbers as "10L".
-        fields = ast.literal_eval(re.sub(r"(?<=\d)L(?=\s*[,)])", "", text) if data[6] < 3 else text)
+        fields = ast.literal_eval(re.sub(r"(?<=\d)L(?=\s*[,)])", "", text) if version < 3 else text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-        raise FormatError(f"the .npy header (bytes {begin} to {end}) is damaged: {error}") from None
+        raise FormatError(f"{where} is damaged: {error}") from None
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
-        raise FormatError(f"the .npy header (bytes {begin} to {end}) is damaged: {str(fields)[:200]}")
-    header = NpyHeader(_dtype_of(fields["descr"]), _shape_of(fields["shape"]), fields["fortran_order"], end)
-    if not isinstance(header.fortran_order, bool):
-        raise FormatError(f"the .npy header's fortran_order is {header.fortran_order!r}, not True or False")
-    return header
+        raise FormatError(f"{where} is damaged: {str(fields)[:200]}")
+    if not isinstance(fields["fortran_order"], bool):
+        raise FormatError(f"{where} is damaged: fortran_order is {fields['fortran_order']!r:.200}, not True or False")
+    return NpyHeader(_dtype_of(fields["descr"]), _shape_of(fields["shape"]), fields["fortran_order"], len(header))
 
 
 def _header_end(data: bytes | bytearray | memoryview, size: int) -> int:

@@ -54,6 +54,10 @@ class ArrayArgs(SourceArgs):
             raise ValueError(
                 f"`dtype` is missing: {self.key!r} is no .npy file, so say what its numbers are (dtype: uint16)"
             )
+        if self.field.startswith("__"):
+            raise ValueError(
+                f"`field` {self.field!r}: names that begin with two underscores belong to the batch itself"
+            )
         return self
 
     @property

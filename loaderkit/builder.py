@@ -25,6 +25,7 @@ from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.plan import BatchPlan, BatchShape
 from loaderkit.prefetch.pools import plan_pools
 from loaderkit.registry import SCHEMES
+from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.tar import TarArgs, TarSource
@@ -72,6 +73,9 @@ def open_source(config: PipelineConfig, given: Mapping[str, Connector]) -> tuple
     if isinstance(args, FilesArgs):
         connector = open_connector(args.url, given)
         return FilesSource(connector, args), connector
+    if isinstance(args, ArrayArgs):
+        connector = open_connector(args.root, given)
+        return ArraySource(connector, args), connector
     assert isinstance(args, TarArgs)
     connector = open_connector(args.root, given)
     return TarSource(connector, args, partial(load_index, connector, cache_dir=default_cache_dir())), connector

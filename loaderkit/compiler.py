@@ -13,12 +13,15 @@ from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES, StageKind
+from loaderkit.sources.array import ArraySource
 from loaderkit.sources.dataset import DatasetSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
 from loaderkit.stages.decode import DecodeArgs, decode
 from loaderkit.stages.normalize import NormalizeArgs, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
+from loaderkit.stages.records import read_records
+from loaderkit.stages.straight import Straight
 from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
 from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
 
@@ -94,10 +97,7 @@ class Compiler:
         keys = StageKeys(self._seed, config.name)
         args, kind = config.args, STAGES[config.kind]
         if config.kind == "read":
-            if isinstance(self._source, DatasetSource):
-                return read_items(self._source, failed)
-            assert self._connector is not None
-            return read_ranges(self._source, self._connector, failed, as_bytes=self._border == 1)
+            return self._read(failed)
         if isinstance(args, CallArgs):
             function, wants_rng = self._bind(config.name, args)
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
@@ -108,9 +108,7 @@ class Compiler:
         else:
             assert kind.make is not None
             run = kind.make(args)
-        # A user's function may keep what it is given; without one, nobody sees a stage's pixels after `batch`.
-        reuse = not any(stage.kind == "call" for stage in self._config.stages[: self._border])
-        return each_sample(run, kind.num_draws, keys, failed, reuse=reuse)
+        return each_sample(run, kind.num_draws, keys, failed, reuse=self._may_reuse)
 
     def _scaled_decode(self, args: DecodeArgs) -> tuple[StageKind, StageKeys, Callable[..., None]]:
         """`decode` knows what the stage that shrinks the image will draw, so it is run with that one's numbers."""
@@ -118,6 +116,34 @@ class Compiler:
         kind = STAGES[following.kind]
         assert kind.reduction is not None
         return kind, StageKeys(self._seed, following.name), decode(args, kind.reduction(following.args))
+
+    def _read(self, failed: FailureNamer) -> Callable[[Chunk], Any]:
+        if isinstance(self._source, DatasetSource):
+            return read_items(self._source, failed)
+        assert self._connector is not None
+        if isinstance(self._source, ArraySource):
+            is_last = self._border == 1
+            return read_records(self._source, self._connector, failed, is_last=is_last, reuse=self._may_reuse)
+        straight = self._straight(self._connector)
+        fetch = straight.fetch if straight is not None else None
+        return read_ranges(self._source, self._connector, failed, fetch=fetch, as_bytes=self._border == 1)
+
+    def _straight(self, connector: Connector) -> Straight | None:
+        """How arrays may go into their slots: if there is `decode`, and every other stage before `batch` says on which fields
+        it acts."""
+        between = self._config.stages[1 : self._border]
+        decoding = next((stage.args for stage in between if isinstance(stage.args, DecodeArgs)), None)
+        others = [stage for stage in between if stage.kind != "decode"]
+        named = [getattr(stage.args, "fields", None) for stage in others]
+        if decoding is None or any(stage.kind == "call" for stage in others) or None in named:
+            return None
+        decoded = None if decoding.fields is None else frozenset(decoding.fields)
+        return Straight(connector, decoded, frozenset(name for names in named for name in names or ()))
+
+    @property
+    def _may_reuse(self) -> bool:
+        """A user's function may keep what it is given; without one, nobody sees a stage's memory after `batch`."""
+        return not any(stage.kind == "call" for stage in self._config.stages[: self._border])
 
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:

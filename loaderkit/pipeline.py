@@ -39,6 +39,11 @@ class Pipeline:
         return cls._of_source("tar", url=str(url), **source)
 
     @classmethod
+    def array(cls, url: str | Path, **source: Any) -> Pipeline:
+        """Samples that are the records of one file, or windows of them; see `source` of kind array in the reference."""
+        return cls._of_source("array", url=str(url), **source)
+
+    @classmethod
     def dataset(cls, object: Any, **source: Any) -> Pipeline:  # noqa: A002 - the key's name
         """Samples that `object[i]` gives, for i below `len(object)`; or "package.module:name" of such an object."""
         return cls._of_source("dataset", object=object, **source)

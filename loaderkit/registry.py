@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from loaderkit.schema import SourceArgs, StageArgs
+from loaderkit.sources.array import ArrayArgs
 from loaderkit.sources.dataset import DatasetArgs
 from loaderkit.sources.files import FilesArgs
 from loaderkit.sources.tar import TarArgs
@@ -63,6 +64,8 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
     }
 )
 
-SOURCES: Mapping[str, type[SourceArgs]] = MappingProxyType({"files": FilesArgs, "tar": TarArgs, "dataset": DatasetArgs})
+SOURCES: Mapping[str, type[SourceArgs]] = MappingProxyType(
+    {"files": FilesArgs, "tar": TarArgs, "array": ArrayArgs, "dataset": DatasetArgs}
+)
 
 SCHEMES = ("file", "memory")

@@ -44,7 +44,8 @@ def check_structure(
     if order is not None and order.shuffle == "block" and type(source) is SOURCES["dataset"]:
         reader.complain(
             ("order", "shuffle"),
-            "block needs a source that knows where its bytes lie (files, tar); a data set object has none: use global or none",
+            "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
+            "use global or none",
         )
 
 
@@ -70,7 +71,7 @@ def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:
 def _check_fields(source: SourceArgs, stages: tuple[StageConfig, ...], reader: Problems) -> None:
     """Image stages need images, as far as the description tells what the fields are."""
     fields = _declared_fields(source)
-    is_bytes = type(source) is not SOURCES["dataset"]
+    is_bytes = type(source) not in (SOURCES["dataset"], SOURCES["array"])
     for number, stage in enumerate(stages):
         if stage.kind == "decode":
             is_bytes = False
@@ -117,6 +118,8 @@ def _declared_fields(source: SourceArgs) -> dict[str, str] | None:
             "image" if extension in IMAGE_EXTENSIONS else extension: _kind_of([extension], IMAGE_EXTENSIONS)
             for extension in extensions
         }
+    if "several arrays" in found.values():
+        return None  # an archive's fields are known when it is read
     if getattr(source, "label", "none") == "parent":
         found["label"] = "a number"
     return found
@@ -126,5 +129,12 @@ def _kind_of(extensions: list[str], images: frozenset[str]) -> str:
     last = {extension.strip().lower().rpartition(".")[2] for extension in extensions}
     if last <= images:
         return "image"
-    names = {"txt": "text", "text": "text", "json": "JSON", "cls": "a number", "npy": "an array"}
+    names = {
+        "txt": "text",
+        "text": "text",
+        "json": "JSON",
+        "cls": "a number",
+        "npy": "an array",
+        "npz": "several arrays",
+    }
     return names.get(next(iter(last)), "bytes") if len(last) == 1 else "bytes"

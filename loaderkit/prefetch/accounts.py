@@ -130,12 +130,20 @@ class Account:
 
     def between(self, start_s: float, end_s: float) -> dict[int, float]:
         """Seconds in each state within [start_s, end_s), as far back as the last marks go."""
+        while True:
+            try:
+                return self._between(start_s, end_s)
+            except RuntimeError:  # the worker went on meanwhile
+                continue
+
+    def _between(self, start_s: float, end_s: float) -> dict[int, float]:
         found: dict[int, float] = {}
         until = end_s
-        for since, state in reversed(self.marks.copy()):  # the last few are those that matter
-            overlap = min(until, end_s) - max(since, start_s)
-            if overlap > 0:
-                found[state] = found.get(state, 0.0) + overlap
+        # From the latest mark back, and no further than needed: all 256 of them cost 140 us, and it is asked twice a batch.
+        for since, state in reversed(self.marks):
+            low = since if since > start_s else start_s
+            if until > low and end_s > low:
+                found[state] = found.get(state, 0.0) + (until if until < end_s else end_s) - low
             if since <= start_s:
                 break
             until = since

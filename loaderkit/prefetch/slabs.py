@@ -12,6 +12,8 @@ import queue
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,18 @@ from loaderkit.schema import say_bytes
 from loaderkit.types import FieldSpec
 
 _ALIGNMENT = 64
+_IN_NUMPY: Mapping[torch.dtype, np.dtype[Any]] = MappingProxyType(
+    {
+        torch.bool: np.dtype(np.bool_),
+        torch.uint8: np.dtype(np.uint8),
+        torch.uint16: np.dtype(np.uint16),
+        torch.int32: np.dtype(np.int32),
+        torch.int64: np.dtype(np.int64),
+        torch.float16: np.dtype(np.float16),
+        torch.float32: np.dtype(np.float32),
+        torch.float64: np.dtype(np.float64),
+    }
+)
 logger = logging.getLogger("loaderkit")
 
 
@@ -91,7 +105,11 @@ class SlabPool:
         whole = np.asarray(lease)
         tensors = {}
         for name, start, end, shape, dtype in self.layout.fields:
-            tensors[name] = torch.from_numpy(whole[start:end]).view(dtype).view(shape)
+            known = _IN_NUMPY.get(dtype)
+            if known is None:
+                tensors[name] = torch.from_numpy(whole[start:end]).view(dtype).view(shape)
+            else:  # a view in torch takes 1.4 us, in NumPy 0.3
+                tensors[name] = torch.from_numpy(whole[start:end].view(known).reshape(shape))
         return tensors
 
     def _allocate(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

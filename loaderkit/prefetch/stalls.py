@@ -52,11 +52,12 @@ def attribute(
         if until <= since:
             return
         executed: dict[int, float] = {}
+        total = 0.0
         for account in pools[pool]:
             for state, seconds in account.between(since, until).items():
                 if state < len(stage_names):
                     executed[state] = executed.get(state, 0.0) + seconds
-        total = sum(executed.values())
+                    total += seconds
         if total <= 0:
             charge(START, since, until)
         for state, seconds in executed.items():

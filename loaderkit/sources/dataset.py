@@ -119,7 +119,7 @@ class DatasetSource:
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         raise SourceError(
-            "order.shuffle: block needs a source that knows where its samples' bytes lie (files, tar); "
+            "order.shuffle: block needs a source that knows where its samples' bytes lie (files, tar, array); "
             "use global or none with a data set object"
         )
 

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from loaderkit.images import describe, to_tensor
 from loaderkit.kernels import write_image
 from loaderkit.schema import StageArgs
-from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Sample
+from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Sample
 
 
 class BatchArgs(StageArgs):
@@ -73,7 +73,7 @@ def as_tensor(value: Any) -> torch.Tensor:
     if isinstance(value, np.ndarray):
         if not value.dtype.isnative:
             value = value.astype(value.dtype.newbyteorder("="))
-        if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        if not (value.flags.writeable and value.flags.aligned) or any(stride < 0 for stride in value.strides):
             value = value.copy()
         return torch.from_numpy(value)
     if isinstance(value, (bool, int, np.generic)):
@@ -92,6 +92,8 @@ def land(
 
     Images whose slots are float are only checked: `normalize` comes next and writes them there.
     """
+    if chunk.samples.count(None) == len(chunk):
+        return  # `read` filled the slots, or all have failed
     columns = _columns(chunk.samples, specs)
     if columns is None:
         for place, sample in enumerate(chunk.samples):
@@ -153,12 +155,16 @@ def _land_singly(
 
 
 def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slot: int) -> None:
+    if type(value) is Landed:
+        return
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
         if (channels, height, width) == spec.shape:
             if spec.dtype == torch.uint8:
                 write_image(slots, slot, value.pixels)
             return
+    if isinstance(value, np.ndarray) and _land_array(value, spec, slots, slot):
+        return
     try:
         tensor = as_tensor(value)
     except (TypeError, OverflowError, RuntimeError, ValueError) as error:
@@ -166,6 +172,14 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slo
     if spec.image or tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ValueError(_misfit(value, name, spec))
     slots[slot].copy_(tensor.detach())
+
+
+def _land_array(value: np.ndarray[Any, Any], spec: FieldSpec, slots: torch.Tensor, slot: int) -> bool:
+    """Copy an array once, however it lies in memory: swapped, reversed, at odd addresses, read-only."""
+    if spec.image or value.shape != spec.shape or value.dtype.name != str(spec.dtype).removeprefix("torch."):
+        return False
+    np.copyto(slots[slot].numpy(), value)
+    return True
 
 
 _SMALL_BYTES = 4096
@@ -233,6 +247,8 @@ def _owned(value: Any, spec: FieldSpec) -> Any:
     if spec.kind == "list":
         if isinstance(value, Encoded):
             value = value.data
+        if isinstance(value, np.ndarray) and value.base is not None:
+            return value.copy()
         return bytes(value) if isinstance(value, memoryview) else value
     return as_tensor(value).detach().clone()
 

@@ -20,10 +20,11 @@ from PIL import ImageOps, UnidentifiedImageError
 from pydantic import Field
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
+from loaderkit.formats.npy import view_npy, view_npz
 from loaderkit.images import as_image, describe
 from loaderkit.native import kernels
 from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.types import Encoded, Image, Sample
+from loaderkit.types import Bundle, Encoded, Image, Landed, Sample
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _EXIF_ORIENTATION = 0x0112
@@ -31,7 +32,10 @@ _MOST_PIXELS = 178_956_970
 
 
 class DecodeArgs(StageArgs):
-    """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes."""
+    """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
+
+    An `npz` becomes one field for every array in it, named as in the archive.
+    """
 
     device: Literal["cpu"] = Field("cpu", description="where images are decoded")
     fields: FieldNames = Field(None, description="decode only these; default: all")
@@ -52,7 +56,7 @@ class DecodeArgs(StageArgs):
 
 def decode(args: DecodeArgs, reduction: Callable[[int, int, Any], int] | None = None) -> Callable[..., None]:
     """A function `(sample, draws, scratch) -> None`. JPEGs are decoded into `scratch`'s memory, which the next sample
-    with that scratch overwrites; with None, every image owns its pixels.
+    with that scratch overwrites, and arrays are views of the bytes they were read as; with None, all own their memory.
 
     With `scaled`, `reduction(height, width, draws)` says by how much an image may be shrunk, from the draws of the stage
     that will shrink it further.
@@ -65,9 +69,12 @@ def decode(args: DecodeArgs, reduction: Callable[[int, int, Any], int] | None = 
             value = sample.get(field)
             try:
                 if type(value) is Encoded:
-                    sample[field] = decoder.encoded(value, field, scratch)
-                elif args.fields is not None:
+                    value = decoder.encoded(value, field, scratch)
+                    sample[field] = value
+                elif args.fields is not None and type(value) not in (Bundle, Landed):
                     sample[field] = decoder.value(value, field, scratch)
+                if type(value) is Bundle:
+                    _open_bundle(sample, field, value, scratch)
             except _UNREADABLE as error:
                 raise ValueError(f"field {field!r}: {error}" if len(sample) > 1 else str(error)) from error
 
@@ -86,6 +93,10 @@ class _Decoder:
         extension = value.extension.rpartition(".")[2]
         if extension in IMAGE_EXTENSIONS:
             return self._image(value.data, field, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
+        if extension == "npy":
+            return _read_npy(value.data, scratch)
+        if extension == "npz":
+            return Bundle({name: _owned(array, scratch) for name, array in view_npz(value.data).items()})
         reader = _READERS.get(extension)
         return bytes(value.data) if reader is None else reader(value.data)
 
@@ -214,9 +225,24 @@ def _labels(image: Pillow.Image) -> NDArray[np.uint8]:
     return np.array(image).astype(np.uint8)[:, :, None]
 
 
-def _read_npy(data: memoryview) -> NDArray[Any]:
-    array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
-    return array
+def _read_npy(data: memoryview, scratch: dict[str, Any] | None) -> NDArray[Any]:
+    return _owned(view_npy(data), scratch)
+
+
+def _owned(array: NDArray[Any], scratch: dict[str, Any] | None) -> NDArray[Any]:
+    """The array itself where the memory it was read into is reused, and so nobody keeps it; else a copy."""
+    return array if scratch is not None else array.copy(order="K")
+
+
+def _open_bundle(sample: Sample, field: str, bundle: Bundle, scratch: dict[str, Any] | None) -> None:
+    """Put the fields of a bundle in the place of the one that held it."""
+    del sample[field]
+    for name, value in bundle.fields.items():
+        if name in sample:
+            raise ValueError(
+                f"the archive holds an array called {name!r}, and so is another field of the sample: rename one of them"
+            )
+        sample[name] = _read_npy(value.data, scratch) if type(value) is Encoded else value
 
 
 def _read_class(data: memoryview) -> int:
@@ -232,5 +258,4 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
     "txt": lambda data: bytes(data).decode(),
     "text": lambda data: bytes(data).decode(),
     "json": lambda data: json.loads(bytes(data)),
-    "npy": _read_npy,
 }

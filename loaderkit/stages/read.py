@@ -1,20 +1,30 @@
 """`read`: bring the bytes of a chunk's samples into memory.
 
-    source.ranges(i) ──> ByteRange ──> connector.read_many(…) ──> Encoded(view of the chunk's buffer, extension)
+    source.table(indices) ──> Ranges ──> connector.read_many(…) ──> Encoded(view of the chunk's memory, extension)
 
-A source of objects has no ranges; its `item(i)` is the sample.
+A source whose samples differ in their fields is asked for each sample's `ranges`, a connector without `read_many` for each
+range. A source of objects has no ranges; its `item(i)` is the sample. Records of one size are read in `records.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-
-import numpy as np
+from typing import Any
 
 from loaderkit.native import kernels
 from loaderkit.schema import StageArgs
-from loaderkit.types import BulkConnector, Chunk, Connector, Encoded, ItemSource, Ranges, Sample, Source, Table
+from loaderkit.types import (
+    BulkConnector,
+    Chunk,
+    Connector,
+    Encoded,
+    FieldRange,
+    ItemSource,
+    Ranges,
+    Sample,
+    Source,
+)
 
 
 class ReadArgs(StageArgs):
@@ -22,113 +32,130 @@ class ReadArgs(StageArgs):
 
 
 SampleErrors = Callable[[Chunk, int, Exception], None]
+Fetch = Callable[[Chunk, int, FieldRange], Any]
+"""Reads one field of the sample at a place of a chunk on a way of its own; None if it has to go the ordinary one."""
+
+_ALIGNMENT = 64
+_Names = tuple[tuple[str, str], ...]
+
+
+class _Plan:
+    """What is to be read for a chunk: the places of its samples, their (field, extension)s, and the ranges in that order."""
+
+    def __init__(self, places: list[int], names: list[_Names], ranges: Ranges, num_bytes: int) -> None:
+        self.places = places
+        self.names = names
+        self.ranges = ranges
+        self.num_bytes = num_bytes
+        self.fetched: list[tuple[int, str, Any]] = []  # place, field, value: what was read already
+
+    def owners(self) -> list[int]:
+        """The place of the sample that each range belongs to."""
+        return [place for place, names in zip(self.places, self.names, strict=True) for _ in names]
 
 
 def read_ranges(
-    source: Source, connector: Connector, failed: SampleErrors, *, as_bytes: bool = False
+    source: Source,
+    connector: Connector,
+    failed: SampleErrors,
+    *,
+    fetch: Fetch | None = None,
+    as_bytes: bool = False,
 ) -> Callable[[Chunk], int]:
     """A chunk stage that fills `chunk.samples`; it returns the number of bytes read.
 
-    All fields of all samples of a chunk lie one behind another in one buffer, reused from chunk to chunk: fresh memory
-    for every file costs 16 % of the read (page faults). `as_bytes`: nobody decodes them, so copies are handed on.
+    All fields of all samples of a chunk, but for those that `fetch` takes upon itself, lie one behind another in one piece
+    of memory, reused from chunk to chunk. `as_bytes`: nobody decodes them, so copies are handed on.
     """
-
-    table_of = getattr(source, "table", None)
+    table_of = getattr(source, "table", None) if fetch is None else None
     read_many = connector.read_many if isinstance(connector, BulkConnector) else None
 
     def run(chunk: Chunk) -> int:
-        table: Table | None = None if table_of is None else table_of(chunk.indices)
+        table = None if table_of is None else table_of(chunk.indices)
         if table is None:
-            places, fields, ranges = _one_by_one(source, chunk, failed)
+            plan = _one_by_one(source, chunk, failed, fetch)
         else:
-            places, fields, ranges = list(range(len(chunk))), [table.fields] * len(chunk), table.ranges
-        ends = list(accumulate(ranges.lengths))
-        offsets = [0, *ends[:-1]]
-        size = ends[-1] if ends else 0
-        view = _buffer(chunk, size)
+            num = len(chunk)
+            plan = _Plan(list(range(num)), [table.fields] * num, table.ranges, sum(table.ranges.lengths))
+        lengths = plan.ranges.lengths
+        ends = list(accumulate(lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]))
+        offsets = [0, *ends][: len(ends)]
+        view = chunk.memory("read", ends[-1] if ends else 0)
         if read_many is None:
-            owners = [place for place, names in zip(places, fields, strict=True) for _ in names]
-            parts = [view[begin:end] for begin, end in zip(offsets, ends, strict=False)]
-            errors = _read_each(connector, ranges, parts, chunk, owners)
+            errors = _read_each(connector, chunk, plan, offsets, view)
         else:
-            errors = read_many(ranges, offsets, view)
+            errors = read_many(plan.ranges, offsets, view)
+        pieces = iter(_cut(view, lengths, offsets) if as_bytes else _views(view, lengths, offsets, plan.names))
         indices = chunk.indices.tolist()
-        pieces = iter(
-            _cut(view, ranges.lengths, offsets) if as_bytes else _views(view, ranges.lengths, offsets, fields)
-        )
-        for place, names in zip(places, fields, strict=True):
+        for place, names in zip(plan.places, plan.names, strict=True):
             sample: Sample = {field: next(pieces) for field, _ in names}
             sample.update(source.constants(indices[place]))
             chunk.samples[place] = sample
+        for place, field, value in plan.fetched:
+            found = chunk.samples[place]
+            if found is not None:
+                found[field] = value
         if errors:
-            owners = [place for place, names in zip(places, fields, strict=True) for _ in names]
+            owners = plan.owners()
             for number, error in errors.items():
                 failed(chunk, owners[number], error)
-        return size
+        return plan.num_bytes
 
     return run
+
+
+def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
+    plan = _Plan([], [], Ranges([], [], [], []), 0)
+    for place, index in enumerate(chunk.indices.tolist()):
+        chunk.place = place
+        try:
+            found = source.ranges(index)
+            fetched = [(one, fetch(chunk, place, one) if fetch is not None else None) for one in found]
+        except Exception as error:
+            failed(chunk, place, error)
+            continue
+        plan.places.append(place)
+        plan.names.append(tuple((one.field, one.extension) for one, value in fetched if value is None))
+        for one, value in fetched:
+            plan.num_bytes += one.range.length
+            if value is not None:
+                plan.fetched.append((place, one.field, value))
+                continue
+            columns: tuple[list[Any], ...] = plan.ranges
+            for column, item in zip(columns, one.range, strict=True):
+                column.append(item)
+    return plan
+
+
+def _read_each(
+    connector: Connector, chunk: Chunk, plan: _Plan, offsets: list[int], view: memoryview
+) -> Mapping[int, Exception]:
+    """`read_many` of a connector that has none."""
+    errors: dict[int, Exception] = {}
+    owners = plan.owners()
+    for number, (key, start, length, etag) in enumerate(zip(*plan.ranges, strict=True)):
+        chunk.place = owners[number]
+        try:
+            if length or start == 0:
+                connector.read_into(key, start, view[offsets[number] : offsets[number] + length], etag=etag)
+        except Exception as error:
+            errors[number] = error
+    return errors
 
 
 def _cut(view: memoryview, lengths: list[int], offsets: list[int]) -> list[bytes]:
     if kernels is not None:
         found: list[bytes] = kernels.cut(view, lengths)
         return found
-    return [bytes(view[offset : offset + length]) for offset, length in zip(offsets, lengths, strict=False)]
+    return [bytes(view[offset : offset + length]) for offset, length in zip(offsets, lengths, strict=True)]
 
 
-def _views(view: memoryview, lengths: list[int], offsets: list[int], fields: list[_Names]) -> list[Encoded]:
-    extensions = [extension for names in fields for _, extension in names]
+def _views(view: memoryview, lengths: list[int], offsets: list[int], names: list[_Names]) -> list[Encoded]:
+    extensions = [extension for fields in names for _, extension in fields]
     return [
         Encoded(view[offset : offset + length], extension)
-        for offset, length, extension in zip(offsets, lengths, extensions, strict=False)
+        for offset, length, extension in zip(offsets, lengths, extensions, strict=True)
     ]
-
-
-_Names = tuple[tuple[str, str], ...]
-
-
-def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors) -> tuple[list[int], list[_Names], Ranges]:
-    """The places of the samples that have ranges, their fields with extensions, and the ranges."""
-    places: list[int] = []
-    fields: list[_Names] = []
-    ranges = Ranges([], [], [], [])
-    for place, index in enumerate(chunk.indices.tolist()):
-        try:
-            found = source.ranges(index)
-        except Exception as error:
-            failed(chunk, place, error)
-            continue
-        places.append(place)
-        fields.append(tuple((field, extension) for field, extension, _ in found))
-        for _, _, (key, start, length, etag) in found:
-            ranges.keys.append(key)
-            ranges.starts.append(start)
-            ranges.lengths.append(length)
-            ranges.etags.append(etag)
-    return places, fields, ranges
-
-
-def _read_each(
-    connector: Connector, ranges: Ranges, parts: list[memoryview], chunk: Chunk, owners: list[int]
-) -> Mapping[int, Exception]:
-    """`read_many` of a connector that has none."""
-    errors: dict[int, Exception] = {}
-    for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
-        chunk.place = owners[number]
-        try:
-            if length or start == 0:
-                connector.read_into(key, start, parts[number], etag=etag)
-        except Exception as error:
-            errors[number] = error
-    return errors
-
-
-def _buffer(chunk: Chunk, size: int) -> memoryview:
-    buffer = chunk.scratch.get("read")
-    if buffer is None or len(buffer) < size:
-        buffer = np.empty(max(1, size + size // 4), np.uint8).data
-        chunk.scratch["read"] = buffer
-    return buffer[:size]
 
 
 def read_items(source: ItemSource, failed: SampleErrors) -> Callable[[Chunk], int]:

@@ -4,10 +4,15 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from loaderkit.connectors import file
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import ConnectorError, ObjectNotFoundError, ShortReadError
+from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
+from loaderkit.native import kernels
 
 
 def keys(root: Path, prefix: str = "") -> list[str]:
@@ -91,6 +96,84 @@ def test_truncated_since(tmp_path: Path) -> None:
     os.truncate(tmp_path / "x", 4)
     with pytest.raises(ShortReadError, match="after 4 of the 10 bytes"):
         connector.read_into("x", 0, memoryview(bytearray(10)))
+
+
+@pytest.fixture(params=["C", "Python"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the C module and without."""
+    if request.param == "Python":
+        monkeypatch.setattr(file, "kernels", None)
+    elif kernels is None:
+        pytest.skip("loaderkit was installed without a compiler")
+
+
+@pytest.mark.usefixtures("either_way")
+class TestGathering:
+    @staticmethod
+    def gathered(root: Path, starts: list[int], length: int, key: str = "x", etag: str | None = None) -> bytes:
+        buffer = bytearray(len(starts) * length)
+        FileConnector(root).gather_into(key, np.array(starts, np.int64), length, memoryview(buffer), etag=etag)
+        return bytes(buffer)
+
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(length=st.integers(1, 50), numbers=st.lists(st.integers(0, 19), max_size=40))
+    def test_any_records_in_any_order(self, tmp_path: Path, length: int, numbers: list[int]) -> None:
+        data = bytes(n % 251 for n in range(1000))
+        (tmp_path / "x").write_bytes(data)
+        etag = FileConnector(tmp_path).stat("x").etag
+        wanted = b"".join(data[n * length : (n + 1) * length] for n in numbers)
+        assert self.gathered(tmp_path, [n * length for n in numbers], length, etag=etag) == wanted
+
+    def test_errors_are_those_of_reading(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(b"0123456789")
+        (tmp_path / "dir").mkdir()
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ShortReadError, match="ended after 1 of the 3 bytes wanted from byte 9 on: it has 10"):
+            self.gathered(tmp_path, [0, 3, 9], 3)
+        with pytest.raises(ShortReadError, match="ended after 2 of the 4 bytes wanted from byte 8 on"):
+            self.gathered(tmp_path, [0, 4, 8], 4)  # three neighbours, read together
+        with pytest.raises(ShortReadError, match="ended after 0 of the 1 bytes"):
+            self.gathered(tmp_path, [0, 1 << 60], 1)
+        with pytest.raises(ShortReadError, match=r"no bytes lie before its first \(-1"):
+            self.gathered(tmp_path, [0, 1, -1], 1)
+        with pytest.raises(ShortReadError, match=r"before its first \(-2"):
+            self.gathered(tmp_path, [-2, 0], 2)
+        with pytest.raises(ObjectChangedError):
+            self.gathered(tmp_path, [0], 1, etag="other")
+        with pytest.raises(ObjectNotFoundError, match="is a directory"):
+            self.gathered(tmp_path, [0], 1, "dir")
+        with pytest.raises(ObjectNotFoundError, match="no file"):
+            self.gathered(tmp_path, [0], 1, "no")
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ObjectNotFoundError, match="not a file"):
+            self.gathered(tmp_path, [0], 1, "pipe")
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_nothing_and_too_little_room(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(b"0123456789")
+        assert self.gathered(tmp_path, [], 3) == b""
+        with pytest.raises(ValueError, match="do not fill a buffer of 5"):
+            FileConnector(tmp_path).gather_into("x", np.zeros(2, np.int64), 3, memoryview(bytearray(5)))
+
+
+@pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
+def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"0123456789")
+    path = str(tmp_path / "x")
+    for starts, length, room in [
+        (np.zeros(2, np.int32), 4, 4),
+        (np.zeros(2, np.float64), 4, 8),
+        (np.zeros((2, 1), np.int64), 4, 8),
+        (np.zeros(4, np.int64)[::2], 4, 8),
+        (np.zeros(2, np.int64), 0, 0),
+        (np.zeros(2, np.int64), -4, 8),
+        (np.zeros(2, np.int64), 4, 9),
+        (np.zeros(2, np.int64), 4, 12),
+        (np.zeros(2, np.int64), 1 << 62, 8),
+        (b"12345678", 8, 8),
+    ]:
+        with pytest.raises((ValueError, BufferError)):
+            kernels.gather_ranges(path, starts, length, bytearray(room))
 
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:

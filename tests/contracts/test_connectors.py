@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from loaderkit.formats.tar_index import scan_tar
+from loaderkit.ranges import gather_into
 from loaderkit.types import BulkConnector, ByteRange, Connector, Ranges
 
 
@@ -37,6 +39,12 @@ class Store:
         self.connector = connector
         self.place = place
         self.replace = replace
+
+    def gather(self, key: str, starts: list[int], length: int, etag: str | None = None) -> bytes:
+        buffer = bytearray(len(starts) * length)
+        place, where = self.place(key), np.array(starts, np.int64)
+        gather_into(self.connector, place, where, length, memoryview(buffer), etag=etag)
+        return bytes(buffer)
 
     def read(self, key: str, start: int, num_bytes: int, etag: str | None = None) -> bytes:
         buffer = bytearray(num_bytes)
@@ -141,6 +149,40 @@ def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -
         etag = store.connector.stat(store.place("x/data.bin")).etag
         assert store.read("x/data.bin", start, end - start) == data[start:end]
         assert store.read("x/data.bin", start, end - start, etag) == data[start:end]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.binary(min_size=40, max_size=400),
+    length=st.integers(1, 9),
+    places=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), max_size=12),
+)
+def test_gathering_is_reading_one_by_one(kind: str, data: bytes, length: int, places: list[tuple[int, int]]) -> None:
+    # Of each place a few neighbours, which may be read together.
+    starts = [place + n * length for place, num in places for n in range(num) if place + (n + 1) * length <= len(data)]
+    with opened(kind) as factory:
+        store = factory({"x/data.bin": data, "y": b"neighbour"})
+        etag = store.connector.stat(store.place("x/data.bin")).etag
+        one_by_one = [store.read("x/data.bin", start, length, etag) for start in starts]
+        assert store.gather("x/data.bin", starts, length, etag) == b"".join(one_by_one)
+        assert b"".join(one_by_one) == b"".join(data[start : start + length] for start in starts)
+
+
+def test_gathering_fails_as_reading_does(factory: Factory) -> None:
+    store = factory({"a": b"0123456789"})
+    etag = store.connector.stat(store.place("a")).etag
+    assert store.gather("a", [8, 0, 4], 2, etag) == b"890145"
+    with pytest.raises(ShortReadError):
+        store.gather("a", [0, 8], 3)
+    with pytest.raises(ShortReadError):
+        store.gather("a", [0, -2], 2)
+    with pytest.raises(ObjectChangedError, match="start again"):
+        store.replace("a", b"abcdefghijk")
+        store.gather("a", [0, 4], 2, etag)
+    for key in ("b", "../a", "a/b", "a\0"):
+        with pytest.raises(ObjectNotFoundError):
+            store.gather(key, [0], 2)
 
 
 @pytest.mark.parametrize(("start", "num_bytes"), [(0, 11), (10, 1), (9, 2), (500, 4), (1 << 40, 1)])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loaderkit.builder import open_source
@@ -20,12 +21,16 @@ def opened(**source: Any) -> Opened:
     return open_source(parse({"source": source, "stages": ["read", {"batch": {"size": 1}}]}), {})
 
 
-@pytest.fixture(params=["files", "tar", "dataset"])
-def make(request: pytest.FixtureRequest, photos: Path, shards: Path) -> Callable[..., Opened]:
+@pytest.fixture(params=["files", "tar", "array", "windows", "dataset"])
+def make(request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: Path) -> Callable[..., Opened]:
     """A function that opens a source of 60 samples; keyword arguments go into its description."""
+    np.save(tmp_path / "x.npy", np.arange(60 * 100).reshape(60, 100))
+    np.arange(60 + 200 - 1, dtype=np.uint16).tofile(tmp_path / "x.bin")
     described: dict[str, dict[str, Any]] = {
         "files": {"kind": "files", "url": str(photos), "label": "parent"},
         "tar": {"kind": "tar", "url": str(shards)},
+        "array": {"kind": "array", "url": str(tmp_path / "x.npy")},
+        "windows": {"kind": "array", "url": str(tmp_path / "x.bin"), "dtype": "uint16", "window": 200},
         "dataset": {"kind": "dataset", "object": [{"x": number} for number in range(60)]},
     }
     return lambda **more: opened(**described[request.param], **more)
@@ -74,8 +79,13 @@ def test_ranges_are_what_the_connector_holds(make: Callable[..., Opened]) -> Non
         for field, extension, (key, start, length, etag) in source.ranges(index):
             data = bytearray(length)
             connector.read_into(key, start, memoryview(data), etag=etag)
-            assert (field, extension) in (("image", "jpg"), ("label", "cls"))
-            assert data[:2] == b"\xff\xd8" if extension == "jpg" else data.isdigit()
+            assert (field, extension) in (("image", "jpg"), ("label", "cls"), ("data", "raw"))
+            begins = {
+                "jpg": data[:2] == b"\xff\xd8",
+                "cls": data.isdigit(),
+                "raw": data[0] in (index, 100 * index % 256),
+            }
+            assert begins[extension]
         fresh = source.constants(index)
         fresh["mine"] = 1
         assert "mine" not in source.constants(index)

@@ -1,0 +1,232 @@
+"""`kind: array`: one file of fixed-size records, `.npy` or raw, whose samples are its records, or windows of them.
+
+Where a sample lies is arithmetic: sample i begins at data_start + i * record bytes, and is `window` records long. So a file
+of any size takes no memory but for the boundaries of blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from hashlib import blake2b
+from math import prod
+from typing import Annotated, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from loaderkit.errors import ConfigError, FormatError, SourceError
+from loaderkit.formats.npy import NpyHeader, read_npy_header
+from loaderkit.schema import SourceArgs
+from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Records, Sample
+
+DType = Literal[
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
+_ITEM_BYTES = {"bfloat16": 2}
+_IN_NUMPY = frozenset(get_args(DType)) - {"bfloat16"}
+
+
+class ArrayArgs(SourceArgs):
+    """The records of one file: an array's rows, or all windows of them."""
+
+    kind: Literal["array"] = "array"
+    url: Annotated[str, Field(min_length=1, description="the file: .npy, or raw records (with `dtype`)")]
+    dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file knows it")
+    shape: Annotated[
+        tuple[PositiveInt, ...] | None,
+        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    ] = Field(None, description="of one record of a raw file; default: [], single numbers")
+    window: PositiveInt | None = Field(
+        None, description="samples are all windows of so many neighbouring records, [window, ...]; default: the records"
+    )
+    field: str = Field("data", min_length=1, description="what the batch calls it")
+
+    @model_validator(mode="after")
+    def _is_one_file(self) -> ArrayArgs:
+        if not self.key:
+            raise ValueError(
+                f"`url` must name one file, not the folder {self.url!r} (for files as samples: kind: files)"
+            )
+        if self.dtype is None and not self.is_npy:
+            raise ValueError(
+                f"`dtype` is missing: {self.key!r} is no .npy file, so say what its numbers are (dtype: uint16)"
+            )
+        if self.field.startswith("__"):
+            raise ValueError(
+                f"`field` {self.field!r}: names that begin with two underscores belong to the batch itself"
+            )
+        return self
+
+    @property
+    def root(self) -> str:
+        """Where the connector starts: the file's folder."""
+        return self.url[: self.url.rfind("/") + 1] or "."
+
+    @property
+    def key(self) -> str:
+        """The file, below `root`."""
+        return self.url[self.url.rfind("/") + 1 :]
+
+    @property
+    def is_npy(self) -> bool:
+        return self.key.lower().endswith(".npy")
+
+
+class ArraySource:
+    """The records of one object of `connector`, or the windows of them. Implements `Source` and `RecordSource`.
+
+    Raises `FormatError` if the file is not what it should be, `ConfigError` if `args` do not fit it, `SourceError` if it is
+    empty, and what the connector raises.
+    """
+
+    classes: list[str] | None = None
+
+    def __init__(self, connector: Connector, args: ArrayArgs) -> None:
+        self._connector = connector
+        self._args = args
+        self._info = connector.stat(args.key)
+        self._name = connector.describe(args.key)
+        if not self._info.size:
+            raise SourceError(f"{self._name} is empty (0 bytes): there are no records in it")
+        dtype, is_swapped, shape, self._data_start = self._of_npy() if args.is_npy else self._of_raw()
+        item_bytes = _ITEM_BYTES.get(dtype) or np.dtype(dtype).itemsize
+        self._record_bytes = item_bytes * prod(shape)
+        self._num_records = self._counted()
+        self._size = self._num_samples()
+        window = (args.window,) if args.window is not None else ()
+        self.records = Records(args.field, dtype, (*window, *shape), is_swapped, self._record_bytes * prod(window))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def key(self, index: int) -> str:
+        """The sample's number."""
+        return str(index)
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The samples' numbers."""
+        return list(map(repr, indices.tolist()))  # of 64 numbers 5.6 us, with str 7.6
+
+    def origin(self, index: int) -> str:
+        """The key of the file."""
+        return self._info.key
+
+    @property
+    def file(self) -> ObjectInfo:
+        """The file, as it was when this source was made."""
+        return self._info
+
+    def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first byte of every sample in the file: int64 [n]."""
+        return indices * self._record_bytes + self._data_start
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The bytes of the record or window, as they lie in the file."""
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
+        start = self._data_start + index * self._record_bytes
+        place = ByteRange(self._info.key, start, self.records.num_bytes, self._info.etag)
+        return [FieldRange(self.records.field, "raw", place)]
+
+    def constants(self, index: int) -> Sample:
+        """Nothing is known of a sample without reading it."""
+        return {}
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        """Equal runs of samples, as many as cut the records into about `block_bytes`: int64 [number of runs + 1].
+
+        Windows count with the bytes between their beginnings: neighbours share the rest.
+        """
+        num_runs = max(1, min(self._size, round(self._size * self._record_bytes / block_bytes)))
+        each, rest = divmod(self._size, num_runs)
+        places = np.arange(num_runs + 1, dtype=np.int64)
+        return places * each + np.minimum(places, rest)
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits from type, shape, window, number of samples and size of the file."""
+        records = self.records
+        parts = (records.dtype, records.is_swapped, records.shape, self._args.window, self._size, self._info.size)
+        return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+    def close(self) -> None:
+        """Close the connector."""
+        self._connector.close()
+
+    # ------------------------------------------------------------------------------------------------- building
+
+    def _of_npy(self) -> tuple[str, bool, tuple[int, ...], int]:
+        """Type, whether its bytes are swapped, shape of a record, and where the first begins."""
+        try:
+            read = partial(self._connector.read_into, self._info.key, etag=self._info.etag)
+            header = read_npy_header(read, self._info.size)
+            self._check_npy(header)
+        except FormatError as error:
+            raise FormatError(f"{self._name}: {error}") from None
+        dtype, shape = header.dtype.name, header.shape[1:]
+        for name, said, found in (("dtype", self._args.dtype, dtype), ("shape", self._args.shape, shape)):
+            if said is not None and said != found:
+                shown = [list(value) if isinstance(value, tuple) else value for value in (said, found)]
+                raise ConfigError(
+                    f"source.{name}: {shown[0]} is not what {self._name} holds, which is {shown[1]} by its header: "
+                    f"leave `{name}` out, .npy files know it"
+                )
+        return dtype, not header.dtype.isnative, shape, header.data_start
+
+    def _check_npy(self, header: NpyHeader) -> None:
+        """Raise `FormatError` unless the array can be read record by record."""
+        dtype, shape = header.dtype, header.shape
+        if dtype.name not in _IN_NUMPY:
+            what = "structured records" if dtype.names else f"{dtype.name} values"
+            raise FormatError(
+                f"it holds {what} ({str(dtype)[:200]}), for which torch has no type: save it as numbers of a type among "
+                f"{', '.join(sorted(_IN_NUMPY))}" + (", one array a field" if dtype.names else "")
+            )
+        if not shape or not prod(shape):
+            what = "a single number" if not shape else f"an array of shape {list(shape)}, which is empty"
+            raise FormatError(f"it holds {what}: the records are what its first index counts, and there must be some")
+        if not header.is_c_order:
+            raise FormatError(
+                "its array lies in Fortran order, so that a record is spread over the whole file: save it again with "
+                "np.save(path, np.ascontiguousarray(array))"
+            )
+        whole = header.data_start + header.num_bytes
+        if whole != self._info.size:
+            what = (
+                "truncated" if self._info.size < whole else "longer than its header says (several arrays in one file?)"
+            )
+            raise FormatError(
+                f"it is {what}: {dtype.name} {list(shape)} ends at byte {whole}, the file at {self._info.size}; write it again"
+            )
+
+    def _of_raw(self) -> tuple[str, bool, tuple[int, ...], int]:
+        begin = bytearray(min(6, self._info.size))
+        self._connector.read_into(self._info.key, 0, memoryview(begin), etag=self._info.etag)
+        if begin == b"\x93NUMPY":
+            raise ConfigError(
+                f"source.url: {self._name} begins as .npy files do, and read raw its header would become samples: "
+                "call it .npy, and leave `dtype` out"
+            )
+        assert self._args.dtype is not None
+        return self._args.dtype, sys.byteorder != "little", self._args.shape or (), 0
+
+    def _counted(self) -> int:
+        num_records, rest = divmod(self._info.size - self._data_start, self._record_bytes)
+        if rest:
+            raise FormatError(
+                f"{self._name} has {self._info.size} bytes, which is no multiple of a record's {self._record_bytes} "
+                f"({self._args.dtype} {list(self._args.shape or ())}): it is cut short, or `dtype` or `shape` are others"
+            )
+        return num_records
+
+    def _num_samples(self) -> int:
+        window = self._args.window or 1
+        if window > self._num_records:
+            raise ConfigError(
+                f"source.window: {window} records are more than the {self._num_records} that {self._name} has: "
+                "there is not one window; make it smaller"
+            )
+        num_samples = self._num_records - window + 1
+        return num_samples if self._args.limit is None else min(num_samples, self._args.limit)

@@ -1,0 +1,81 @@
+"""`read` for a source of records: a whole chunk of them in one call, and if nothing stands before `batch` into its slots.
+
+source.starts(indices) ──> gather_into(…) ──> slots[lo:hi]                       read, batch: no Python a sample
+                                          ──> memory of the chunk ──> a tensor each     with stages in between
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from loaderkit.ranges import gather_into
+from loaderkit.types import Chunk, Connector, RecordSource
+
+
+def read_records(
+    source: RecordSource,
+    connector: Connector,
+    failed: Callable[[Chunk, int, Exception], None],
+    *,
+    is_last: bool,
+    reuse: bool,
+) -> Callable[[Chunk], int]:
+    """A chunk stage that returns the number of bytes read.
+
+    `is_last`: only `batch` follows, so records go into their slots, where there are some, and `chunk.samples` stays empty.
+    Otherwise every sample is {field: tensor}; with `reuse` the next chunk writes over them, else they can be kept.
+    """
+    records = source.records
+    dtype: torch.dtype = getattr(torch, records.dtype)
+
+    def run(chunk: Chunk) -> int:
+        slots = chunk.destination.fields.get(records.field) if is_last else None
+        if slots is not None:
+            # shape[0], as torch's len() is written in Python and takes 2 us.
+            part = slots if len(chunk) == slots.shape[0] else slots[chunk.lo : chunk.hi]
+            return _fill(part.view(torch.uint8).numpy().reshape(-1), chunk)
+        size = len(chunk) * records.num_bytes
+        memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)
+        num_bytes = _fill(memory, chunk)
+        tensors = torch.from_numpy(memory).view(dtype).view(len(chunk), *records.shape).unbind()
+        for place, tensor in enumerate(tensors):
+            if place not in chunk.failures:
+                chunk.samples[place] = {records.field: tensor}
+        return num_bytes
+
+    def _fill(memory: np.ndarray[Any, np.dtype[np.uint8]], chunk: Chunk) -> int:
+        starts = source.starts(chunk.indices)
+        key, _, etag = source.file
+        num_bad = 0
+        try:
+            gather_into(connector, key, starts, records.num_bytes, memory.data, etag=etag)
+        except Exception:
+            num_bad = _fill_singly(memory.data, chunk)
+        if records.is_swapped:
+            memory.view(_swappable(records.dtype)).byteswap(inplace=True)
+        return (len(chunk) - num_bad) * records.num_bytes
+
+    def _fill_singly(memory: memoryview, chunk: Chunk) -> int:
+        """Something is wrong: read record by record, to know with which; returns how many are bad."""
+        key, _, etag = source.file
+        num_bad = 0
+        for place, start in enumerate(source.starts(chunk.indices).tolist()):
+            chunk.place = place
+            part = memory[place * records.num_bytes : (place + 1) * records.num_bytes]
+            try:
+                connector.read_into(key, start, part, etag=etag)
+            except Exception as error:
+                failed(chunk, place, error)
+                num_bad += 1
+        return num_bad
+
+    return run
+
+
+def _swappable(dtype: str) -> np.dtype[Any]:
+    """NumPy's type of the same size and parts; bfloat16, which it lacks, is swapped as uint16."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)

@@ -1,6 +1,6 @@
 """Measure loaderkit and its peers at the same work, taking turns. See README.md in this folder.
 
-    python -m profiles.peers --work files,tar --contestants loaderkit,dali --rounds 5 --out profiles
+python -m profiles.peers --work files,tar --contestants loaderkit,dali --rounds 5 --out profiles
 """
 
 from __future__ import annotations
@@ -78,16 +78,22 @@ def _prepare(
     wanted = [part for part in work.parts if part not in _PEERS_FORMATS or part in {c.environment for c in contestants}]
     data.make(wanted, places, data.TINY if arguments.tiny else data.Amounts(), arguments.demo)
     for part in _PEERS_FORMATS.keys() & set(wanted):
-        command = [settings.python_of(_PEERS_FORMATS[part]), "-m", "profiles.peers.convert", part, places.root]
+        command: list[Path | str] = [
+            settings.python_of(_PEERS_FORMATS[part]),
+            "-m",
+            "profiles.peers.convert",
+            part,
+            places.root,
+        ]
         try:
-            data.once(places.root / part, lambda target, command=command: _run([*command, target]))
+            data.once(places.root / part, partial(_run, command))
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"{part} has no data and will fail: {error}", file=sys.stderr)
     data.into_page_cache(places.root / part for part in wanted if (places.root / part).exists())
 
 
-def _run(command: Sequence[Path | str]) -> None:
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+def _run(command: Sequence[Path | str], target: Path) -> None:
+    subprocess.run([*command, target], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def _chosen(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
@@ -132,7 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=3.0, help="the least a turn takes behind its first batches")
     parser.add_argument("--out", type=Path, default=ROOT / "profiles", help="where the results go")
     parser.add_argument("--data", type=Path, default=default_cache_dir() / "peers", help="where the data is or is made")
-    parser.add_argument("--demo", type=Path, default=default_cache_dir() / "demo", help="where loaderkit's demo data is")
+    parser.add_argument(
+        "--demo", type=Path, default=default_cache_dir() / "demo", help="where loaderkit's demo data is"
+    )
     parser.add_argument("--python", action="append", default=[], metavar="ENVIRONMENT=PATH", help="another interpreter")
     parser.add_argument("--tiny", action="store_true", help="little data and short warming up: to see that it works")
     return parser

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Child:
             "settings": dict(contestant.settings),
             "root": str(root),
         }
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
             [str(python), "-m", "profiles.peers.worker", json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -80,10 +81,8 @@ class Child:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
-                try:
+                with suppress(BrokenPipeError):
                     stream.close()
-                except BrokenPipeError:
-                    pass
 
     def _line(self, deadline: float) -> bytes:
         assert self._process.stdout is not None

@@ -45,7 +45,16 @@ def make(name: str) -> None:
     venv.create(folder, with_pip=True)
     for path in lists:
         alone = ["--no-deps"] if path.stem.endswith(".alone") else []
-        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *alone, "--requirement", str(path)]
+        command = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            *alone,
+            "--requirement",
+            str(path),
+        ]
         subprocess.run(command, check=True)
     _offer_ffmpeg(folder)
     stamp.write_text(digest)

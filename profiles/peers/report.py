@@ -74,11 +74,17 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"# loaderkit and its peers, {machine['cpus']} CPUs ({machine['model']}), Python {machine['python']}",
         "",
-        "Medians over the rounds, in brackets the least and the most. A ratio is how many times as good loaderkit was, round by",
-        "round: above 1 loaderkit was faster, or needed less time or memory. How it was measured: [peers/](peers/README.md).",
+        "Medians over the rounds, in brackets the least and the most. A ratio is how many times as good loaderkit was, round",
+        "by round: above 1 loaderkit was faster, or needed less time or memory. How: [peers/](peers/README.md).",
     ]
     for name, work in found["works"].items():
-        lines += ["", f"## {name}: {work['title']}", "", f"| contestant | {work['unit']} | ratio | version |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {name}: {work['title']}",
+            "",
+            f"| contestant | {work['unit']} | ratio | version |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(contestant, entry) for contestant, entry in work["contestants"].items()]
         lines += _notes(work["contestants"])
     return "\n".join(lines) + "\n"

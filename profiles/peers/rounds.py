@@ -60,7 +60,9 @@ def _run_together(work: Work, entries: list[Entry], settings: Settings) -> None:
     try:
         for entry in entries:
             with _failing(entry, settings):
-                child = Child(settings.python_of(entry.contestant.environment), work, entry.contestant, settings.root, {})
+                child = Child(
+                    settings.python_of(entry.contestant.environment), work, entry.contestant, settings.root, {}
+                )
                 children.append((entry, child))
                 if work.mode == "busy" and not iterations:
                     iterations = child.ask("calibrate", seconds=_STEP_S)["iterations"]
@@ -171,4 +173,6 @@ def _compare(work: Work, entries: list[Entry]) -> None:
             if "slab_bytes" in turn:
                 bound = (turn["batches"] + 2) * turn["slab_bytes"] + _SPARE_BYTES
                 if turn["resident_bytes"] > bound:
-                    entry.off.append(f"{turn['resident_bytes']:,} bytes where (batches + 2) slabs + 64 MiB are {bound:,}")
+                    entry.off.append(
+                        f"{turn['resident_bytes']:,} bytes where (batches + 2) slabs + 64 MiB are {bound:,}"
+                    )

@@ -22,7 +22,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class Worker:
             count += self._look(self._next())
             if number % 8 == 7:
                 most = max(most, processes.memory_bytes(os.getsid(0)))
-        details = getattr(self._module, "details", lambda contestant: {})
+        details: Callable[[Any], dict[str, Any]] = getattr(self._module, "details", lambda contestant: {})
         return {
             "samples": count,
             "resident_bytes": processes.resident_bytes("VmHWM") - self._base[0],
@@ -160,15 +161,13 @@ def main() -> None:
     # What libraries print to standard output must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    try:
+    with suppress(ImportError):
         import torch  # noqa: F401 - as in any training program, before everything else
-    except ImportError:
-        pass
     worker: Worker | None = None
     for line in sys.stdin:
         try:
             worker = worker or Worker(json.loads(sys.argv[1]))
-            answer = {"ok": worker.obey(json.loads(line))}
+            answer: dict[str, Any] = {"ok": worker.obey(json.loads(line))}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -43,7 +43,9 @@ class Work:
 
 
 def _own(name: str, against: str | None = None, optional: bool = False, **settings: Any) -> Contestant:
-    return Contestant(name, OWN, "ours", {key.replace("__", "."): value for key, value in settings.items()}, against, None, optional)
+    return Contestant(
+        name, OWN, "ours", {key.replace("__", "."): value for key, value in settings.items()}, against, None, optional
+    )
 
 
 def _peer(name: str, environment: str, module: str, against: str | None = None, **settings: Any) -> Contestant:
@@ -131,12 +133,30 @@ _LARGE_PHOTOS = (
 _STEPS = (_LOADERKIT, _PROCESS, _peer("dataloader-pillow", "torch", "dataloader"))
 
 _ALL = (
-    Work("files", "JPEG files of 56 kB to 224, antialiased, float32", "pixels", ("photos", "litdata", "mosaic"), _FILES),
+    Work(
+        "files", "JPEG files of 56 kB to 224, antialiased, float32", "pixels", ("photos", "litdata", "mosaic"), _FILES
+    ),
     Work("files-no-antialias", "the same without antialiasing", "pixels", ("photos",), _NO_ANTIALIAS),
     Work("tar", "the same from tar shards", "pixels", ("photos", "shards"), _TAR),
-    Work("raw-tar", "bytes of small samples in tar shards", "raw", ("small-shards",), _RAW, skip=64, warm=20_000, least=64),
+    Work(
+        "raw-tar",
+        "bytes of small samples in tar shards",
+        "raw",
+        ("small-shards",),
+        _RAW,
+        skip=64,
+        warm=20_000,
+        least=64,
+    ),
     Work("raw-tar-photos", "bytes of photographs in tar shards", "raw", ("photos", "shards"), _RAW, skip=24),
-    Work("raw-tar-first", "first epoch over small samples, index not there", "raw", ("small-shards",), _RAW, "first-epoch"),
+    Work(
+        "raw-tar-first",
+        "first epoch over small samples, index not there",
+        "raw",
+        ("small-shards",),
+        _RAW,
+        "first-epoch",
+    ),
     Work(
         "raw-tar-photos-first",
         "first epoch over photographs, index not there",
@@ -145,20 +165,58 @@ _ALL = (
         _RAW,
         "first-epoch",
     ),
-    Work("dataset", "a torch Dataset of one-element tensors, batch 64", "items", (), _ITEMS, skip=64, warm=20_000, least=64),
     Work(
-        "dataset-records", "a torch Dataset of NumPy records of 16 bytes, batch 64", "records", ("records",), _ITEMS,
-        skip=64, warm=20_000, least=64,
+        "dataset",
+        "a torch Dataset of one-element tensors, batch 64",
+        "items",
+        (),
+        _ITEMS,
+        skip=64,
+        warm=20_000,
+        least=64,
     ),
-    Work("records", "records of 16 bytes of one .npy, batch 64", "records", ("records",), _ITEMS, skip=64, warm=20_000, least=64),
+    Work(
+        "dataset-records",
+        "a torch Dataset of NumPy records of 16 bytes, batch 64",
+        "records",
+        ("records",),
+        _ITEMS,
+        skip=64,
+        warm=20_000,
+        least=64,
+    ),
+    Work(
+        "records",
+        "records of 16 bytes of one .npy, batch 64",
+        "records",
+        ("records",),
+        _ITEMS,
+        skip=64,
+        warm=20_000,
+        least=64,
+    ),
     Work("large-npy", ".npy files of 150 MB, batch 2", "arrays", ("npy",), (*_ARRAYS, _DALI), warm=16, least=4),
     Work("large-npz", "stored .npz files of 150 MB, batch 2", "arrays", ("npz",), _ARRAYS, warm=16, least=4),
-    Work("tokens", "windows of 2,049 tokens of a file of 1 GB, batch 16", "tokens", ("tokens",), _ITEMS[:4], skip=32, warm=2000),
-    Work("photo-resize", "JPEGs of 12 megapixels to 224", "pixels", ("large-photos",), _LARGE_PHOTOS, warm=96, least=3),
-    Work("photo-crop", "JPEGs of 12 megapixels, random crop to 224", "pixels", ("large-photos",), _LARGE_PHOTOS, warm=96, least=3),
     Work(
-        "first-batch", "from building to the first batch of `files`", "pixels", ("photos",), _STEPS, "first", "s"
+        "tokens",
+        "windows of 2,049 tokens of a file of 1 GB, batch 16",
+        "tokens",
+        ("tokens",),
+        _ITEMS[:4],
+        skip=32,
+        warm=2000,
     ),
+    Work("photo-resize", "JPEGs of 12 megapixels to 224", "pixels", ("large-photos",), _LARGE_PHOTOS, warm=96, least=3),
+    Work(
+        "photo-crop",
+        "JPEGs of 12 megapixels, random crop to 224",
+        "pixels",
+        ("large-photos",),
+        _LARGE_PHOTOS,
+        warm=96,
+        least=3,
+    ),
+    Work("first-batch", "from building to the first batch of `files`", "pixels", ("photos",), _STEPS, "first", "s"),
     Work("busy-step", "`files` under steps of 10 ms of plain Python", "pixels", ("photos",), _STEPS, "busy", "steps/s"),
     Work("memory", "resident memory above `import torch`, on `files`", "pixels", ("photos",), _STEPS, "memory", "MiB"),
 )

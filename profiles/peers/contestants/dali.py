@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nvidia.dali import fn, pipeline_def, types
-from nvidia.dali.plugin.pytorch import DALIGenericIterator
-
 from profiles.peers.places import Places
+
+dali: Any = importlib.import_module("nvidia.dali")  # it says nothing useful about its types
+fn, types = dali.fn, dali.types
 
 PACKAGE = "nvidia-dali-cuda130"
 _SIZE = 224
@@ -20,7 +21,12 @@ _STD = [0.229 * 255, 0.224 * 255, 0.225 * 255]
 
 def _normalised(images: Any) -> Any:
     return fn.crop_mirror_normalize(
-        images, dtype=types.FLOAT, output_layout="CHW", mean=_MEAN, std=_STD, mirror=fn.random.coin_flip(probability=0.5)
+        images,
+        dtype=types.FLOAT,
+        output_layout="CHW",
+        mean=_MEAN,
+        std=_STD,
+        mirror=fn.random.coin_flip(probability=0.5),
     )
 
 
@@ -41,30 +47,33 @@ def _cropped(encoded: Any, way: str) -> Any:
     )
 
 
-@pipeline_def
 def _from_files(folder: Path, way: str) -> Any:
     encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=True, initial_fill=1024, name="reader")
     return _normalised(_cropped(encoded, way)), labels
 
 
-@pipeline_def
 def _resized(folder: Path) -> Any:
     encoded, labels = fn.readers.file(file_root=str(folder), random_shuffle=True, name="reader")
-    images = fn.resize(fn.decoders.image(encoded, device="cpu", output_type=types.RGB), size=[_SIZE, _SIZE], antialias=True)
+    images = fn.resize(
+        fn.decoders.image(encoded, device="cpu", output_type=types.RGB), size=[_SIZE, _SIZE], antialias=True
+    )
     return fn.crop_mirror_normalize(images, dtype=types.FLOAT, output_layout="CHW", mean=_MEAN, std=_STD), labels
 
 
-@pipeline_def
 def _from_shards(folder: Path, way: str) -> Any:
     paths = sorted(str(path) for path in folder.glob("*.tar"))
     encoded, label = fn.readers.webdataset(
-        paths=paths, ext=["jpg", "cls"], random_shuffle=True, initial_fill=1024, missing_component_behavior="error", name="reader"
+        paths=paths,
+        ext=["jpg", "cls"],
+        random_shuffle=True,
+        initial_fill=1024,
+        missing_component_behavior="error",
+        name="reader",
     )
     # A class is stored as one digit: the text is the number.
     return _normalised(_cropped(encoded, way)), fn.cast(label, dtype=types.INT32) - 48
 
 
-@pipeline_def
 def _arrays(folder: Path) -> Any:
     return fn.readers.numpy(file_root=str(folder), file_filter="*.npy", random_shuffle=True, name="reader")
 
@@ -74,7 +83,8 @@ class _Batches:
 
     def __init__(self, pipeline: Any, names: list[str]) -> None:
         self._names = names
-        self._iterator = DALIGenericIterator([pipeline], names)  # size -1: the reader begins anew by itself
+        plugin: Any = importlib.import_module("nvidia.dali.plugin.pytorch")
+        self._iterator = plugin.DALIGenericIterator([pipeline], names)  # size -1: the reader begins anew by itself
 
     def __iter__(self) -> Iterator[Any]:
         for (batch,) in self._iterator:
@@ -82,7 +92,9 @@ class _Batches:
 
 
 def _pipeline(make: Any, batch: int, *arguments: Any) -> Any:
-    return make(*arguments, batch_size=batch, num_threads=2, device_id=None, prefetch_queue_depth=4, seed=1)
+    return dali.pipeline_def(make)(
+        *arguments, batch_size=batch, num_threads=2, device_id=None, prefetch_queue_depth=4, seed=1
+    )
 
 
 def _pictures(make: Any, folder: str, batch: int, places: Places, settings: dict[str, Any]) -> Iterable[Any]:

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 import torch
 
-import grain
 from profiles.peers.contestants import pixels
 from profiles.peers.contestants.datasets import BATCH, plain
 from profiles.peers.places import Places, labelled
@@ -54,8 +54,8 @@ def _started(dataset: Any, batch: int, settings: dict[str, Any]) -> Iterable[Any
         return found
     each = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     options = grain.MultiprocessingOptions(num_workers=2, per_worker_buffer_size=2)
-    found = batches.to_iter_dataset(each).mp_prefetch(options)
-    return found
+    several: Iterable[Any] = batches.to_iter_dataset(each).mp_prefetch(options)
+    return several
 
 
 def _photos(places: Places, settings: dict[str, Any]) -> Iterable[Any]:

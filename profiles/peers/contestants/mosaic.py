@@ -54,9 +54,7 @@ def _files(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     """Setting `decoder`."""
     clean_stale_shared_memory()
     dataset = _Photographs(places.mosaic, settings.get("decoder", "simplejpeg"))
-    return DataLoader(
-        dataset, batch_size=64, num_workers=2, prefetch_factor=4, persistent_workers=True, drop_last=True
-    )
+    return DataLoader(dataset, batch_size=64, num_workers=2, prefetch_factor=4, persistent_workers=True, drop_last=True)
 
 
 def make(places: Places, target: Path) -> None:

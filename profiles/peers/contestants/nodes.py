@@ -41,7 +41,8 @@ def _nodes(dataset: Dataset[Any], batch: int, settings: dict[str, Any]) -> Itera
         method=method,
         multiprocessing_context="fork" if method == "process" else None,
     )
-    return Loader(Prefetcher(fetched, prefetch_factor=4))
+    found: Iterable[Any] = Loader(Prefetcher(fetched, prefetch_factor=4))
+    return found
 
 
 def _photos(places: Places, settings: dict[str, Any]) -> Iterable[Any]:

@@ -52,7 +52,11 @@ def _large_photos(places: Places, settings: dict[str, Any], *, crop: bool) -> It
     """Setting `scaled`: decode at a coarser scale where that is fine enough."""
     settings = dict(settings)
     decode: Any = {"decode": {"scaled": True}} if settings.pop("scaled", False) else "decode"
-    shaped = [{"random_resized_crop": {"size": 224}}, "random_horizontal_flip"] if crop else [{"resize": {"size": [224, 224]}}]
+    shaped = (
+        [{"random_resized_crop": {"size": 224}}, "random_horizontal_flip"]
+        if crop
+        else [{"resize": {"size": [224, 224]}}]
+    )
     description = {
         "source": {"kind": "files", "url": str(places.large_photos), "include": "**/*.jpg", "label": "parent"},
         "stages": ["read", decode, *shaped, {"batch": {"size": 16, "drop_last": True}}, "normalize"],

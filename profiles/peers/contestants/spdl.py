@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import spdl.io
 import torch
+from spdl.pipeline import PipelineBuilder
 from torch.utils.data import default_collate
 
-import spdl.io
 from profiles.peers.contestants import pixels
 from profiles.peers.contestants.datasets import BATCH, plain
 from profiles.peers.places import Places, labelled
-from spdl.pipeline import PipelineBuilder
 
 PACKAGE = "spdl"
 _TASK = 16
@@ -96,7 +96,9 @@ def _plain(work: str, places: Places, settings: dict[str, Any]) -> Iterable[Any]
         return torch.from_numpy(np.stack(items)) if isinstance(items[0], np.ndarray) else default_collate(items)
 
     source = _shuffled(len(dataset), BATCH[work])  # type: ignore[arg-type]
-    return _Running(PipelineBuilder().add_source(source).pipe(fetch, concurrency=2).add_sink(4).build(num_threads=2, max_failures=0))
+    return _Running(
+        PipelineBuilder().add_source(source).pipe(fetch, concurrency=2).add_sink(4).build(num_threads=2, max_failures=0)
+    )
 
 
 WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {

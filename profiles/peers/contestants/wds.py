@@ -33,11 +33,11 @@ def _photos(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     return _loader(dataset, num_workers=2)
 
 
-def _raw(places: Places, settings: dict[str, Any], *, photos: bool) -> Iterable[Any]:
-    """Settings: `num_workers` (2), `shuffle` (false). An iteration is one epoch."""
+def _raw(places: Places, settings: dict[str, Any], *, photos: bool, repeat: bool) -> Iterable[Any]:
+    """Settings: `num_workers` (2), `shuffle` (false). Without `repeat` an iteration is one epoch."""
     shuffle = settings.get("shuffle", False)
     urls = _shards(places.shards if photos else places.small_shards)
-    dataset = webdataset.WebDataset(urls, shardshuffle=100 if shuffle else False)
+    dataset = webdataset.WebDataset(urls, shardshuffle=100 if shuffle else False, repeat=repeat)
     if shuffle:
         dataset = dataset.shuffle(_BUFFER)
     dataset = dataset.to_tuple("jpg" if photos else "txt", "cls").batched(64, collation_fn=_transposed)
@@ -56,6 +56,8 @@ def _transposed(samples: list[Any]) -> list[list[Any]]:
 
 WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
     "tar": _photos,
-    **dict.fromkeys(("raw-tar", "raw-tar-first"), partial(_raw, photos=False)),
-    **dict.fromkeys(("raw-tar-photos", "raw-tar-photos-first"), partial(_raw, photos=True)),
+    "raw-tar": partial(_raw, photos=False, repeat=True),
+    "raw-tar-first": partial(_raw, photos=False, repeat=False),
+    "raw-tar-photos": partial(_raw, photos=True, repeat=True),
+    "raw-tar-photos-first": partial(_raw, photos=True, repeat=False),
 }

@@ -61,7 +61,8 @@ class Child:
             answer = json.loads(self._line(time.monotonic() + timeout))
         except BrokenPipeError:
             raise ContestantError(f"its process is gone\n{self._said()}") from None
-        processes.send(self._process.pid, signal.SIGSTOP)
+        finally:
+            processes.send(self._process.pid, signal.SIGSTOP)
         if "error" in answer:
             raise ContestantError(f"{answer['error']}\n{self._said()}")
         found: dict[str, Any] = answer["ok"]
@@ -70,15 +71,21 @@ class Child:
     def end(self) -> None:
         """Kill it, with all it started."""
         session = self._process.pid
+        seen = set(processes.members(session))
         # multiprocessing's tracker gives back the shared memory of those that died, so it is left some time to do it.
         deadline = time.monotonic() + _GRACE_S
         processes.send(session, signal.SIGKILL, spare="resource_tracker")
         processes.send(session, signal.SIGCONT)
-        while processes.members(session):
+        while found := processes.members(session):
+            seen.update(found)
             processes.send(session, signal.SIGKILL, spare="resource_tracker" if time.monotonic() < deadline else None)
             time.sleep(0.02)
             self._process.poll()
         self._process.wait()
+        # A batch that a worker of torch was about to send lies there under a name that nobody else knows.
+        for process in seen:
+            for path in Path("/dev/shm").glob(f"torch_{process}_*"):
+                path.unlink(missing_ok=True)
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 with suppress(BrokenPipeError):

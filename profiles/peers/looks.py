@@ -186,9 +186,10 @@ def differences(reference: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 
 
 def _only(batch: Any) -> Any:
-    """The batch, or the one thing in it."""
+    """The batch, or the one thing in it besides what a loader says about it (`__key__`)."""
     while isinstance(batch, (tuple, list, dict)):
-        items: Iterable[Any] = batch.values() if isinstance(batch, dict) else batch
+        is_dict = isinstance(batch, dict)
+        items: Iterable[Any] = [value for name, value in batch.items() if name[:2] != "__"] if is_dict else batch
         (batch,) = items
     return batch
 

@@ -27,7 +27,7 @@ class Work:
     """`mode`: stream (batches without end), first (building up to the first batch), first-epoch, busy or memory.
 
     `skip`: batches that pass before the clock runs, since they were read ahead; `warm`: samples that pass before the first
-    round; `least`: batches a turn has at the least.
+    round; `least`: batches a turn has at the least, several times as many as are made at once, since those come in a burst.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Work:
     unit: str = "samples/s"
     skip: int = 8
     warm: int = 1500
-    least: int = 8
+    least: int = 16
 
 
 def _own(name: str, against: str | None = None, optional: bool = False, **settings: Any) -> Contestant:
@@ -195,8 +195,8 @@ _ALL = (
         warm=20_000,
         least=64,
     ),
-    Work("large-npy", ".npy files of 150 MB, batch 2", "arrays", ("npy",), (*_ARRAYS, _DALI), warm=16, least=4),
-    Work("large-npz", "stored .npz files of 150 MB, batch 2", "arrays", ("npz",), _ARRAYS, warm=16, least=4),
+    Work("large-npy", ".npy files of 150 MB, batch 2", "arrays", ("npy",), (*_ARRAYS, _DALI), warm=16),
+    Work("large-npz", "stored .npz files of 150 MB, batch 2", "arrays", ("npz",), _ARRAYS, warm=16),
     Work(
         "tokens",
         "windows of 2,049 tokens of a file of 1 GB, batch 16",
@@ -206,7 +206,9 @@ _ALL = (
         skip=32,
         warm=2000,
     ),
-    Work("photo-resize", "JPEGs of 12 megapixels to 224", "pixels", ("large-photos",), _LARGE_PHOTOS, warm=96, least=3),
+    Work(
+        "photo-resize", "JPEGs of 12 megapixels to 224", "pixels", ("large-photos",), _LARGE_PHOTOS, warm=96, least=16
+    ),
     Work(
         "photo-crop",
         "JPEGs of 12 megapixels, random crop to 224",
@@ -214,7 +216,7 @@ _ALL = (
         ("large-photos",),
         _LARGE_PHOTOS,
         warm=96,
-        least=3,
+        least=16,
     ),
     Work("first-batch", "from building to the first batch of `files`", "pixels", ("photos",), _STEPS, "first", "s"),
     Work("busy-step", "`files` under steps of 10 ms of plain Python", "pixels", ("photos",), _STEPS, "busy", "steps/s"),

@@ -104,7 +104,7 @@ def _pictures(make: Any, folder: str, batch: int, places: Places, settings: dict
 
 
 def _resize(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
-    return _Batches(_pipeline(_resized, 16, places.large_photos), ["images", "labels"])
+    return _Batches(_pipeline(_resized, 8, places.large_photos), ["images", "labels"])
 
 
 def _numpy(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
@@ -115,7 +115,7 @@ WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
     "files": partial(_pictures, _from_files, "photos", 64),
     "files-no-antialias": partial(_pictures, _from_files, "photos", 64),
     "tar": partial(_pictures, _from_shards, "shards", 64),
-    "photo-crop": partial(_pictures, _from_files, "large_photos", 16),
+    "photo-crop": partial(_pictures, _from_files, "large_photos", 8),
     "photo-resize": _resize,
     "large-npy": _numpy,
 }

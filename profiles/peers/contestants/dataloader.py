@@ -33,7 +33,7 @@ def _photos(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
 
 def _large_photos(work: str, places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     augment = pixels.LARGE[work, settings.get("draft", False)]
-    return loader(Photographs(places.large_photos, augment), 16, settings)
+    return loader(Photographs(places.large_photos, augment), 8, settings)
 
 
 def _plain(work: str, places: Places, settings: dict[str, Any]) -> Iterable[Any]:

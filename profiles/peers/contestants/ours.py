@@ -59,7 +59,7 @@ def _large_photos(places: Places, settings: dict[str, Any], *, crop: bool) -> It
     )
     description = {
         "source": {"kind": "files", "url": str(places.large_photos), "include": "**/*.jpg", "label": "parent"},
-        "stages": ["read", decode, *shaped, {"batch": {"size": 16, "drop_last": True}}, "normalize"],
+        "stages": ["read", decode, *shaped, {"batch": {"size": 8, "drop_last": True}}, "normalize"],
         "output": ["image", "label"],
     }
     return _build(description, settings)
@@ -89,9 +89,10 @@ def _array(source: dict[str, Any], batch: int, settings: dict[str, Any]) -> Iter
 
 def _large_arrays(work: str, places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     """The memory of 4 batches of 300 MB, and room for another."""
-    folder, field = (places.npy, "npy") if work == "large-npy" else (places.npz, "data")
-    pipeline = Pipeline.files(folder).read().decode().batch(2, drop_last=True).output(field)
-    return _build(pipeline, {"prefetch.memory": "2GiB", **settings})
+    folder = places.npy if work == "large-npy" else places.npz
+    return _build(
+        Pipeline.files(folder).read().decode().batch(2, drop_last=True), {"prefetch.memory": "2GiB", **settings}
+    )
 
 
 WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {

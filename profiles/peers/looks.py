@@ -188,8 +188,8 @@ def differences(reference: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 def _only(batch: Any) -> Any:
     """The batch, or the one thing in it besides what a loader says about it (`__key__`)."""
     while isinstance(batch, (tuple, list, dict)):
-        is_dict = isinstance(batch, dict)
-        items: Iterable[Any] = [value for name, value in batch.items() if name[:2] != "__"] if is_dict else batch
+        named = batch.items() if isinstance(batch, dict) else ((" ", value) for value in batch)
+        items: Iterable[Any] = [value for name, value in named if name[:2] != "__"]
         (batch,) = items
     return batch
 

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: venv demo test prove lint format bench clean
+.PHONY: venv demo test prove lint format bench peers clean
 
 venv: $(STAMP)
 
@@ -39,5 +39,12 @@ format: venv
 bench: venv
 	$(BIN)/python profiles/first_look.py
 
+# Against other loaders, each in an environment of its own below .peers/; CONTESTANTS=a,b takes only those.
+WORK ?= all
+ROUNDS ?= 5
+peers: venv
+	-$(BIN)/python -m profiles.peers.environments
+	$(BIN)/python -m profiles.peers --work $(WORK) --rounds $(ROUNDS) $(if $(CONTESTANTS),--contestants $(CONTESTANTS)) --out profiles
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

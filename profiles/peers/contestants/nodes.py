@@ -1,0 +1,59 @@
+"""torchdata.nodes: indexes in batches, each fetched and collated by one of 2 parallel mappers, 4 batches ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, RandomSampler, default_collate
+from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
+
+from profiles.peers.contestants import pixels
+from profiles.peers.contestants.datasets import BATCH, Photographs, plain
+from profiles.peers.places import Places
+
+PACKAGE = "torchdata"
+
+
+class _Fetch:
+    """Indexes -> a collated batch."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __call__(self, indexes: list[int]) -> Any:
+        return default_collate([self._dataset[index] for index in indexes])
+
+
+def _nodes(dataset: Dataset[Any], batch: int, settings: dict[str, Any]) -> Iterable[Any]:
+    """Settings: `method` ("thread" or "process")."""
+    method = settings.get("method", "thread")
+    torch.set_num_threads(1)  # the mappers are the threads
+    sampler = RandomSampler(dataset, num_samples=1000 * len(dataset))  # type: ignore[arg-type]
+    indexes = Batcher(SamplerWrapper(sampler), batch, drop_last=True)
+    fetched = ParallelMapper(
+        indexes,
+        _Fetch(dataset),
+        num_workers=2,
+        in_order=True,
+        method=method,
+        multiprocessing_context="fork" if method == "process" else None,
+    )
+    found: Iterable[Any] = Loader(Prefetcher(fetched, prefetch_factor=4))
+    return found
+
+
+def _photos(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
+    return _nodes(Photographs(places.photos, pixels.AUGMENTS[settings.get("decoder", "simplejpeg")]), 64, settings)
+
+
+def _plain(work: str, places: Places, settings: dict[str, Any]) -> Iterable[Any]:
+    return _nodes(plain(work, places), BATCH[work], settings)
+
+
+WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
+    "files": _photos,
+    **{work: partial(_plain, work) for work in ("dataset", "dataset-records", "records")},
+}

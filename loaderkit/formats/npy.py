@@ -230,7 +230,7 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
             f"array {member.name!r} of the .npz archive is damaged: it unpacks to {len(unpacked)} bytes of "
             f"{member.size}, or to others than were packed"
         )
-    return memoryview(unpacked)
+    return memoryview(bytearray(unpacked))  # to be written to, as other arrays; a twentieth of unpacking
 
 
 def view_npz(data: memoryview) -> dict[str, NDArray[Any]]:

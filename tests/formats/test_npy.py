@@ -180,6 +180,7 @@ def test_archives_are_numpys(members: dict[str, NDArray[Any]], packed: bool) -> 
         assert list(found) == wanted.files
         for name in found:
             assert_same(found[name], wanted[name])
+            assert found[name].flags.writeable
 
 
 def test_few_reads_and_views() -> None:

@@ -17,7 +17,7 @@ from PIL import ImageOps
 from pydantic import ValidationError
 
 from loaderkit.stages.decode import DecodeArgs, decode
-from loaderkit.types import Encoded, Image, Sample
+from loaderkit.types import Bundle, Encoded, Image, Landed, Sample
 
 Pixels = NDArray[np.uint8]
 NO_DRAWS = np.empty(0)
@@ -440,6 +440,49 @@ def test_npy(array: NDArray[Any]) -> None:
     assert np.array_equal(found, array)
 
 
+def npz(**members: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **members)  # type: ignore[arg-type]
+    return buffer.getvalue()
+
+
+def test_arrays_are_views_only_of_memory_that_is_reused() -> None:
+    for extension, data, field in (("npy", npy(np.arange(6)), "x"), ("npz", npz(y=np.arange(6)), "y")):
+        scratch: dict[str, Any] | None
+        for scratch in (None, {}):
+            memory = bytearray(data)
+            sample: Sample = {"x": Encoded(memoryview(memory), extension)}
+            decode(DecodeArgs())(sample, NO_DRAWS, scratch)
+            assert sample.keys() == {field}
+            assert np.array_equal(sample[field], np.arange(6))
+            assert np.shares_memory(sample[field], np.frombuffer(memory, np.uint8)) == (scratch is not None)
+            assert sample[field].flags.writeable
+
+
+def test_an_archive_is_as_many_fields() -> None:
+    archive = npz(a=np.arange(3), b=np.zeros((2, 2)))
+    sample: Sample = {"z": Encoded(memoryview(archive), "npz"), "other": 1}
+    decode(DecodeArgs(fields=("z",)))(sample, NO_DRAWS, None)
+    assert sample.keys() == {"a", "b", "other"}
+    # What `read` found in it goes the same way: bytes of single members, and what has landed.
+    parts = {"a": Encoded(memoryview(npy(np.arange(3))), "npy"), "b": Landed(32)}
+    for args in (DecodeArgs(), DecodeArgs(fields=("z",))):
+        sample = {"z": Bundle(dict(parts)), "other": 1}
+        decode(args)(sample, NO_DRAWS, None)
+        assert sample["a"].tolist() == [0, 1, 2]
+        assert sample["b"] == Landed(32)
+    for taken in (Encoded(memoryview(archive), "npz"), Bundle(dict(parts))):
+        sample = {"z": taken, "a": 1}
+        with pytest.raises(ValueError, match=r"array called 'a', and so is another field"):
+            decode(DecodeArgs())(sample, NO_DRAWS, None)
+
+
+def test_what_has_landed_is_left_alone() -> None:
+    sample: Sample = {"x": Landed(8)}
+    decode(DecodeArgs(fields=("x",)))(sample, NO_DRAWS, None)
+    assert sample == {"x": Landed(8)}
+
+
 class Trap:
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("/tmp/loaderkit-trap-was-sprung"),))
@@ -466,6 +509,8 @@ def test_npy_with_objects_runs_no_code() -> None:
         ("npy", b"not an array"),
         ("npy", npy(np.arange(100))[:-1]),
         ("npy", npy(np.arange(100))[:40]),
+        ("npz", b""),
+        ("npz", npy(np.arange(100))),
     ],
 )
 def test_broken_fields_are_errors(extension: str, data: bytes) -> None:

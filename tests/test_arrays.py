@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.file import FileConnector
-from loaderkit.errors import ConfigError, StageError, StateError
+from loaderkit.errors import ConfigError, ConnectorError, StageError, StateError
 from loaderkit.stages.straight import LEAST_BYTES
+from loaderkit.types import Ranges
 
 INLINE = {"prefetch.executor": "inline"}
 TYPES = [
@@ -27,7 +28,7 @@ TYPES = [
 
 
 class Recording(FileConnector):
-    """Notes what is read: (key, start, length) of every `read_into`, and the number of ranges of every `gather_into`."""
+    """Notes what is read: (key, start, length) of every range, and the number of ranges of every `gather_into`."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -44,11 +45,16 @@ class Recording(FileConnector):
         self.gathered.append(len(starts))
         super().gather_into(key, starts, length, buffer, etag=etag)
 
+    def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
+        self.reads += zip(ranges.keys, ranges.starts, ranges.lengths, strict=True)
+        return super().read_many(ranges, offsets, buffer)
+
 
 class Plain(FileConnector):
-    """A connector that has no `gather_into`, as most have none."""
+    """A connector that has neither `gather_into` nor `read_many`, as most have none."""
 
     gather_into = None  # type: ignore[assignment]
+    read_many = None  # type: ignore[assignment]
 
 
 def recorded(pipeline: Pipeline, root: Path, **more: Any) -> tuple[loaderkit.Loader, Recording]:

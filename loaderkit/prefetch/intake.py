@@ -20,6 +20,10 @@ from loaderkit.types import Chunk, Destination
 # 60 ms 1,766: fewer exchanges of the GIL, and one stage's code at a time in the caches.
 _CHUNK_TARGET_S = 0.02
 _FIRST_CHUNK_SIZE = 8
+# Batches quicker than this are handed over several at a time: to wake the other thread up, and to hand it the GIL, costs as
+# much as such a batch (16 windows of tokens: 47,000 a second one at a time). The consumer looks by itself after _LOOK_S.
+_QUICK_S = 0.5e-3
+_LOOK_S = 2e-3
 
 
 class Intake:
@@ -43,6 +47,7 @@ class Intake:
         self._is_preparing = False
         self._is_closed = False
         self._failure: BaseException | None = None
+        self._num_ready = 0  # destinations in the queue that are complete
         self.num_open = 0  # destinations in the queue, or cancelled with chunks still in a stage: they hold memory
         self.is_short_of_memory = False  # memory, not depth, is what keeps the next destination from being opened
 
@@ -57,10 +62,12 @@ class Intake:
         """The same after waiting for it; None if that took longer than `timeout_s`."""
         with self._lock:
             found = self._first()
-            while found is None:
+            left_s = timeout_s
+            while found is None and left_s > 0:
                 assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
-                if not self._ready.wait(timeout_s):
-                    return self._first()
+                wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
+                if not self._ready.wait(wait_s):
+                    left_s -= wait_s
                 found = self._first()
             return found
 
@@ -72,9 +79,13 @@ class Intake:
         if not self._queue or not self._queue[0].is_done:
             return None
         self.num_open -= 1
-        if self._num_waiting:
+        self._num_ready -= 1
+        if self._num_waiting and (not self._is_quick() or self.num_open <= self._plan.room[0] // 2):
             self._room.notify()
         return self._queue.popleft()
+
+    def _is_quick(self) -> bool:
+        return self._sample_s is not None and self._sample_s * self._plan.batch_size < _QUICK_S
 
     def head(self) -> Destination | None:
         """The awaited destination, for reports."""
@@ -96,6 +107,7 @@ class Intake:
                 if destination.is_done or (num_untaken and not destination.num_pending):
                     self._drop(destination)
             self._queue.clear()
+            self._num_ready = 0
             self._at_end = False
             self._plan.seek(epoch, position)
             self._room.notify_all()
@@ -144,6 +156,7 @@ class Intake:
                         return None
                     has_work = self.num_open and not self._at_end
                     account.enter(self._states.blocked if has_work else self._states.starved)
+                    self._announce()
                     self._num_waiting += 1
                     self._room.wait()
                     self._num_waiting -= 1
@@ -229,5 +242,11 @@ class Intake:
                 return
             destination.done_s = self._clock()
             destination.is_done = True
-            if self._queue and self._queue[0] is destination:
-                self._ready.notify()
+            self._num_ready += 1
+            if not self._is_quick() or 2 * self._num_ready >= self._plan.room[0]:
+                self._announce()
+
+    def _announce(self) -> None:
+        """Wake the consumer if the batch it waits for is complete. Under the lock."""
+        if self._queue and self._queue[0].is_done:
+            self._ready.notify()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ import simplejpeg
 import torch
 
 from loaderkit.connectors.file import FileConnector
-from loaderkit.kernels import mirrored, resampled_into, write_normalized
+from loaderkit.kernels import resample, write_normalized
+from loaderkit.native import kernels
 from loaderkit.stages.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
+from loaderkit.types import Ranges
 from profiles.peers.places import Places, labelled
 
 PACKAGE = "loaderkit"
@@ -36,10 +38,10 @@ class _Memory(threading.local):
     """A thread's own buffers."""
 
     def __init__(self) -> None:
-        self.encoded = bytearray(1 << 20)
+        self.encoded = bytearray(1 << 23)
         self.decoded = np.empty(1 << 22, np.uint8)
-        self.resized = np.empty((224, 224, 3), np.uint8)
-        self.scratch: dict[str, Any] = {}
+        self.resized = [np.empty((224, 224, 3), np.uint8) for _ in range(_TASK)]
+        self.pictures: list[Any] = [np.empty(1 << 20, np.uint8) for _ in range(_TASK)]
 
 
 class _Pool:
@@ -113,22 +115,33 @@ class _Pictures:
                 yield partial(self._task, slab, first, chosen, draws)
 
     def _task(self, slab: int, first: int, chosen: list[int], draws: Any) -> int:
-        for place, sample in enumerate(chosen):
-            pixels = self._picture(sample, draws[place])
-            write_normalized(self._slabs[slab], first + place, [pixels], _SCALE, _SHIFT)
-            self._labels[slab][first + place] = self._samples[sample][1]
+        """Each kernel once for all pictures of the task, as loaderkit calls them."""
+        memory = self._memory
+        sizes = [self._sizes[sample] for sample in chosen]
+        offsets = [0, *accumulate(sizes)][:_TASK]
+        ranges = Ranges([self._keys[sample] for sample in chosen], [0] * _TASK, sizes, [None] * _TASK)
+        assert not self._connector.read_many(ranges, offsets, memoryview(memory.encoded))
+        jobs = []
+        images: list[Any] = []
+        for place, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            pixels = _decoded(memory, place, memoryview(memory.encoded)[offset : offset + size])
+            target = memory.resized[place]
+            rows, columns, _ = pixels.shape
+            top, left, height, width = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws[place, :-1])
+            jobs.append((target, pixels[top : top + height, left : left + width], None))
+            images.append(target[:, ::-1] if draws[place, -1] < 0.5 else target)
+        resample(jobs)
+        write_normalized(self._slabs[slab], first, images, _SCALE, _SHIFT)
+        self._labels[slab][first : first + _TASK] = torch.tensor([self._samples[sample][1] for sample in chosen])
         return slab
 
-    def _picture(self, sample: int, draws: Any) -> Any:
-        memory = self._memory
-        data = memoryview(memory.encoded)[: self._sizes[sample]]
-        self._connector.read_into(self._keys[sample], 0, data)
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        buffer = memory.decoded[: height * width * 3].reshape(height, width, 3)
-        pixels = simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
-        top, left, h, w = crop_box(height, width, (0.08, 1.0), (3 / 4, 4 / 3), draws[:-1])
-        assert resampled_into(memory.resized, pixels[top : top + h, left : left + w]), "the C module is not there"
-        return mirrored(memory.resized, memory.scratch) if draws[-1] < 0.5 else memory.resized
+
+def _decoded(memory: _Memory, place: int, data: memoryview) -> Any:
+    height, width, _ = kernels.jpeg_size(data)
+    if memory.pictures[place].size < height * width * 3:
+        memory.pictures[place] = np.empty(height * width * 3, np.uint8)
+    buffer = memory.pictures[place][: height * width * 3].reshape(height, width, 3)
+    return simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
 
 
 def _preadv(folder: Path) -> Iterable[int]:

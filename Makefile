@@ -10,7 +10,7 @@ STAMP := $(VENV)/.complete
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml loaderkit/_kernels.c
+$(STAMP): pyproject.toml $(wildcard loaderkit/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[s3,dali,webdataset,demo,dev]"

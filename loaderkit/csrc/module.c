@@ -1,0 +1,20 @@
+/* The module's table. */
+#include "kernels.h"
+
+static PyMethodDef methods[] = {
+    {"resample", resample, METH_O, "resample([(target, pixels, part), ...]) -> whether this CPU can"},
+    {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer) -> (bytes read, mode, size, mtime_ns)"},
+    {"read_many", read_many, METH_VARARGS, "read_many(paths, starts, lengths, etags, offsets, buffer) -> places that failed, or None"},
+    {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},
+    {"tar_run", tar_run, METH_VARARGS, "tar_run(data, offset, end, size) -> ([(name, start, size), ...], next offset)"},
+    {"jpeg_size", jpeg_size, METH_O, "jpeg_size(data) -> (height, width, components) or None"},
+    {"gather_ranges", gather_ranges, METH_VARARGS, "gather_ranges(path, starts, length, buffer) -> as read_range"},
+    {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},
+    {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
+    {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

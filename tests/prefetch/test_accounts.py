@@ -102,6 +102,11 @@ class TestHistogram:
         assert Histogram().percentile(0.5) is None
 
 
+def attribute(begin: float, end: float, way: stalls.Way, **known: Any) -> dict[str, float]:
+    """As the engine does: what happened within the wait, charged to it."""
+    return stalls.charge(stalls.trace(begin, end, way, **known), begin, end)
+
+
 class TestAttribution:
     @given(
         st.floats(0, 10),
@@ -121,7 +126,7 @@ class TestAttribution:
         for gap, state in gaps:
             now += gap
             marks.append((now, state))
-        found = stalls.attribute(
+        found = attribute(
             begin,
             begin + length,
             stalls.Way(opened, marks, now + tail),
@@ -130,6 +135,16 @@ class TestAttribution:
             pools=pools,
         )
         assert sum(found.values()) == pytest.approx(length)
+        # Another process traces more than the wait, which it does not know, and the wait is cut out later.
+        longer = stalls.trace(
+            min(begin, 0) - 5,
+            begin + length + 50,
+            stalls.Way(opened, marks, now + tail),
+            was_short_of_memory=short,
+            stage_names=["a", "b", "c"],
+            pools=pools,
+        )
+        assert stalls.charge(longer, begin, begin + length) == pytest.approx(found)
         assert all(seconds >= 0 for seconds in found.values())
         assert set(found) <= {"a", "b", "c", stalls.START, stalls.MEMORY, stalls.WAKEUP}
 
@@ -141,7 +156,7 @@ class TestAttribution:
         clock.now = 104.0
         account.enter(0)
         way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
-        found = stalls.attribute(
+        found = attribute(
             100.0, 106.5, way, was_short_of_memory=False, stage_names=["slow", "quick"], pools=[[account]]
         )
         assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})

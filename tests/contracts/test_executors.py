@@ -19,6 +19,8 @@ EXECUTORS: dict[str, dict[str, Any]] = {
     "eight threads": {"prefetch.concurrency": 8, "prefetch.batches": 16},
     "a pool a stage": {"stages.read.workers": 2, "stages.call.workers": 2, "stages.batch.workers": 1},
     "pools of batches": {"stages.call-2.workers": 2, "stages.transfer.workers": 1},
+    "a process": {"prefetch.executor": "process", "prefetch.concurrency": 2},
+    "a process of pools": {"prefetch.executor": "process", "stages.read.workers": 2, "stages.call-2.workers": 1},
 }
 
 

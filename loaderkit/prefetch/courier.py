@@ -82,6 +82,8 @@ class Courier:
 
     def _send(self, generation: int, number: int, destination: Destination) -> None:
         record = self._record(destination)
+        destination.last_chunk = None
+        destination.chunks = []  # they name the destination: its memory would wait for the garbage collector
         try:
             parcel, borrowed = wire.post(record.sealed(), self._arena, self._allocator)
         except Exception as error:

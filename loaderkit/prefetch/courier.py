@@ -52,7 +52,6 @@ class Courier:
         self._engine = make_engine(self._allocator.allocate)
         self._lock = threading.Lock()
         self._generation = 0  # how many seeks the trainer has asked for
-        self._num_sent = 0  # not yet taken by the trainer
         self._held: dict[int, tuple[Any, list[Extent]]] = {}  # what keeps a batch's memory, until it is released
         self._number = 0
         self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
@@ -74,7 +73,6 @@ class Courier:
                     return
                 if destination is None:
                     continue
-                self._num_sent += 1
                 generation = self._generation
                 number = self._number = self._number + 1
             self._send(generation, number, destination)
@@ -116,25 +114,21 @@ class Courier:
     # ------------------------------------------------------------------------------------------- what is asked for
 
     def taken(self, released: list[int]) -> None:
-        """The trainer has taken a batch, which leaves the budget."""
-        with self._lock:
-            self._num_sent -= 1
-        self._engine.intake.leave(1)
+        """The trainer has taken a batch, or dropped one behind a seek: it leaves the budget. Others nobody sees any more."""
         self.released(released)
+        self._engine.intake.leave(1)
 
     def released(self, numbers: list[int]) -> None:
-        """Nobody sees these batches any more."""
+        """Nobody sees these batches any more: their memory may be used again."""
         for number in numbers:
             _, borrowed = self._held.pop(number)
             for extent in borrowed:
                 self._allocator.spare(extent)
 
     def seek(self, generation: int, epoch: int, position: int) -> None:
-        """Go on from another place; batches sent and not taken will not be."""
+        """Go on from another place. Batches on their way stay in the budget until the trainer has dropped them."""
         with self._lock:
             self._engine.seek(epoch, position)
-            self._engine.intake.leave(self._num_sent)
-            self._num_sent = 0
             self._generation = generation
             self._sent_s = None
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from loaderkit.prefetch import stalls, wire
+from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.receiver import Arrived, Receiver
 from loaderkit.prefetch.stats import StageStats, add_account
@@ -42,7 +42,7 @@ class LateStages:
             add_account(rows, (rows[0], rows[-1]), self._account, self._states, now)
         return rows
 
-    def run(self, arrived: Arrived, account: Account) -> wire.Delivered:
+    def run(self, arrived: Arrived, account: Account) -> Arrived:
         """Run the stages on a batch in place; their time becomes part of its way, and their error its own."""
         batch = arrived.batch
         segments = list(batch.segments)
@@ -63,14 +63,15 @@ class LateStages:
             account.served(number, len(batch), 0)
         done_s = account.enter(self._states.starved)
         segments.append(stalls.Segment(since_s, done_s, cause))
-        return replace(batch, error=error, done_s=done_s, segments=segments)
+        return replace(arrived, batch=replace(batch, error=error, done_s=done_s, segments=segments))
 
 
 class LateInbox:
     """The inbox of a consumer whose batches go through late stages first, in a thread of their own."""
 
     def __init__(self, receiver: Receiver, stages: LateStages, account: Account) -> None:
-        self._queue: SimpleQueue[tuple[int, wire.Delivered] | BaseException] = SimpleQueue()
+        self._receiver = receiver
+        self._queue: SimpleQueue[Arrived | BaseException] = SimpleQueue()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=_work,
@@ -80,7 +81,7 @@ class LateInbox:
         )
         self._thread.start()
 
-    def take(self, generation: int, timeout_s: float) -> wire.Delivered | None:
+    def take(self, generation: int, timeout_s: float) -> Arrived | None:
         """See `Inbox`."""
         while True:
             try:
@@ -90,8 +91,18 @@ class LateInbox:
             if isinstance(found, BaseException):
                 self._queue.put(found)
                 raise found
-            if found[0] == generation:
-                return found[1]
+            if found.generation == generation:
+                return found
+            del found  # for a place that nobody wants any more
+            self._receiver.taken()
+
+    def taken(self) -> None:
+        """See `Inbox`."""
+        self._receiver.taken()
+
+    def give_back(self) -> None:
+        """See `Inbox`."""
+        self._receiver.give_back()
 
     def close(self) -> None:
         """End the thread and drop what it has made."""
@@ -107,14 +118,14 @@ def _work(
     receiver: Receiver,
     stages: LateStages,
     account: Account,
-    queue: SimpleQueue[tuple[int, wire.Delivered] | BaseException],
+    queue: SimpleQueue[Arrived | BaseException],
     is_closed: threading.Event,
 ) -> None:
     try:
         while not is_closed.is_set():
-            arrived = receiver.arrive(_PATIENCE_S)
+            arrived = receiver.take(timeout_s=_PATIENCE_S)
             if arrived is not None:
-                queue.put((arrived.generation, stages.run(arrived, account)))
+                queue.put(stages.run(arrived, account))
             del arrived  # or the thread would keep a batch's memory while it waits for the next
     except BaseException as error:
         queue.put(error)

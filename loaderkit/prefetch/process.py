@@ -142,13 +142,12 @@ class ProcessEngine:
         return batch
 
     def _wait(self) -> wire.Delivered:
-        link, inbox, ledger = self._link, self._inbox, self._ledger  # which another thread's `close` lets go
-        if link is None or inbox is None or ledger is None:
+        link, inbox = self._link, self._inbox  # which another thread's `close` lets go
+        if link is None or inbox is None:
             raise ClosedError("the loader was closed while a batch was awaited")
-        if ended := ledger.ended():
-            link.tell("released", ended)
+        inbox.give_back()
         try:
-            while (batch := inbox.take(self._generation, self._timeout_s)) is None:
+            while (arrived := inbox.take(self._generation, self._timeout_s)) is None:
                 report = link.ask("report") or f"process {link.pid} is still starting, or does not answer"
                 logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
         except EOFError:
@@ -159,8 +158,8 @@ class ProcessEngine:
         except Exception as error:
             self._failure = error
             raise
-        link.tell("taken", ledger.ended())
-        return batch
+        inbox.taken()
+        return arrived.batch
 
     def _charge(self, batch: wire.Delivered, begin: float, end: float) -> None:
         first_s = batch.segments[0].since_s if batch.segments else batch.done_s

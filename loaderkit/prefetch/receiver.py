@@ -27,9 +27,15 @@ class Arrived:
 class Inbox(Protocol):
     """Where the consumer takes batches from: the socket itself, or a thread that runs stages on them first."""
 
-    def take(self, generation: int, timeout_s: float) -> wire.Delivered | None:
+    def take(self, generation: int, timeout_s: float) -> Arrived | None:
         """The next batch of `generation`; None if none came in time. Raises what made the other process stop, and
         EOFError if that has ended."""
+
+    def taken(self) -> None:
+        """Tell the other process that a batch has left the budget, and which ones nobody sees any more."""
+
+    def give_back(self) -> None:
+        """Tell the other process which batches nobody sees any more."""
 
     def close(self) -> None:
         """Let go of what has arrived. The link is closed already."""
@@ -43,27 +49,34 @@ class Receiver:
         self._ledger = ledger
         self._specs: Mapping[str, FieldSpec] = {}
 
-    def take(self, generation: int, timeout_s: float) -> wire.Delivered | None:
-        """See `Inbox`."""
-        while True:
-            arrived = self.arrive(timeout_s, generation)
-            if arrived is None or arrived.generation == generation:
-                return None if arrived is None else arrived.batch
-
-    def arrive(self, timeout_s: float, generation: int = 0) -> Arrived | None:
-        """The next batch that was sent behind seek number `generation`, or a later one. See `take`."""
+    def take(self, generation: int = 0, timeout_s: float = 0.0) -> Arrived | None:
+        """See `Inbox`; what was sent behind a later seek counts as well."""
         while (message := self._link.receive(timeout_s)) is not None:
             if isinstance(message, wire.BatchMessage):
-                memory = self._ledger.lend(message.number, message.parcel.blocks)
-                if message.generation < generation:
-                    continue  # read ahead for a place that nobody wants any more: the lease ends here
-                batch: wire.Delivered = message.parcel.open(memory)
-                self._specs = batch.specs or self._specs
-                return Arrived(message.generation, batch.unsealed(), self._specs)
+                batch = self._open(message)
+                if message.generation >= generation:
+                    return Arrived(message.generation, batch.unsealed(), self._specs)
+                del batch  # read ahead for a place that nobody wants any more
+                self.taken()
+                continue
             if isinstance(message, wire.FailureMessage):
                 raise wire.unpack_error(message.error)
             relay(message)
         return None
+
+    def _open(self, message: wire.BatchMessage) -> wire.Delivered:
+        batch: wire.Delivered = message.parcel.open(self._ledger.lend(message.number, message.parcel.blocks))
+        self._specs = batch.specs or self._specs
+        return batch
+
+    def taken(self) -> None:
+        """See `Inbox`."""
+        self._link.tell("taken", self._ledger.ended())
+
+    def give_back(self) -> None:
+        """See `Inbox`."""
+        if ended := self._ledger.ended():
+            self._link.tell("released", ended)
 
     def close(self) -> None:
         """Nothing is held here."""

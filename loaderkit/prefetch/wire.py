@@ -84,19 +84,20 @@ def _is_plain(value: torch.Tensor) -> bool:
     return has_memory and value.numel() > 0 and not (value.requires_grad or value.is_conj() or value.is_neg())
 
 
-def pack(value: Any) -> tuple[bytes, list[memoryview]]:
-    """The stream and the buffers of a value. Raises what pickling raises."""
+def pack(value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False) -> tuple[bytes, list[memoryview]]:
+    """The stream and the buffers of a value; small buffers go into the stream, but for those that both sides see
+    already. Raises what pickling raises."""
     buffers: list[memoryview] = []
 
-    def keep_apart(buffer: pickle.PickleBuffer) -> bool:
+    def goes_inside(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < _INLINE_BYTES:
+        if raw.nbytes < _INLINE_BYTES and not is_shared(raw):
             return True
         buffers.append(raw)
         return False
 
     file = io.BytesIO()
-    _Pickler(file, keep_apart).dump(value)
+    _Pickler(file, goes_inside).dump(value)
     return file.getvalue(), buffers
 
 
@@ -127,9 +128,14 @@ def post(value: Any, arena: Arena, allocator: Allocator) -> tuple[Parcel, list[E
     Returns the parcel and the blocks borrowed for it, to be given back when the other side has let go. Raises what
     pickling raises, and OSError when shared memory is short.
     """
-    stream, buffers = pack(value)
+
+    def place_of(buffer: memoryview) -> tuple[Extent, Extent] | None:
+        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
+        return allocator.block_of(address, buffer.nbytes)
+
+    stream, buffers = pack(value, lambda buffer: place_of(buffer) is not None)
     arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-    found = [allocator.block_of(array.__array_interface__["data"][0], array.nbytes) for array in arrays]
+    found = [place_of(buffer) for buffer in buffers]
     loose = [array for array, known in zip(arrays, found, strict=True) if known is None]
     borrowed: list[Extent] = []
     try:
@@ -184,13 +190,15 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
 
 
 class _Remade:
-    """Pickles an exception without its `__init__`, which may take other arguments than `args`."""
+    """Pickles an exception without its `__init__`, which may take other arguments than `args`, and without those of its
+    attributes that cannot be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (type(self.error), self.error.args, self.error.__dict__)
+        attributes = {name: value for name, value in self.error.__dict__.items() if _can_pickle(value)}
+        return _remake, (type(self.error), self.error.args, attributes)
 
 
 def _remake(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
@@ -198,6 +206,14 @@ def _remake(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[s
     error.args = args
     error.__dict__.update(attributes)
     return error
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -106,6 +106,7 @@ class Child:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
             _import(preload)
+            from loaderkit.prefetch import wire
             from loaderkit.prefetch.courier import Courier
 
             job = self._jobs.get()
@@ -115,6 +116,7 @@ class Child:
                 for name, *arguments in self._early:
                     getattr(courier, name)(*arguments)
                 self._courier = courier
+            self._outbox.send(pickle.dumps(wire.ReadyMessage(), 5))
             courier.run()
         except BaseException as error:
             self._fail(error)

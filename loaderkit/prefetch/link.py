@@ -73,6 +73,7 @@ class Link:
         )  # closing a descriptor that is being waited for would wait for another one's
         self._serial = 0
         self._is_closed = False
+        self._has_heard = False
         descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena)
         path = [place for place in sys.path if isinstance(place, str)]
         handed = json.dumps([path, sys.argv, [os.getpid(), *descriptors], preload])
@@ -97,6 +98,11 @@ class Link:
 
     # ------------------------------------------------------------------------------------------------- talking
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the process has said anything yet. Until then it imports, and has nothing to tell or to finish."""
+        return self._has_heard or (not self._is_closed and _wait(self._outbox, 0.0))
+
     def tell(self, name: str, *arguments: Any) -> None:
         """Send a command; without effect once the process has ended, which `receive` notices."""
         with suppress(OSError):
@@ -104,7 +110,7 @@ class Link:
 
     def ask(self, question: str, *arguments: Any, timeout_s: float = _PATIENCE_S) -> Any:
         """The answer to a question; None if the process has none yet, has ended, or does not answer in time."""
-        if not self._asking.acquire(timeout=timeout_s):
+        if not self.is_awake or not self._asking.acquire(timeout=timeout_s):
             return None
         try:
             self._serial += 1
@@ -148,6 +154,7 @@ class Link:
             packet = b""
         if not packet:
             raise EOFError
+        self._has_heard = True
         return pickle.loads(packet)  # noqa: S301 - of our own process
 
     # -------------------------------------------------------------------------------------------------- ending
@@ -167,7 +174,10 @@ class Link:
 
     def close(self, join_s: float) -> list[Any]:
         """End the process, by force after `join_s`, and give back sockets and thread. Returns what it still had to say."""
-        self.tell("close", join_s)
+        if self.is_awake:
+            self.tell("close", join_s)
+        else:
+            self.kill()
         messages = []
         deadline = time.monotonic() + join_s + _PATIENCE_S
         try:

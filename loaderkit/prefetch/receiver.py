@@ -61,7 +61,8 @@ class Receiver:
                 continue
             if isinstance(message, wire.FailureMessage):
                 raise wire.unpack_error(message.error)
-            relay(message)
+            if isinstance(message, wire.LogMessage):
+                relay(message)
         return None
 
     def _open(self, message: wire.BatchMessage) -> wire.Delivered:

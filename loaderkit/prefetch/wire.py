@@ -301,6 +301,10 @@ class FailureMessage(NamedTuple):
     error: PackedError
 
 
+class ReadyMessage(NamedTuple):
+    """All is imported and the engine is made: from now on questions are answered."""
+
+
 class LogMessage(NamedTuple):
     """A log record of the process that loads, as a dict for `logging.makeLogRecord`."""
 

@@ -130,7 +130,7 @@ class TestDeathsOfTheTrainer:
 
     @pytest.mark.parametrize("moment", [0.0, 0.1, 0.5, 1.5])
     def test_ctrl_c_while_it_starts(self, moment: float) -> None:
-        program = "print(0, flush=True)\n" + BUSY
+        program = BUSY.replace("stream = iter", "print(0, flush=True)\nstream = iter")
         ran, _ = start_parent(program, start_new_session=True)
         threading.Event().wait(moment)  # the moment is what is being varied
         os.killpg(ran.pid, signal.SIGINT)

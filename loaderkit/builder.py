@@ -6,6 +6,7 @@ import json
 import operator
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,23 +14,24 @@ from typing import Any
 
 import torch
 
-from loaderkit.compiler import Compiler
+from loaderkit.assembly import Assembly, Recipe, RemoteEngine, split_recipe
 from loaderkit.config import PipelineConfig
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import ConfigError
 from loaderkit.formats.tar_index import default_cache_dir, load_index
-from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
+from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.plan import BatchPlan, BatchShape
-from loaderkit.prefetch.pools import plan_pools
+from loaderkit.prefetch.executor import Executor
+from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.prefetch.wire import pack
 from loaderkit.registry import SCHEMES
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.call import CallArgs
 from loaderkit.types import Connector, Source
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -46,7 +48,7 @@ class Parts:
     schedule: Schedule
     fingerprint: dict[str, str]
     tuning: dict[str, Any]
-    make_engine: Callable[[], Engine]
+    make_executor: Callable[[], Executor]
 
 
 def open_connector(url: str, given: Mapping[str, Connector]) -> Connector:
@@ -123,50 +125,72 @@ def make_parts(
             f"an epoch has no batch at all: {len(source)} samples do not fill one batch of {batch.size} on each of "
             f"{world_size} ranks, and stages.batch.drop_last is true"
         )
-    compiler = Compiler(config, source, connector)
-    stages = compiler.stages()
-    num_workers = num_cpus() if config.prefetch.concurrency == "auto" else config.prefetch.concurrency
     inline = config.prefetch.executor == "inline"
-    pools = plan_pools(stages, 1 if inline else num_workers)
-
-    def make_engine() -> Engine:
-        plan = BatchPlan(
-            source=source,
-            order=_order(config, source),
-            schedule=schedule,
-            shape=BatchShape(
-                batch.size, batch.pad_value, config.errors.on_bad_sample, 16 + config.errors.max_bad_samples
-            ),
-            num_epochs=config.order.epochs,
-            probe=compiler.run_sample_stages,
-            specs_of=compiler.specs_of,
-            num_batches=config.prefetch.batches,
-            memory_bytes=config.prefetch.memory,
-            pinned=compiler.device.type == "cuda",
-        )
-        return Engine(plan, stages, pools, inline=inline, timeout_s=config.prefetch.timeout, clock=clock)
-
-    tuning = {
-        "executor": config.prefetch.executor,
-        "concurrency": sum(pool.num_workers for pool in pools),
-        "batches": config.prefetch.batches,
-        "pools": [
-            {"stages": [stages[n].name for n in (*pool.sample_stages, *pool.batch_stages)], "workers": pool.num_workers}
-            for pool in pools
-        ],
-    }
+    num_workers = num_cpus() if config.prefetch.concurrency == "auto" else config.prefetch.concurrency
+    recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers)
+    assembly = Assembly(recipe)
+    tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.batches}
+    if config.prefetch.executor == "process":
+        pools, make_executor = _in_a_process(recipe, assembly, clock)
+    else:
+        pools, make_executor = assembly.described_pools(), partial(assembly.make_engine, clock)
+    tuning |= {"concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
     owns_connector = connector not in connectors.values()
-    return Parts(config, source, connector, owns_connector, schedule, _fingerprint(config, source), tuning, make_engine)
+    return Parts(
+        config, source, connector, owns_connector, schedule, _fingerprint(config, source), tuning, make_executor
+    )
 
 
-def _order(config: PipelineConfig, source: Source) -> Order:
-    order = config.order
-    if order.shuffle == "global":
-        return GlobalOrder(len(source), order.seed)
-    if order.shuffle == "block":
-        bounds = source.blocks(order.block.block)
-        return BlockOrder(bounds, order.seed, window=order.block.window, lanes=order.block.lanes)
-    return SequentialOrder()
+def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[dict[str, Any]], Callable[[], Executor]]:
+    """The pools, and what makes the executor, where another process does the work."""
+    if clock is not time.perf_counter:
+        raise ConfigError(
+            "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
+        )
+    ahead, late_stages = split_recipe(recipe, whole)
+    assembly = Assembly(ahead) if late_stages else whole
+    remote = RemoteEngine.of(ahead)
+    check_sendable(remote)
+    pools = assembly.described_pools()
+    if late_stages:
+        pools.append({"stages": [stage.name for stage in late_stages], "workers": 1, "process": "trainer"})
+    prefetch = recipe.config.prefetch
+
+    def make_executor() -> Executor:
+        return ProcessEngine(
+            remote,
+            preload="loaderkit.assembly",
+            schedule=recipe.schedule,
+            rows=assembly.rows(),
+            late_stages=late_stages,
+            pinned=bool(late_stages),
+            memory_bytes=prefetch.memory,
+            timeout_s=prefetch.timeout,
+        )
+
+    return pools, make_executor
+
+
+def check_sendable(remote: RemoteEngine) -> None:
+    """Raise ConfigError, naming it, if something the pipeline was given cannot be sent to another process."""
+    config = remote.recipe.config
+    parts: dict[str, Any] = {}
+    for stage in config.stages:
+        if isinstance(stage.args, CallArgs):
+            parts[f"stages.{stage.name}.function"] = stage.args.function
+            parts[f"stages.{stage.name}.args"] = stage.args.args
+    if isinstance(config.source, DatasetArgs):
+        parts |= {"source.object": config.source.object, "source.args": config.source.args}
+    parts["the connector"] = remote.recipe.connector
+    for where, value in parts.items():
+        try:
+            pack(value)
+        except Exception as error:
+            raise ConfigError(
+                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: process): {error}. Define "
+                'it at the top level of a module that can be imported, and name it as "package.module:name"; or use '
+                "executor: thread"
+            ) from error
 
 
 def _fingerprint(config: PipelineConfig, source: Source) -> dict[str, str]:

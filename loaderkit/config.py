@@ -43,8 +43,10 @@ class PrefetchArgs(Model):
     batches: PositiveInt = Field(4, description="batches being made or ready while the consumer works on another")
     memory: ByteSize = Field(2 * 2**30, description="bound on the memory of those batches")
     concurrency: PositiveInt | Literal["auto"] = Field("auto", description="worker threads in all; auto: one a CPU")
-    executor: Literal["inline", "thread"] = Field("thread", description="inline works in next(), without threads")
-    processes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="the loader works in the caller's process")
+    executor: Literal["inline", "thread", "process"] = Field(
+        "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
+    )
+    processes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="how many, with `executor: process`")
     timeout: Duration = Field(60.0, description="a wait this long is reported with the stage, the sample and stacks")
 
 

@@ -12,6 +12,8 @@
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
+    ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself
+    ├── RemoteError            stands for an exception of that process which cannot be pickled
     ├── StateError             a saved state belongs to another pipeline or data set
     └── ClosedError            a closed loader, or one carried across a fork, was used
 
@@ -110,6 +112,18 @@ class StageError(LoaderkitError):
 
 class TooManyBadSamplesError(StageError):
     """More samples of one epoch were bad than `errors.max_bad_samples` allows."""
+
+
+class WorkerDiedError(LoaderkitError, RuntimeError):
+    """The process that loads was killed, crashed or left by itself. `exit_code` is its own, or minus the signal's number."""
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RemoteError(LoaderkitError):
+    """Stands for an exception of the process that loads which cannot be pickled: the message has its type and text."""
 
 
 class StateError(LoaderkitError, ValueError):

@@ -20,9 +20,9 @@ from loaderkit.errors import ClosedError, ConfigError, ConnectorError, TooManyBa
 from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
-from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.stats import Stats, collect
-from loaderkit.types import Connector, Destination
+from loaderkit.prefetch.executor import Executor
+from loaderkit.prefetch.stats import Stats
+from loaderkit.types import Connector, Delivery
 
 logger = logging.getLogger("loaderkit")
 
@@ -67,7 +67,7 @@ class Loader:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._engine: Engine | None = None
+        self._engine: Executor | None = None
         self._last_stats: Stats | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._closed = False
@@ -106,10 +106,10 @@ class Loader:
         last = self._parts.config.order.epochs
         return last is not None and epoch >= last
 
-    def _running_engine(self, epoch: int, position: int) -> Engine:
+    def _running_engine(self, epoch: int, position: int) -> Executor:
         """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
         if self._engine is None:
-            self._engine = self._parts.make_engine()
+            self._engine = self._parts.make_executor()
             self._finalizer = weakref.finalize(self, self._engine.abandon)
         self._engine.seek(epoch, position)
         return self._engine
@@ -143,7 +143,7 @@ class Loader:
 
     def _stop_engine(self, join_s: float = 10.0) -> None:
         if self._engine is not None:
-            self._last_stats = collect(self._engine, self._parts.tuning, self._run)
+            self._last_stats = self._engine.stats(self._parts.tuning, self._run)
             self._engine.close(join_s)
             self._engine = None
             self._run += 1
@@ -210,9 +210,9 @@ class Loader:
         """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
         engine = self._engine
         if engine is not None:
-            now = collect(engine, self._parts.tuning, self._run)
+            now = engine.stats(self._parts.tuning, self._run)
         else:
-            now = self._last_stats or collect(self._parts.make_engine(), self._parts.tuning, self._run)
+            now = self._last_stats or self._parts.make_executor().stats(self._parts.tuning, self._run)
         return now if since is None else now.since(since)
 
     def __repr__(self) -> str:
@@ -289,7 +289,7 @@ class _BadSamples:
             if os.path.isdir(path) or not os.path.isdir(folder) or not is_writable:
                 raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
 
-    def note(self, destination: Destination) -> None:
+    def note(self, destination: Delivery) -> None:
         """Write new bad samples down; raise TooManyBadSamplesError when there are more than allowed."""
         if destination.epoch != self._epoch:
             self._epoch, self._seen = destination.epoch, set()

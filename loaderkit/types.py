@@ -361,6 +361,26 @@ class SampleFailure(NamedTuple):
     error: StageError
 
 
+class Delivery(Protocol):
+    """A finished batch, or the error that came in its place, as an executor hands it to the loader."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def end(self) -> int:
+        """The global position behind it."""
+
+    @property
+    def failures(self) -> list[SampleFailure]: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    @property
+    def result(self) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Stage:
     """A stage ready to run. `run` acts on a chunk in place (scope "sample") or on a finished batch (scope "batch")."""

@@ -19,6 +19,11 @@ class MemoryConnector:
         for key, data in (objects or {}).items():
             self.write(key, data)
 
+    def __reduce__(self) -> tuple[type[MemoryConnector], tuple[dict[str, bytes]]]:
+        """A copy for another process has the objects of this moment."""
+        with self._lock:
+            return MemoryConnector, ({key: data for key, (data, _) in self._objects.items()},)
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key starts with `prefix`, as they are at the first step, by the UTF-8 bytes of the key."""
         with self._lock:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
+from loaderkit.prefetch.stats import Stats, collect
 from loaderkit.prefetch.turns import Turns
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
@@ -136,7 +138,11 @@ class Engine:
 
     def attribute(self, begin_s: float, end_s: float, way: stalls.Way) -> dict[str, float]:
         """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
-        return stalls.attribute(
+        return stalls.charge(self.trace(begin_s, end_s, way), begin_s, end_s)
+
+    def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
+        """What the chunk that was waited for went through within [begin_s, end_s)."""
+        return stalls.trace(
             begin_s,
             end_s,
             way,
@@ -170,14 +176,21 @@ class Engine:
             found = self.intake.wait_for_first(self._timeout_s)
             if found is not None:
                 return found
-            report = watch.describe_wait(
-                self.intake.head(),
-                self.clock(),
-                stage_names=[stage.name for stage in self.stages],
-                key_of=self.plan.key,
-                threads=[thread for pool in self.pools for thread in pool.threads],
-            )
-            logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
+            logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, self.describe_wait())
+
+    def describe_wait(self) -> str:
+        """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""
+        return watch.describe_wait(
+            self.intake.head(),
+            self.clock(),
+            stage_names=[stage.name for stage in self.stages],
+            key_of=self.plan.key,
+            threads=[thread for pool in self.pools for thread in pool.threads],
+        )
+
+    def stats(self, tuning: dict[str, Any], run: int) -> Stats:
+        """The accounts up to now; for any thread."""
+        return collect(self, tuning, run)
 
     def seek(self, epoch: int, position: int) -> None:
         """Drop everything read ahead and go on from another place, unless that is where the plan already stands."""

@@ -53,10 +53,13 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
-    def first(self) -> Destination | None:
-        """The first destination in order, taken out, if it is complete. Raises what made the workers stop."""
+    def first(self, *, keep: bool = False) -> Destination | None:
+        """The first destination in order, taken out, if it is complete. Raises what made the workers stop.
+
+        With `keep` it stays in the budget until `leave`, for somebody who takes it on the consumer's behalf.
+        """
         with self._lock:
-            return self._first()
+            return self._first(keep=keep)
 
     def wait_for_first(self, timeout_s: float) -> Destination | None:
         """The same after waiting for it; None if that took longer than `timeout_s`."""
@@ -71,17 +74,31 @@ class Intake:
                 found = self._first()
             return found
 
-    def _first(self) -> Destination | None:
+    def wait_until_ready(self) -> None:
+        """Return once `first` has something to give or to raise, however long that takes."""
+        with self._lock:
+            while not (self._is_closed or self._failure or (self._queue and self._queue[0].is_done)):
+                self._ready.wait(_LOOK_S if self._is_quick() else None)
+
+    def leave(self, count: int) -> None:
+        """So many destinations that were kept in the budget have reached the consumer, or nobody."""
+        with self._lock:
+            self.num_open -= count
+            if self._num_waiting:
+                self._room.notify(count)
+
+    def _first(self, *, keep: bool = False) -> Destination | None:
         if self._is_closed:
             raise ClosedError("the loader was closed while a batch was awaited")
         if self._failure is not None:
             raise self._failure
         if not self._queue or not self._queue[0].is_done:
             return None
-        self.num_open -= 1
         self._num_ready -= 1
-        if self._num_waiting and (not self._is_quick() or self.num_open <= self._plan.room[0] // 2):
-            self._room.notify()
+        if not keep:
+            self.num_open -= 1
+            if self._num_waiting and (not self._is_quick() or self.num_open <= self._plan.room[0] // 2):
+                self._room.notify()
         return self._queue.popleft()
 
     def _is_quick(self) -> bool:

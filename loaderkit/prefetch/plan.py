@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.order import Order, Schedule
-from loaderkit.prefetch.slabs import SlabLayout, SlabPool
+from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
 from loaderkit.stages.batch import pad
 from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
@@ -49,6 +49,7 @@ class BatchPlan:
         num_batches: int,
         memory_bytes: int,
         pinned: bool,
+        allocate: Callable[[int], Bytes] | None = None,
     ) -> None:
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
@@ -61,6 +62,7 @@ class BatchPlan:
         self._num_batches = num_batches
         self.memory_bytes = memory_bytes
         self._pinned = pinned
+        self._allocate = allocate
         self._epoch = 0
         self._start = 0
         self._step = 0
@@ -117,7 +119,7 @@ class BatchPlan:
                 f"prefetch.memory is {say_bytes(self.memory_bytes)}, but one batch of {self._shape.size} takes "
                 f"{say_bytes(self.batch_bytes)}: allow at least that much, or make stages.batch.size smaller"
             )
-        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned)
+        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate)
 
     def max_open(self) -> int:
         """How many destinations may be open at once: the depth asked for, as far as the budget holds them."""

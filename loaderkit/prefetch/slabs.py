@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from loaderkit.schema import say_bytes
 from loaderkit.types import FieldSpec
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ALIGNMENT = 64
 _IN_NUMPY: Mapping[torch.dtype, np.dtype[Any]] = MappingProxyType(
     {
@@ -59,30 +60,40 @@ class SlabLayout:
         return cls(num_slots, tuple(fields), offset)
 
 
-class _Lease:
+class Returns(Protocol):
+    """Where leases report their end: a `SimpleQueue`, or something as reentrant."""
+
+    def put(self, token: Any, /) -> None: ...
+
+
+class Lease:
     """Keeps a slab out of the pool while it lives: the base of every array made over the slab."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "_free", "_slab")
+    __slots__ = ("__array_interface__", "__weakref__", "_returned", "_slab", "_token")
 
-    def __init__(self, slab: np.ndarray[tuple[int], np.dtype[np.uint8]], free: queue.SimpleQueue[object]) -> None:
+    def __init__(self, slab: Bytes, returned: Returns, token: object = None) -> None:
         self._slab = slab
-        self._free = free
+        self._returned = returned
+        self._token = slab if token is None else token
         self.__array_interface__ = slab.__array_interface__
 
     def __del__(self) -> None:
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
-        self._free.put(self._slab)
+        self._returned.put(self._token)
 
 
 class SlabPool:
     """Slabs of one layout. `take` is called under the engine's lock; leases may end anywhere."""
 
-    def __init__(self, layout: SlabLayout, *, num_kept: int, pinned: bool) -> None:
+    def __init__(
+        self, layout: SlabLayout, *, num_kept: int, pinned: bool, allocate: Callable[[int], Bytes] | None = None
+    ) -> None:
         self.layout = layout
         self.num_allocated = 0
         self._num_kept = num_kept
         self._pinned = pinned
-        self._free: queue.SimpleQueue[np.ndarray[tuple[int], np.dtype[np.uint8]]] = queue.SimpleQueue()
+        self._allocate_memory = allocate
+        self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         self._is_warned = False
 
     @property
@@ -101,8 +112,7 @@ class SlabPool:
             slab = self._free.get_nowait()
         except queue.Empty:
             slab = self._allocate()
-        lease = _Lease(slab, self._free)  # type: ignore[arg-type]
-        whole = np.asarray(lease)
+        whole: Bytes = np.asarray(Lease(slab, self._free))
         tensors = {}
         for name, start, end, shape, dtype in self.layout.fields:
             known = _IN_NUMPY.get(dtype)
@@ -112,16 +122,21 @@ class SlabPool:
                 tensors[name] = torch.from_numpy(whole[start:end].view(known).reshape(shape))
         return tensors
 
-    def _allocate(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        self.num_allocated += 1
-        if self.num_allocated > 2 * self._num_kept + 8 and not self._is_warned:
+    def _allocate(self) -> Bytes:
+        if self.num_allocated >= 2 * self._num_kept + 8 and not self._is_warned:
             self._is_warned = True
             logger.warning(
                 "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
-                self.num_live - self._num_kept,
+                self.num_live + 1 - self._num_kept,
                 say_bytes(self.layout.num_bytes),
             )
-        size = self.layout.num_bytes
+        slab = self._new_memory(self.layout.num_bytes)
+        self.num_allocated += 1
+        return slab
+
+    def _new_memory(self, size: int) -> Bytes:
+        if self._allocate_memory is not None:
+            return self._allocate_memory(size)
         if self._pinned:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         memory = np.empty(size + _ALIGNMENT, np.uint8)

@@ -8,7 +8,7 @@ executed meanwhile; after it had landed it is `wakeup`. The parts sum to the wai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,7 +30,19 @@ class Way(NamedTuple):
     done_s: float
 
 
-def attribute(
+class Segment(NamedTuple):
+    """A part of a destination's way, [since_s, until_s): spent on `cause`, or, where that is None, in a queue for a pool.
+
+    `work` is then what the pool's workers executed meanwhile, (stage, since_s, until_s) each.
+    """
+
+    since_s: float
+    until_s: float
+    cause: str | None
+    work: tuple[tuple[str, float, float], ...] = ()
+
+
+def trace(
     begin: float,
     end: float,
     way: Way,
@@ -38,39 +50,55 @@ def attribute(
     was_short_of_memory: bool,
     stage_names: Sequence[str],
     pools: Sequence[Sequence[Account]],
-) -> dict[str, float]:
-    """Seconds of the wait [begin, end) by cause. `pools` are the accounts of each pool's workers."""
-    found: dict[str, float] = {}
+) -> list[Segment]:
+    """The way within [begin, end), gapless and in order. `pools` are the accounts of each pool's workers."""
+    found: list[Segment] = []
 
-    def charge(cause: str, since: float, until: float) -> None:
-        seconds = min(until, end) - max(since, begin)
-        if seconds > 0:
-            found[cause] = found.get(cause, 0.0) + seconds
-
-    def charge_queue(pool: int, since: float, until: float) -> None:
+    def add(since: float, until: float, cause: str | None, pool: int = 0) -> None:
         since, until = max(since, begin), min(until, end)
-        if until <= since:
-            return
-        executed: dict[int, float] = {}
-        total = 0.0
-        for account in pools[pool]:
-            for state, seconds in account.between(since, until).items():
-                if state < len(stage_names):
-                    executed[state] = executed.get(state, 0.0) + seconds
-                    total += seconds
-        if total <= 0:
-            charge(START, since, until)
-        for state, seconds in executed.items():
-            name = stage_names[state]
-            found[name] = found.get(name, 0.0) + (until - since) * seconds / total
+        if until > since:
+            work = () if cause is not None else tuple(_work(pools[pool], since, until, stage_names))
+            found.append(Segment(since, until, cause, work))
 
-    charge(MEMORY if was_short_of_memory else START, begin, way.opened_s)
+    add(begin, way.opened_s, MEMORY if was_short_of_memory else START)
     borders = [*way.marks, (way.done_s, QUEUED)]
-    charge_queue(0, way.opened_s, borders[0][0])
+    add(way.opened_s, borders[0][0], None)
     for (since, state), (until, _) in pairwise(borders):
         if state <= QUEUED:
-            charge_queue(QUEUED - state, since, until)
+            add(since, until, None, QUEUED - state)
         else:
-            charge(stage_names[state], since, until)
-    charge(WAKEUP, way.done_s, end)
+            add(since, until, stage_names[state])
+    add(way.done_s, end, WAKEUP)
+    return found
+
+
+def _work(
+    accounts: Sequence[Account], since: float, until: float, stage_names: Sequence[str]
+) -> Iterator[tuple[str, float, float]]:
+    for account in accounts:
+        for state, first, last in account.timeline(since, until):
+            if state < len(stage_names):
+                yield stage_names[state], first, last
+
+
+def charge(segments: Iterable[Segment], begin: float, end: float) -> dict[str, float]:
+    """Seconds of [begin, end) by cause; what no segment covers is not charged."""
+    found: dict[str, float] = {}
+    for segment in segments:
+        since, until = max(segment.since_s, begin), min(segment.until_s, end)
+        if until <= since:
+            continue
+        if segment.cause is not None:
+            found[segment.cause] = found.get(segment.cause, 0.0) + until - since
+            continue
+        executed: dict[str, float] = {}
+        for stage, first, last in segment.work:
+            seconds = min(last, until) - max(first, since)
+            if seconds > 0:
+                executed[stage] = executed.get(stage, 0.0) + seconds
+        total = sum(executed.values())
+        if total <= 0:
+            executed, total = {START: 1.0}, 1.0
+        for stage, seconds in executed.items():
+            found[stage] = found.get(stage, 0.0) + (until - since) * seconds / total
     return found

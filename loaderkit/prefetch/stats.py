@@ -8,11 +8,14 @@ that the rows of a pool sum to its workers' time. Stall time: what the consumer 
 from __future__ import annotations
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from loaderkit.prefetch.accounts import Histogram
-from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.accounts import Account, Histogram, States
+
+if TYPE_CHECKING:
+    from loaderkit.prefetch.engine import Engine
 
 
 @dataclass
@@ -125,6 +128,46 @@ class Stats:
         }
 
 
+def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
+    """The accounts before anything has run. `rows` name the stages and their workers."""
+    memory = dict.fromkeys(("slab_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
+    return Stats(
+        run=0,
+        now_s=0.0,
+        wall_s=0.0,
+        num_batches=0,
+        num_samples=0,
+        stall_s={},
+        stages=list(rows),
+        memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
+        tuning={},
+    )
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def add_account(
+    rows: Sequence[StageStats], ends: tuple[StageStats, StageStats], account: Account, states: States, now: float
+) -> None:
+    """Add one worker's time to the rows of its stages, by number; what it waited for to those of its pool's `ends`."""
+    state_s = account.read(now)
+    first, last = ends
+    first.starved_s += state_s[states.starved]
+    first.idle_s += state_s[states.idle]
+    last.blocked_s += state_s[states.blocked]
+    for number, totals in enumerate(account.stages):
+        row = rows[number]
+        row.busy_s += state_s[number]
+        row.cpu_s += totals.cpu_s
+        row.num_items += totals.num_items
+        row.num_bytes += totals.num_bytes
+        row.num_failed += totals.num_failed
+        row.services = Histogram([a + b for a, b in zip(row.services.counts, totals.services.counts, strict=True)])
+
+
 def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
     """The accounts of an engine, up to now; from any thread, in well under a millisecond."""
     now = engine.clock()
@@ -135,21 +178,8 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         for number in numbers:
             rows[number].workers = pool.plan.num_workers
         for account in pool.accounts:
-            state_s = account.read(now)
-            first.starved_s += state_s[engine.states.starved]
-            first.idle_s += state_s[engine.states.idle]
-            last.blocked_s += state_s[engine.states.blocked]
             # Inline, one account serves all pools; threads only ever enter their own pool's stages.
-            for number, totals in enumerate(account.stages):
-                row = rows[number]
-                row.busy_s += state_s[number]
-                row.cpu_s += totals.cpu_s
-                row.num_items += totals.num_items
-                row.num_bytes += totals.num_bytes
-                row.num_failed += totals.num_failed
-                row.services = Histogram(
-                    [a + b for a, b in zip(row.services.counts, totals.services.counts, strict=True)]
-                )
+            add_account(rows, (first, last), account, engine.states, now)
     stall_s = dict(engine.stall_s)
     for cause, seconds in engine.open_wait(now).items():
         stall_s[cause] = stall_s.get(cause, 0.0) + seconds
@@ -169,7 +199,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
             "open_bytes": engine.intake.num_open * engine.plan.batch_bytes,
             "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
-            "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "rss_peak_bytes": peak_rss_bytes(),
         },
         tuning=tuning,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import loaderkit
 from loaderkit import Loader, Pipeline
-from loaderkit.errors import ClosedError, StageError
+from loaderkit.errors import ClosedError, StageError, TooManyBadSamplesError
 
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},
@@ -19,6 +20,8 @@ EXECUTORS: dict[str, dict[str, Any]] = {
     "eight threads": {"prefetch.concurrency": 8, "prefetch.batches": 16},
     "a pool a stage": {"stages.read.workers": 2, "stages.call.workers": 2, "stages.batch.workers": 1},
     "pools of batches": {"stages.call-2.workers": 2, "stages.transfer.workers": 1},
+    "a process": {"prefetch.executor": "process", "prefetch.concurrency": 2},
+    "a process of pools": {"prefetch.executor": "process", "stages.read.workers": 2, "stages.call-2.workers": 1},
 }
 
 
@@ -40,7 +43,10 @@ def total(batch: dict[str, Any], rng: Any) -> None:
     batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
 
 
-@pytest.fixture(params=EXECUTORS)
+LONG = {"a process of pools"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.prove] if name in LONG else []) for name in EXECUTORS])
 def make(request: pytest.FixtureRequest) -> Callable[..., Loader]:
     pipeline = Pipeline.dataset(Squares()).shuffle(seed=2).read().call(jitter).batch(4).call(total).transfer()
     return lambda **more: loaderkit.build(pipeline, overrides={**EXECUTORS[request.param], **more})
@@ -75,6 +81,25 @@ def test_the_error_comes_in_its_place(make: Callable[..., Loader]) -> None:
         place = loader.state_dict()["position"] // 4
         assert seen == [keys for keys, *_ in good][:place]
         assert not [t for t in threading.enumerate() if t.name.startswith("loaderkit")]
+
+
+def test_quarantine_and_bounds(make: Callable[..., Loader], tmp_path: Path) -> None:
+    """One line for every bad sample and epoch, the same whoever works; one too many stops the loop."""
+    lines = []
+    for number, executor in enumerate(({}, EXECUTORS["inline"])):
+        quarantine = tmp_path / f"{number}.jsonl"
+        policy = {"errors.on_bad_sample": "skip", "errors.quarantine": str(quarantine)}
+        with make(**policy, **executor) as opened:
+            rows(opened)
+            rows(opened)
+        lines.append(quarantine.read_text().splitlines())
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 2
+    with make(**{"errors.on_bad_sample": "skip", "errors.max_bad_samples": 0}) as opened:
+        with pytest.raises(TooManyBadSamplesError) as caught:
+            rows(opened)
+        assert isinstance(caught.value.__cause__, StageError)
+        assert isinstance(caught.value.__cause__.__cause__, ArithmeticError)
 
 
 def test_resume_and_accounts(make: Callable[..., Loader]) -> None:

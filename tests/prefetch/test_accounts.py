@@ -44,9 +44,7 @@ class TestAccount:
         assert account.read(clock.now) == pytest.approx(expected)
 
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.data())
-    def test_between_agrees_with_a_cut_of_the_timeline(
-        self, steps: list[tuple[int, float]], data: st.DataObject
-    ) -> None:
+    def test_the_timeline_is_what_happened(self, steps: list[tuple[int, float]], data: st.DataObject) -> None:
         clock = HandClock()
         account = Account(States(3), clock, first_state=3)
         timeline = [(100.0, 3)]
@@ -61,7 +59,11 @@ class TestAccount:
             overlap = min(until, end) - max(since, begin)
             if overlap > 0:
                 expected[state] = expected.get(state, 0.0) + overlap
-        assert account.between(begin, end) == pytest.approx(expected)
+        found: dict[int, float] = {}
+        for state, since, until in account.timeline(begin, end):
+            assert begin <= since < until <= end
+            found[state] = found.get(state, 0.0) + until - since
+        assert found == pytest.approx(expected)
 
     def test_a_reader_never_sees_half_an_entry(self) -> None:
         """Entries made by one thread, read by another: the sum is always the age of the account."""
@@ -102,6 +104,11 @@ class TestHistogram:
         assert Histogram().percentile(0.5) is None
 
 
+def attribute(begin: float, end: float, way: stalls.Way, **known: Any) -> dict[str, float]:
+    """As the engine does: what happened within the wait, charged to it."""
+    return stalls.charge(stalls.trace(begin, end, way, **known), begin, end)
+
+
 class TestAttribution:
     @given(
         st.floats(0, 10),
@@ -121,7 +128,7 @@ class TestAttribution:
         for gap, state in gaps:
             now += gap
             marks.append((now, state))
-        found = stalls.attribute(
+        found = attribute(
             begin,
             begin + length,
             stalls.Way(opened, marks, now + tail),
@@ -130,6 +137,16 @@ class TestAttribution:
             pools=pools,
         )
         assert sum(found.values()) == pytest.approx(length)
+        # Another process traces more than the wait, which it does not know, and the wait is cut out later.
+        longer = stalls.trace(
+            min(begin, 0) - 5,
+            begin + length + 50,
+            stalls.Way(opened, marks, now + tail),
+            was_short_of_memory=short,
+            stage_names=["a", "b", "c"],
+            pools=pools,
+        )
+        assert stalls.charge(longer, begin, begin + length) == pytest.approx(found)
         assert all(seconds >= 0 for seconds in found.values())
         assert set(found) <= {"a", "b", "c", stalls.START, stalls.MEMORY, stalls.WAKEUP}
 
@@ -141,7 +158,7 @@ class TestAttribution:
         clock.now = 104.0
         account.enter(0)
         way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
-        found = stalls.attribute(
+        found = attribute(
             100.0, 106.5, way, was_short_of_memory=False, stage_names=["slow", "quick"], pools=[[account]]
         )
         assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})

@@ -1,0 +1,146 @@
+"""From a recipe (the description and the listed source) to an engine: in this process, or in another one.
+
+A recipe holds data alone, so it can be sent: the process that loads makes its engine from it without listing anything again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from loaderkit.compiler import Compiler
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import SourceError
+from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
+from loaderkit.prefetch.accounts import Clock
+from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.plan import BatchPlan, BatchShape
+from loaderkit.prefetch.pools import plan_pools
+from loaderkit.prefetch.slabs import Bytes
+from loaderkit.prefetch.stats import StageStats
+from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
+from loaderkit.stages.batch import BatchArgs
+from loaderkit.types import Connector, Source, Stage
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an engine is made from."""
+
+    config: PipelineConfig
+    source: Source
+    connector: Connector | None
+    schedule: Schedule
+    num_workers: int  # threads in all
+
+
+class Assembly:
+    """The stages of a recipe, ready to run, and the pools they will run in. Raises ConfigError."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._compiler = Compiler(recipe.config, recipe.source, recipe.connector)
+        self.stages = self._compiler.stages()
+        self.pools = plan_pools(self.stages, recipe.num_workers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where `transfer` brings batches."""
+        return self._compiler.device
+
+    def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
+        """An engine that has not begun; `allocate` gives it memory for its slabs."""
+        config, source = self._recipe.config, self._recipe.source
+        batch = config.stage("batch").args
+        assert isinstance(batch, BatchArgs)
+        errors = config.errors
+        plan = BatchPlan(
+            source=source,
+            order=_order(config, source),
+            schedule=self._recipe.schedule,
+            shape=BatchShape(batch.size, batch.pad_value, errors.on_bad_sample, 16 + errors.max_bad_samples),
+            num_epochs=config.order.epochs,
+            probe=self._compiler.run_sample_stages,
+            specs_of=self._compiler.specs_of,
+            num_batches=config.prefetch.batches,
+            memory_bytes=config.prefetch.memory,
+            pinned=self.device.type == "cuda",
+            allocate=allocate,
+        )
+        inline = config.prefetch.executor == "inline"
+        return Engine(plan, self.stages, self.pools, inline=inline, timeout_s=config.prefetch.timeout, clock=clock)
+
+    def rows(self) -> list[StageStats]:
+        """A row of zeros for every stage."""
+        workers = {n: pool.num_workers for pool in self.pools for n in (*pool.sample_stages, *pool.batch_stages)}
+        return [StageStats(stage.name, workers[number]) for number, stage in enumerate(self.stages)]
+
+    def described_pools(self) -> list[dict[str, Any]]:
+        """Which stages share how many workers."""
+        return [
+            {
+                "stages": [self.stages[n].name for n in (*pool.sample_stages, *pool.batch_stages)],
+                "workers": pool.num_workers,
+            }
+            for pool in self.pools
+        ]
+
+
+def _order(config: PipelineConfig, source: Source) -> Order:
+    order = config.order
+    if order.shuffle == "global":
+        return GlobalOrder(len(source), order.seed)
+    if order.shuffle == "block":
+        bounds = source.blocks(order.block.block)
+        return BlockOrder(bounds, order.seed, window=order.block.window, lanes=order.block.lanes)
+    return SequentialOrder()
+
+
+# ------------------------------------------------------------------------------------------ in another process
+
+
+def split_recipe(recipe: Recipe, whole: Assembly) -> tuple[Recipe, list[Stage]]:
+    """What another process does, and the stages left to this one: those from a `transfer` to CUDA on."""
+    if whole.device.type != "cuda":
+        return recipe, []
+    config = recipe.config
+    border = [stage.kind for stage in config.stages].index("transfer")
+    # `output` may name fields that the late stages make: the loader checks it again on every batch.
+    ahead = replace(config, stages=config.stages[:border], output=None)
+    return replace(recipe, config=ahead), whole.stages[border:]
+
+
+@dataclass(frozen=True)
+class RemoteEngine:
+    """Makes the engine in the process that loads; it is pickled, with all it holds.
+
+    A data set that was described by name is made again there, by that name: it may hold open files.
+    """
+
+    recipe: Recipe
+    num_items: int | None = None  # of a data set to be made again, as it was here
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RemoteEngine:
+        args = recipe.config.source
+        if isinstance(args, DatasetArgs) and isinstance(args.object, str):
+            return cls(replace(recipe, source=None), len(recipe.source))  # type: ignore[arg-type]
+        return cls(recipe)
+
+    def __call__(self, allocate: Callable[[int], Bytes]) -> Engine:
+        recipe = self.recipe
+        if self.num_items is not None:
+            args = recipe.config.source
+            assert isinstance(args, DatasetArgs)
+            source = DatasetSource(open_object(args), args)
+            if len(source) != self.num_items:
+                raise SourceError(
+                    f"source.object: {args.object!r} gave {self.num_items} items in the trainer's process and {len(source)} "
+                    "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
+                )
+            recipe = replace(recipe, source=source)
+        return Assembly(recipe).make_engine(time.perf_counter, allocate)

@@ -1,0 +1,196 @@
+"""Memory that two processes see: one file without a name, mapped once, whole, by both.
+
+The file is made as long as memory could ever be (a hole costs nothing) and is filled by blocks of whole pages. The process
+that fills batches allocates blocks and frees them; the other one finds them by their place. Nothing has a name, so nothing
+can be left behind: the memory is gone with the last mapping.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+
+from loaderkit.prefetch.slabs import Bytes
+from loaderkit.schema import say_bytes
+
+_MAX_SPARE = 16
+
+
+class Extent(NamedTuple):
+    """A part of the arena: where it begins, and its size in bytes."""
+
+    start: int
+    size: int
+
+
+class Arena:
+    """The mapping of one process. `memory` is all of it as bytes; only blocks that are allocated may be touched.
+
+    The descriptor is `mapping`'s own and is closed with it, when no array over it is left.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would bring every hole into memory
+        self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
+
+    @classmethod
+    def create(cls) -> Arena:
+        """A new arena, twice as long as the machine's memory: there is room for blocks of several sizes."""
+        size = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            size = min(size, limit // 4 // mmap.PAGESIZE * mmap.PAGESIZE)
+        descriptor = os.memfd_create("loaderkit", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+            return cls(descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(
+                error.errno,
+                f"{say_bytes(size)} of addresses for shared memory were refused ({error.strerror}): raise `ulimit -v` "
+                "and `ulimit -f`, or use prefetch.executor: thread",
+            ) from error
+
+    def fileno(self) -> int:
+        """The descriptor to hand to the other process; good until `release_descriptor`."""
+        return self._descriptor
+
+    def release_descriptor(self) -> None:
+        """Close our own descriptor. The mapping stays, as long as anything sees it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def view(self, extent: Extent) -> Bytes:
+        """The bytes of a block."""
+        return self.memory[extent.start : extent.start + extent.size]
+
+    def discard(self, start: int, end: int) -> None:
+        """Give the pages of [start, end) back to the system; for every process that sees them."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            try:
+                self._mapping.madvise(mmap.MADV_REMOVE, first, last - first)
+            except OSError:  # a kernel that cannot: the memory is gone with the mapping
+                return
+
+    def discard_all_but(self, kept: list[Extent]) -> None:
+        """Give everything back but these blocks."""
+        end = 0
+        for extent in sorted(kept):
+            self.discard(end, extent.start)
+            end = max(end, -(-(extent.start + extent.size) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self.discard(end, len(self.memory))
+
+
+class Allocator:
+    """Hands out blocks of an arena, in the one process that fills it. Any thread may allocate; freeing is reentrant."""
+
+    def __init__(self, arena: Arena, *, begin: int = 0, keep_pages: bool = False) -> None:
+        self._arena = arena
+        self._keep_pages = keep_pages  # they are pinned elsewhere: a hole would be filled with other pages
+        self._next = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._lock = threading.Lock()
+        self._freed: SimpleQueue[Extent] = SimpleQueue()  # `free` may run inside any allocation, ours included
+        self._holes: dict[int, list[int]] = {}  # size -> places, used again by blocks of that size
+        self._live: list[Extent] = []
+        self._spare: deque[Extent] = deque()
+        self._address = arena.memory.__array_interface__["data"][0]
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        """Memory that goes back to the system when the array is garbage: what a slab pool asks for. Raises OSError."""
+        extent = self.take(num_bytes)
+        block = self._arena.view(extent)[:num_bytes]
+        weakref.finalize(block, self.free, extent).atexit = False
+        return block
+
+    def take(self, num_bytes: int) -> Extent:
+        """A block of at least `num_bytes`, to be given to `free` or `spare`. Raises OSError when memory is short."""
+        size = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        with self._lock:
+            self._collect()
+            holes = self._holes.get(size)
+            start = holes.pop() if holes else self._next
+            try:
+                if start + size > len(self._arena.memory):
+                    raise MemoryError
+                # Without it, memory that is short would show as SIGBUS at the first touch.
+                os.posix_fallocate(self._arena.fileno(), start, size)
+            except (OSError, MemoryError) as error:
+                if holes is not None and start != self._next:
+                    holes.append(start)
+                raise OSError(
+                    getattr(error, "errno", None) or errno.ENOMEM,
+                    f"there are no {say_bytes(size)} of shared memory for another batch: make prefetch.memory or "
+                    "prefetch.batches smaller, and keep fewer batches alive",
+                ) from error
+            self._next = max(self._next, start + size)
+            extent = Extent(start, size)
+            insort(self._live, extent)
+            return extent
+
+    def borrow(self, num_bytes: int) -> Extent:
+        """A block for what lies in no slab: one that was given back by `spare` if it fits, else a new one.
+
+        Sizes are rounded up to a quarter of a power of two, so that blocks fit again.
+        """
+        step = max(mmap.PAGESIZE, 1 << max(0, num_bytes.bit_length() - 3))
+        size = -(-max(1, num_bytes) // step) * step
+        for extent in list(self._spare):
+            if extent.size == size:
+                try:
+                    self._spare.remove(extent)
+                except ValueError:
+                    continue
+                return extent
+        return self.take(size)
+
+    def spare(self, extent: Extent) -> None:
+        """Give a borrowed block back. The last few are kept as they are: fresh pages cost more than copying to them."""
+        self._spare.append(extent)
+        if len(self._spare) > _MAX_SPARE:
+            self.free(self._spare.popleft())
+
+    def free(self, extent: Extent) -> None:
+        """Give a block back to the system. From any thread, also inside a destructor."""
+        if not self._keep_pages:
+            self._arena.discard(extent.start, extent.start + extent.size)
+        self._freed.put(extent)
+
+    @property
+    def end(self) -> int:
+        """No block has begun behind it yet."""
+        return self._next
+
+    def block_of(self, address: int, num_bytes: int) -> tuple[Extent, Extent] | None:
+        """Where in the arena memory of this process lies, and in which block; None if in none."""
+        start = address - self._address
+        with self._lock:
+            place = bisect_right(self._live, (start, 1 << 62)) - 1
+            if place >= 0:
+                block = self._live[place]
+                if block.start <= start and start + num_bytes <= block.start + block.size:
+                    return Extent(start, num_bytes), block
+        return None
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                extent = self._freed.get_nowait()
+            except Empty:
+                return
+            self._live.remove(extent)
+            self._holes.setdefault(extent.size, []).append(extent.start)

@@ -1,0 +1,203 @@
+"""The process that loads: how it begins, what it listens to, and how it ends.
+
+    trainer ──job, seek, taken, released, ask, close──> control thread ──> courier ──> engine
+            <──answers────────────────────────────────┘                    │
+            <──batches, failures, log records──────────────────────────────┘
+
+It begins in `main`, in a fresh interpreter that runs nothing of the user's `__main__`, and imports torch while the job is
+on its way; so nothing heavy may be imported at the top of this module. It never outlives the trainer: the kernel kills it
+with the thread that started it, and the end of the control socket ends it as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from loaderkit.prefetch.courier import Courier
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_MESSAGE_BYTES = 2**18
+_TEXT_CHARACTERS = 2**14
+
+BOOT = """import json, sys
+sys.path[:], sys.argv[:], numbers, preload = json.loads(sys.argv[1])
+from loaderkit.prefetch.child import main
+main(numbers, preload)"""
+"""What the interpreter is given with -c, with its argument in JSON; see `main`."""
+
+
+def main(numbers: Sequence[int], preload: str) -> NoReturn:
+    """Run until told to end. `numbers`: the trainer's pid, then the descriptors of the outbox (batches go there), of
+    the control socket, and of the arena; `preload`: a module to import while the job is on its way."""
+    parent, outbox, control, arena = numbers
+    _bind_to(parent)
+    child = Child(
+        socket.socket(fileno=outbox),  # both are sockets of packets: one message, one packet
+        socket.socket(fileno=control),
+        arena,
+    )
+    threading.Thread(target=child.listen, name="loaderkit-control", daemon=True).start()
+    child.run(preload)
+
+
+def _bind_to(parent: int) -> None:
+    """Die with the trainer, and leave its signals to it."""
+    # The trainer decides what Ctrl-C and a polite request to stop mean (it may want to save a checkpoint first), and this
+    # process ends when it does. Until here SIGINT was blocked.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel knew what to do then
+        os._exit(1)
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # prints of a user's function must not wait for the end in a buffer
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _import(name: str) -> None:
+    """Import a module that brings torch along, in 0.2 s less of 2: without collecting garbage, of which imports make
+    none, and without the plugins for other devices, which this process does not use."""
+    given = os.environ.get(_AUTOLOAD)
+    os.environ[_AUTOLOAD] = "0"
+    gc.disable()
+    try:
+        importlib.import_module(name)
+    finally:
+        gc.enable()
+        if given is None:
+            del os.environ[_AUTOLOAD]
+        else:
+            os.environ[_AUTOLOAD] = given
+
+
+class Child:
+    """Holds the sockets; hands the trainer's messages to the courier once there is one."""
+
+    def __init__(self, outbox: socket.socket, control: socket.socket, arena: int) -> None:
+        self._outbox = outbox
+        self._control = control
+        self._arena = arena
+        self._jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._courier: Courier | None = None
+        self._early: list[tuple[Any, ...]] = []  # messages that came before there was a courier
+
+    def run(self, preload: str) -> NoReturn:
+        """Import, take the job, and send batches until the control thread ends the process."""
+        try:
+            _import(preload)
+            from loaderkit.prefetch import wire
+            from loaderkit.prefetch.courier import Courier
+
+            job = self._jobs.get()
+            self._forward_logs(job.pop("log_level"))
+            courier = Courier(self._outbox, self._arena, **job)
+            with self._lock:
+                for name, *arguments in self._early:
+                    getattr(courier, name)(*arguments)
+                self._courier = courier
+            self._outbox.send(pickle.dumps(wire.ReadyMessage(), 5))
+            courier.run()
+        except BaseException as error:
+            self._fail(error)
+        threading.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    def _fail(self, error: BaseException) -> None:
+        from loaderkit.errors import RemoteError
+        from loaderkit.prefetch import wire
+
+        packet = pickle.dumps(wire.FailureMessage(wire.pack_error(error)), 5)
+        if len(packet) > _MESSAGE_BYTES // 2:
+            short = RemoteError(f"{type(error).__name__}: {str(error)[:_TEXT_CHARACTERS]} ...")
+            packet = pickle.dumps(wire.FailureMessage(wire.pack_error(short)), 5)
+        with suppress(OSError):  # the trainer has ended, and so shall we
+            self._outbox.send(packet)
+
+    def listen(self) -> None:
+        """Do what the trainer says, from the first moment on."""
+        while True:
+            try:
+                packet = self._control.recv(_MESSAGE_BYTES)
+            except OSError:
+                packet = b""
+            if not packet:  # the trainer has ended, or has no more use for us
+                self._end(None)
+            name, *arguments = pickle.loads(packet)  # noqa: S301 - of our own process
+            try:
+                self._do(name, arguments)
+            except Exception as error:
+                self._fail(error)
+
+    def _do(self, name: str, arguments: list[Any]) -> None:
+        if name == "close":
+            self._end(*arguments)
+        elif name == "ask":
+            self._answer(*arguments)
+        elif name == "job":
+            self._jobs.put(arguments[0])
+        else:
+            with self._lock:
+                if self._courier is None:
+                    self._early.append((name, *arguments))
+                    return
+            getattr(self._courier, name)(*arguments)
+
+    def _answer(self, serial: int, question: str, *arguments: Any) -> None:
+        courier = self._courier
+        answer = getattr(courier, question)(*arguments) if courier is not None else None
+        self._control.send(pickle.dumps((serial, answer), 5))
+
+    def _end(self, join_s: float | None) -> NoReturn:
+        if self._courier is not None and join_s is not None:
+            self._courier.close(join_s)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(0)  # taking torch down in order takes a tenth of a second, and threads of a user's need not end
+
+    def _forward_logs(self, level: int) -> None:
+        logger = logging.getLogger("loaderkit")
+        logger.addHandler(_Forwarder(self._outbox))
+        logger.setLevel(level)
+        logger.propagate = False
+
+
+class _Forwarder(logging.Handler):
+    """Sends records to the trainer, whose logger decides what becomes of them."""
+
+    def __init__(self, outbox: socket.socket) -> None:
+        super().__init__()
+        self._outbox = outbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from loaderkit.prefetch.wire import LogMessage
+
+        found = {**record.__dict__, "msg": record.getMessage()[:_TEXT_CHARACTERS], "args": None, "exc_info": None}
+        if record.exc_info:
+            found["exc_text"] = logging.Formatter().formatException(record.exc_info)[:_TEXT_CHARACTERS]
+        try:
+            # Never wait: whoever logs may hold the engine's lock, and the trainer reads only when it wants a batch.
+            self._outbox.send(pickle.dumps(LogMessage(found), 5), socket.MSG_DONTWAIT)
+        except Exception:
+            print(f"loaderkit: {record.getMessage()}", file=sys.stderr)  # noqa: T201 - rather than lose it

@@ -1,0 +1,186 @@
+"""Between the engine and the sockets of the process that loads: batches out, in order, within the budget.
+
+A finished batch is sent at once, so that the trainer finds it without asking; but it stays in the budget until the trainer
+has taken it, so no more is read ahead than in one process. Its memory comes back when the trainer has let go of it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from loaderkit.errors import ClosedError, ConfigError, StageError
+from loaderkit.prefetch import stalls, wire
+from loaderkit.prefetch.arena import Allocator, Arena, Extent
+from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.slabs import Bytes
+from loaderkit.prefetch.stats import Stats
+from loaderkit.types import Destination
+
+_REPORT_CHARACTERS = 100_000
+MakeEngine = Callable[[Callable[[int], Bytes]], Engine]
+
+
+class Courier:
+    """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
+
+    `job` holds (what makes the engine from a way to allocate slabs, the trainer's number of torch threads); `begin` is
+    where the arena is free from on; the first batch is that at (`epoch`, `position`).
+    """
+
+    def __init__(
+        self,
+        outbox: socket.socket,
+        descriptor: int,
+        job: wire.Parcel,
+        *,
+        begin: int,
+        keep_pages: bool,
+        epoch: int,
+        position: int,
+    ) -> None:
+        self._outbox = outbox
+        self._arena = Arena(descriptor)
+        self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
+        make_engine, num_torch_threads = _open_job(job, self._arena)
+        torch.set_num_threads(num_torch_threads)
+        self._engine = make_engine(self._allocator.allocate)
+        self._lock = threading.Lock()
+        self._generation = 0  # how many seeks the trainer has asked for
+        self._held: dict[int, tuple[Any, list[Extent]]] = {}  # what keeps a batch's memory, until it is released
+        self._number = 0
+        self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
+        self._has_told_specs = False
+        self._engine.seek(epoch, position)
+
+    # -------------------------------------------------------------------------------------------------- sending
+
+    def run(self) -> None:
+        """Send every batch when it is complete, until the engine is closed. Raises what made the workers stop."""
+        self._engine.start()
+        intake = self._engine.intake
+        while True:
+            intake.wait_until_ready()
+            with self._lock:  # a batch must not be taken before a seek and be sent as one behind it
+                try:
+                    destination = intake.first(keep=True)
+                except ClosedError:
+                    return
+                if destination is None:
+                    continue
+                generation = self._generation
+                number = self._number = self._number + 1
+            self._send(generation, number, destination)
+            del destination
+
+    def _send(self, generation: int, number: int, destination: Destination) -> None:
+        record = self._record(destination)
+        destination.last_chunk = None
+        destination.chunks = []  # they name the destination: its memory would wait for the garbage collector
+        try:
+            parcel, borrowed = wire.post(record.sealed(), self._arena, self._allocator)
+        except Exception as error:
+            record = _without_result(record, _unsendable(destination, error))
+            parcel, borrowed = wire.post(record.sealed(), self._arena, self._allocator)
+        self._held[number] = (record.result, borrowed)
+        self._has_told_specs = self._has_told_specs or record.specs is not None
+        self._outbox.send(pickle.dumps(wire.BatchMessage(generation, number, parcel), 5))
+
+    def _record(self, destination: Destination) -> wire.Delivered:
+        assert destination.last_chunk is not None
+        way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
+        # The trainer has waited for this batch since it got the one before, at the earliest.
+        since_s = way.opened_s if self._sent_s is None else self._sent_s
+        self._sent_s = self._engine.clock()
+        return wire.Delivered(
+            epoch=destination.epoch,
+            step=destination.step,
+            end=destination.end,
+            first_position=int(destination.positions[0]),
+            num_slots=len(destination),
+            result=destination.result if destination.error is None else None,
+            failures=destination.failures,
+            error=destination.error,
+            done_s=way.done_s,
+            segments=self._engine.trace(since_s, way.done_s, way),
+            specs=None if self._has_told_specs else destination.specs,
+        )
+
+    # ------------------------------------------------------------------------------------------- what is asked for
+
+    def taken(self, released: list[int]) -> None:
+        """The trainer has taken a batch, or dropped one behind a seek: it leaves the budget. Others nobody sees any more."""
+        self.released(released)
+        self._engine.intake.leave(1)
+
+    def released(self, numbers: list[int]) -> None:
+        """Nobody sees these batches any more: their memory may be used again."""
+        for number in numbers:
+            _, borrowed = self._held.pop(number)
+            for extent in borrowed:
+                self._allocator.spare(extent)
+
+    def seek(self, generation: int, epoch: int, position: int) -> None:
+        """Go on from another place. Batches on their way stay in the budget until the trainer has dropped them."""
+        with self._lock:
+            self._engine.seek(epoch, position)
+            self._generation = generation
+            self._sent_s = None
+
+    def stats(self, waiting_since_s: float | None) -> Stats:
+        """The engine's accounts; `stall_s` is the wait the trainer is in, if any."""
+        self._engine.waiting_since_s = waiting_since_s
+        return self._engine.stats({}, 0)
+
+    def report(self) -> str:
+        """Where the chunks of the awaited batch are, and what the threads do."""
+        return self._engine.describe_wait()[:_REPORT_CHARACTERS]
+
+    def close(self, join_s: float) -> None:
+        """Stop the workers."""
+        self._engine.close(join_s)
+
+
+def _open_job(job: wire.Parcel, arena: Arena) -> tuple[MakeEngine, int]:
+    try:
+        found: tuple[MakeEngine, int] = job.open(arena.memory)
+    except Exception as error:
+        raise ConfigError(
+            f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "
+            f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported, or use "
+            "executor: thread"
+        ) from error
+    if isinstance(job.body, Extent):
+        arena.discard(job.body.start, job.body.start + job.body.size)  # what lies beside it may be a data set's tensors
+    return found
+
+
+def _unsendable(destination: Destination, error: Exception) -> StageError:
+    """What to raise for a batch that cannot be packed, naming the field."""
+    name = next((name for name, value in destination.result.items() if not _can_pack(value)), None)
+    what = "it" if name is None else f"its field {name!r}, a {type(destination.result[name]).__name__},"
+    failed = StageError(
+        f"batch {destination.step} of epoch {destination.epoch} cannot leave the process that made it: {what} cannot be "
+        f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use prefetch.executor: thread",
+        stage="batch",
+        epoch=destination.epoch,
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def _can_pack(value: Any) -> bool:
+    try:
+        wire.pack(value)
+    except Exception:
+        return False
+    return True
+
+
+def _without_result(record: wire.Delivered, error: BaseException) -> wire.Delivered:
+    return wire.Delivered(**{**record.__dict__, "result": None, "error": error})

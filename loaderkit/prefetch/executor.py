@@ -1,0 +1,30 @@
+"""What a loader needs of whatever makes its batches: threads of its own process (`Engine`), or another process."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from loaderkit.prefetch.stats import Stats
+from loaderkit.types import Delivery
+
+
+class Executor(Protocol):
+    """Makes batches in order, from where `seek` put it. All but `stats`, `close` and `abandon` belong to one thread."""
+
+    def start(self) -> None:
+        """Begin to work ahead. Idempotent."""
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Go on from another place, unless the next batch is the one there."""
+
+    def next(self) -> Delivery:
+        """The next batch, or the error in its place. Raises what made all work stop."""
+
+    def stats(self, tuning: dict[str, Any], run: int) -> Stats:
+        """The accounts up to now."""
+
+    def close(self, join_s: float = 10.0) -> None:
+        """Stop everything; what does not stop within `join_s` is left or ended by force. Idempotent."""
+
+    def abandon(self) -> None:
+        """Close from wherever the garbage collector happens to run."""

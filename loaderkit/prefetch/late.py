@@ -1,0 +1,131 @@
+"""Batch stages that must run in the trainer's process, on batches that another process has made: from `transfer` to CUDA on.
+
+A CUDA context belongs to the process that trains, so one thread here receives the batches, runs those stages and hands the
+results over. What is read ahead is bounded where the batches come from: they leave the budget when the consumer has them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+from loaderkit.prefetch import stalls
+from loaderkit.prefetch.accounts import Account, Clock, States
+from loaderkit.prefetch.receiver import Arrived, Receiver
+from loaderkit.prefetch.stats import StageStats, add_account
+from loaderkit.types import BatchContext, Stage
+
+_PATIENCE_S = 1.0
+_JOIN_S = 10.0
+
+
+class LateStages:
+    """The stages, the account of the thread that runs them, and that thread once there is something to follow."""
+
+    def __init__(self, stages: Sequence[Stage], clock: Clock) -> None:
+        self._stages = stages
+        self._clock = clock
+        self._states = States(len(stages))
+        self._account: Account | None = None
+
+    def follow(self, receiver: Receiver) -> LateInbox:
+        """Start the thread that takes from `receiver`."""
+        self._account = Account(self._states, self._clock, first_state=self._states.starved)
+        return LateInbox(receiver, self, self._account)
+
+    def rows(self, now: float) -> list[StageStats]:
+        """The thread's time by stage."""
+        rows = [StageStats(stage.name, 1) for stage in self._stages]
+        if self._account is not None:
+            add_account(rows, (rows[0], rows[-1]), self._account, self._states, now)
+        return rows
+
+    def run(self, arrived: Arrived, account: Account) -> Arrived:
+        """Run the stages on a batch in place; their time becomes part of its way, and their error its own."""
+        batch = arrived.batch
+        segments = list(batch.segments)
+        since_s, cause, error = batch.done_s, stalls.WAKEUP, batch.error
+        for number, stage in enumerate(self._stages):
+            if error is not None:
+                break
+            now = account.enter(number)
+            segments.append(stalls.Segment(since_s, now, cause))
+            since_s, cause = now, stage.name
+            context = BatchContext(
+                batch.epoch, batch.step, batch.first_position, batch.result["__key__"], arrived.specs
+            )
+            try:
+                stage.run(batch.result, context)
+            except Exception as failed:
+                error = failed
+            account.served(number, len(batch), 0)
+        done_s = account.enter(self._states.starved)
+        segments.append(stalls.Segment(since_s, done_s, cause))
+        return replace(arrived, batch=replace(batch, error=error, done_s=done_s, segments=segments))
+
+
+class LateInbox:
+    """The inbox of a consumer whose batches go through late stages first, in a thread of their own."""
+
+    def __init__(self, receiver: Receiver, stages: LateStages, account: Account) -> None:
+        self._receiver = receiver
+        self._queue: SimpleQueue[Arrived | BaseException] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=_work,
+            args=(receiver, stages, account, self._queue, self._is_closed),
+            name="loaderkit-late",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def take(self, generation: int, timeout_s: float) -> Arrived | None:
+        """See `Inbox`."""
+        while True:
+            try:
+                found = self._queue.get(timeout=timeout_s)
+            except Empty:
+                return None
+            if isinstance(found, BaseException):
+                self._queue.put(found)
+                raise found
+            if found.generation == generation:
+                return found
+            del found  # for a place that nobody wants any more
+            self._receiver.taken()
+
+    def taken(self) -> None:
+        """See `Inbox`."""
+        self._receiver.taken()
+
+    def give_back(self) -> None:
+        """See `Inbox`."""
+        self._receiver.give_back()
+
+    def close(self) -> None:
+        """End the thread and drop what it has made."""
+        self._is_closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+        while not self._queue.empty():
+            self._queue.get()
+        self._queue.put(EOFError())
+
+
+def _work(
+    receiver: Receiver,
+    stages: LateStages,
+    account: Account,
+    queue: SimpleQueue[Arrived | BaseException],
+    is_closed: threading.Event,
+) -> None:
+    try:
+        while not is_closed.is_set():
+            arrived = receiver.take(timeout_s=_PATIENCE_S)
+            if arrived is not None:
+                queue.put(stages.run(arrived, account))
+            del arrived  # or the thread would keep a batch's memory while it waits for the next
+    except BaseException as error:
+        queue.put(error)

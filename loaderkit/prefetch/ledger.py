@@ -1,0 +1,94 @@
+"""Which batches the trainer's process still sees, in memory that another process fills."""
+
+from __future__ import annotations
+
+import logging
+import os
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+
+from loaderkit.prefetch.arena import Arena, Extent
+from loaderkit.prefetch.slabs import Bytes, Lease
+
+logger = logging.getLogger("loaderkit")
+
+
+class Ledger:
+    """Lends the arena's memory, batch by batch, and notes when nobody sees a batch any more.
+
+    A batch may outlive the process that made it and the loader: from `close` on its memory goes back to the system the
+    moment it ends.
+    """
+
+    def __init__(self, arena: Arena, *, pinned: bool) -> None:
+        self._arena = arena
+        self._pins = _Pins(arena) if pinned else None
+        self._ended: SimpleQueue[int] = SimpleQueue()
+        self._live: dict[int, tuple[Extent, ...]] = {}
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def lend(self, number: int, blocks: tuple[Extent, ...]) -> Bytes:
+        """The arena's memory for one batch, which lies in `blocks`; whatever is made over it keeps the batch alive."""
+        self._live[number] = blocks
+        if self._pins is not None:
+            self._pins.add(blocks)
+        lent: Bytes = np.asarray(Lease(self._arena.memory, self, number))
+        return lent
+
+    def put(self, number: int) -> None:
+        """A lease has ended; called inside destructors, in any thread, also after `close` and in a fork's child."""
+        self._ended.put(number)
+        if self._is_closed and os.getpid() == self._pid:
+            ended = self._live.pop(number, ())
+            others = {block for blocks in list(self._live.values()) for block in blocks}
+            for block in ended:
+                if block not in others:
+                    self._arena.discard(block.start, block.start + block.size)
+
+    def ended(self) -> list[int]:
+        """The batches that have ended since the last call."""
+        found = []
+        while True:
+            try:
+                found.append(self._ended.get_nowait())
+            except Empty:
+                break
+        for number in found:
+            self._live.pop(number, None)
+        return found
+
+    def close(self) -> None:
+        """The other process is gone: keep the memory of batches that somebody sees, and no other."""
+        self._is_closed = True
+        self.ended()
+        if self._pins is not None:
+            self._pins.clear()
+        self._arena.discard_all_but([block for blocks in list(self._live.values()) for block in blocks])
+
+
+class _Pins:
+    """Blocks registered with CUDA, so that copies from them run beside the training. Registered once, when first seen."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._address = arena.memory.__array_interface__["data"][0]
+        self._known: set[Extent] = set()
+        self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def add(self, blocks: tuple[Extent, ...]) -> None:
+        for block in blocks:
+            if block in self._known:
+                continue
+            code = self._cudart.cudaHostRegister(self._address + block.start, block.size, 0)
+            if int(code) != 0 and not self._known:
+                logger.warning(
+                    "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower", int(code)
+                )
+            self._known.add(block)
+
+    def clear(self) -> None:
+        for block in self._known:
+            self._cudart.cudaHostUnregister(self._address + block.start)
+        self._known.clear()

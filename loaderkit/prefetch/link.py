@@ -1,0 +1,242 @@
+"""The process that loads, as the trainer's process sees it: started, talked to, listened to, ended.
+
+Two socket pairs that keep packets apart (no framing, and an end that is noticed) and the arena are all that the two share.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.prefetch import child
+
+_MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
+_PATIENCE_S = 1.0  # how long to wait for what should be there at once
+logger = logging.getLogger("loaderkit")
+
+
+class _Life:
+    """What becomes of the process; shared with the thread that keeps it."""
+
+    def __init__(self) -> None:
+        self.started: SimpleQueue[int | BaseException] = SimpleQueue()
+        self.ended = threading.Event()
+        self.exit_code: int | None = None
+
+
+def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> None:
+    """Start the process and wait for its end, in a thread that does nothing else.
+
+    The kernel kills the process when the *thread* that started it ends (PR_SET_PDEATHSIG), so it must not be one of the
+    user's. SIGINT is blocked, and so it is in the process until it ignores it: Ctrl-C in its first moments prints nothing.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)  # noqa: S603 - ourselves
+    except BaseException as error:
+        life.started.put(error)
+        return
+    life.started.put(process.pid)
+    life.exit_code = process.wait()
+    life.ended.set()
+
+
+class Link:
+    """One process that loads. `tell` may be called from any thread, `ask` too; `receive` from one at a time."""
+
+    def __init__(self, arena: int, preload: str) -> None:
+        """Start the process; it imports `preload` and then waits for its job. Raises ConfigError, OSError."""
+        if not sys.executable:
+            raise ConfigError(
+                "prefetch.executor: process needs a Python interpreter of its own, and sys.executable is empty"
+            )
+        self._outbox, theirs_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, theirs_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._life = _Life()
+        self._asking = threading.Lock()
+        self._receiving = (
+            threading.RLock()
+        )  # closing a descriptor that is being waited for would wait for another one's
+        self._serial = 0
+        self._is_closed = False
+        self._has_heard = False
+        descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena)
+        path = [place for place in sys.path if isinstance(place, str)]
+        handed = json.dumps([path, sys.argv, [os.getpid(), *descriptors], preload])
+        options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
+        command = [sys.executable, "-P", *options, "-c", child.BOOT, handed]
+        self._keeper = threading.Thread(
+            target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
+        )
+        try:
+            self._keeper.start()
+            started = self._life.started.get()
+            if isinstance(started, BaseException):
+                raise started
+            self.pid = started
+        except BaseException:
+            self._outbox.close()
+            self._control.close()
+            raise
+        finally:
+            theirs_out.close()
+            theirs_control.close()
+
+    # ------------------------------------------------------------------------------------------------- talking
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the process has said anything yet. Until then it imports, and has nothing to tell or to finish."""
+        return self._has_heard or (not self._is_closed and _wait(self._outbox, 0.0))
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Send a command; without effect once the process has ended, which `receive` notices."""
+        with suppress(OSError):
+            self._control.send(pickle.dumps((name, *arguments), 5))
+
+    def ask(self, question: str, *arguments: Any, timeout_s: float = _PATIENCE_S) -> Any:
+        """The answer to a question; None if the process has none yet, has ended, or does not answer in time."""
+        if not self.is_awake or not self._asking.acquire(timeout=timeout_s):
+            return None
+        try:
+            self._serial += 1
+            self.tell("ask", self._serial, question, *arguments)
+            deadline = time.monotonic() + timeout_s
+            while not self._is_closed and _wait(self._control, deadline - time.monotonic()):
+                packet = self._control.recv(_MESSAGE_BYTES)
+                if not packet:
+                    return None
+                serial, answer = pickle.loads(packet)  # noqa: S301 - of our own process
+                if serial == self._serial:
+                    return answer
+            return None
+        except (OSError, ValueError):  # ended, or closed meanwhile
+            return None
+        finally:
+            self._asking.release()
+
+    def receive(self, timeout_s: float) -> Any:
+        """The next message; None if none came in time. Raises EOFError when the process has ended and all is read."""
+        deadline = time.monotonic() + timeout_s
+        with self._receiving:
+            while True:
+                if self._is_closed:
+                    raise EOFError
+                has_ended = self._life.ended.is_set()
+                # Somebody else's fork may hold the other end of the socket open: look at the process itself as well.
+                if _wait(self._outbox, 0.0 if has_ended else min(_PATIENCE_S, deadline - time.monotonic())):
+                    return self._read()
+                if has_ended:
+                    raise EOFError
+                if time.monotonic() >= deadline:
+                    return None
+
+    def _read(self) -> Any:
+        if self._is_closed:
+            raise EOFError
+        try:
+            packet = self._outbox.recv(_MESSAGE_BYTES)
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            raise EOFError
+        self._has_heard = True
+        return pickle.loads(packet)  # noqa: S301 - of our own process
+
+    # -------------------------------------------------------------------------------------------------- ending
+
+    def death(self) -> WorkerDiedError:
+        """What became of a process that has ended by itself."""
+        if not self._life.ended.wait(_PATIENCE_S):
+            self.kill()
+            self._life.ended.wait(_PATIENCE_S)
+        return describe_death(self.pid, self._life.exit_code)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if not self._life.ended.is_set():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self, join_s: float) -> list[Any]:
+        """End the process, by force after `join_s`, and give back sockets and thread. Returns what it still had to say."""
+        if self.is_awake:
+            self.tell("close", join_s)
+        else:
+            self.kill()
+        messages = []
+        deadline = time.monotonic() + join_s + _PATIENCE_S
+        try:
+            # A consumer that waits in another thread holds the lock: it is told to go by the shutdown below.
+            if self._receiving.acquire(blocking=False):
+                try:
+                    while (message := self.receive(max(0.0, deadline - time.monotonic()))) is not None:
+                        messages.append(message)
+                finally:
+                    self._receiving.release()
+        except (EOFError, OSError):
+            pass
+        finally:
+            if not self._life.ended.wait(max(0.0, deadline - time.monotonic())):
+                self.kill()
+            self._is_closed = True
+            for end in (self._outbox, self._control):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            if threading.current_thread() is not self._keeper:
+                self._keeper.join(_PATIENCE_S)
+            for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
+                if lock.acquire(timeout=_PATIENCE_S):
+                    end.close()
+                    lock.release()
+        return messages
+
+
+def _wait(end: socket.socket, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def describe_death(pid: int, exit_code: int | None) -> WorkerDiedError:
+    """The error that says how a process ended, what that means and what to do."""
+    if exit_code is None:
+        what, fix = "does not answer and was killed", "look for a stage that stops the whole interpreter"
+    elif exit_code >= 0:
+        what = f"left with exit code {exit_code}"
+        fix = "a stage or a data set ended it (os._exit, or a library that gives up); see what it printed"
+    else:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        what = f"was killed by {name}"
+        if -exit_code == signal.SIGKILL:
+            fix = (
+                "if nobody did that, the system was out of memory (dmesg says so): make prefetch.memory, "
+                "prefetch.concurrency or the data set's own memory smaller"
+            )
+        else:
+            fix = (
+                "a C library crashed, probably on one sample; its stack is on stderr: make it happen again with "
+                "prefetch.concurrency: 1, or leave that sample out"
+            )
+    return WorkerDiedError(
+        f"the process that loads (pid {pid}) {what}: {fix}. The loader's state is unharmed: iterating again starts "
+        "another one, with the next epoch; load_state_dict goes on where this one stopped",
+        exit_code=exit_code,
+    )

@@ -1,0 +1,239 @@
+"""`executor: process`: the engine in a process of its own, its batches in memory that both processes see.
+
+    link ──messages──> receiver ──> (late stages, when there is a GPU) ──> next() ──> the training loop
+      ^                                                                      │
+      └── taken: one batch has left the budget; released: nobody sees them ──┘
+
+No thread of this process works on batches, unless stages must run here: those that hold CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from loaderkit.errors import ClosedError
+from loaderkit.order import Schedule
+from loaderkit.prefetch import stalls, wire
+from loaderkit.prefetch.arena import Allocator, Arena
+from loaderkit.prefetch.late import LateStages
+from loaderkit.prefetch.ledger import Ledger
+from loaderkit.prefetch.link import Link
+from loaderkit.prefetch.receiver import Inbox, Receiver, relay
+from loaderkit.prefetch.stats import StageStats, Stats, blank, peak_rss_bytes
+from loaderkit.types import Stage
+
+logger = logging.getLogger("loaderkit")
+_JOIN_S = 10.0
+
+
+class ProcessEngine:
+    """An `Executor` whose work is done by another process. `make_engine` is what makes the engine there: it is pickled,
+    and gets a function that allocates slabs. `late_stages` run here, on batches that have arrived."""
+
+    def __init__(
+        self,
+        make_engine: Any,
+        *,
+        preload: str,
+        schedule: Schedule,
+        rows: Sequence[StageStats],
+        late_stages: Sequence[Stage] = (),
+        pinned: bool = False,
+        memory_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._make_engine = make_engine
+        self._preload = preload
+        self._schedule = schedule
+        self._late = LateStages(late_stages, time.perf_counter) if late_stages else None
+        self._pinned = pinned
+        self._timeout_s = timeout_s
+        self._link: Link | None = None
+        self._inbox: Inbox | None = None
+        self._ledger: Ledger | None = None
+        self._generation = 0
+        self._place = (0, 0)  # of the batch that comes next
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._pid = os.getpid()
+        self._latest = blank(rows, memory_bytes)  # what the other process said last
+        self._stall_s: dict[str, float] = {}
+        self._num_delivered = 0
+        self._num_samples = 0
+        self._first_wait_s: float | None = None
+        self._waiting_since_s: float | None = None
+
+    # ------------------------------------------------------------------------------------------------ the consumer
+
+    def start(self) -> None:
+        """Start the process and send it its job; it imports what it needs meanwhile. Idempotent."""
+        self._check_usable()
+        if self._link is not None or self._failure is not None:
+            return
+        arena = Arena.create()
+        try:
+            self._link = Link(arena.fileno(), self._preload)
+            self._send_job(self._link, arena)
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            arena.release_descriptor()
+        self._ledger = Ledger(arena, pinned=self._pinned)
+        receiver = Receiver(self._link, self._ledger)
+        self._inbox = receiver if self._late is None else self._late.follow(receiver)
+
+    def _send_job(self, link: Link, arena: Arena) -> None:
+        allocator = Allocator(arena)
+        parcel, _ = wire.post((self._make_engine, torch.get_num_threads()), arena, allocator)
+        epoch, position = self._place
+        link.tell(
+            "job",
+            {
+                "job": parcel,
+                "begin": allocator.end,
+                "keep_pages": self._pinned,
+                "epoch": epoch,
+                "position": position,
+                "log_level": logger.getEffectiveLevel(),
+            },
+        )
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Go on from another place, unless the next batch is the one there."""
+        self._check_usable()
+        if (epoch, position) == self._place:
+            return
+        self._place = (epoch, position)
+        if self._link is not None:
+            self._generation += 1
+            self._link.tell("seek", self._generation, epoch, position)
+
+    def next(self) -> wire.Delivered:
+        """The next batch in order; its error, if it has one, is still in it."""
+        self.start()
+        if self._failure is not None:
+            raise self._failure
+        begin = time.perf_counter()
+        if self._first_wait_s is None:
+            self._first_wait_s = begin
+        self._waiting_since_s = begin
+        try:
+            batch = self._wait()
+            end = time.perf_counter()
+        finally:
+            self._waiting_since_s = None
+        self._charge(batch, begin, end)
+        if batch.error is None:
+            self._num_delivered += 1
+            self._num_samples += len(batch)
+        at_end = self._schedule.num_batches(batch.end) == 0
+        self._place = (batch.epoch + 1, 0) if at_end else (batch.epoch, batch.end)
+        return batch
+
+    def _wait(self) -> wire.Delivered:
+        link, inbox = self._link, self._inbox  # which another thread's `close` lets go
+        if link is None or inbox is None:
+            raise ClosedError("the loader was closed while a batch was awaited")
+        inbox.give_back()
+        try:
+            while (arrived := inbox.take(self._generation, self._timeout_s)) is None:
+                report = link.ask("report") or f"process {link.pid} is still starting, or does not answer"
+                logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
+        except EOFError:
+            if self._is_closed:
+                raise ClosedError("the loader was closed while a batch was awaited") from None
+            self._failure = link.death()
+            raise self._failure from None
+        except Exception as error:
+            self._failure = error
+            raise
+        inbox.taken()
+        return arrived.batch
+
+    def _charge(self, batch: wire.Delivered, begin: float, end: float) -> None:
+        first_s = batch.segments[0].since_s if batch.segments else batch.done_s
+        segments = [
+            stalls.Segment(begin, first_s, stalls.START),
+            *batch.segments,
+            stalls.Segment(batch.done_s, end, stalls.WAKEUP),
+        ]
+        for cause, seconds in stalls.charge(segments, begin, end).items():
+            self._stall_s[cause] = self._stall_s.get(cause, 0.0) + seconds
+
+    # ------------------------------------------------------------------------------------------------- any thread
+
+    def stats(self, tuning: dict[str, Any], run: int) -> Stats:
+        """The accounts up to now; what the other process said last, if it does not answer."""
+        link, since = self._link, self._waiting_since_s
+        answer: Stats | None = None
+        if link is not None and not self._is_closed and os.getpid() == self._pid:
+            answer = link.ask("stats", since)
+            tuning = {**tuning, "pid": link.pid}
+        now = time.perf_counter()
+        self._latest = latest = answer or self._latest
+        stall_s = dict(self._stall_s)
+        if since is not None:
+            waited = answer.stall_s if answer is not None and answer.stall_s else {stalls.START: now - since}
+            for cause, seconds in waited.items():
+                stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+        late = [] if self._late is None else self._late.rows(now)
+        return replace(
+            latest,
+            run=run,
+            now_s=now,
+            wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
+            num_batches=self._num_delivered,
+            num_samples=self._num_samples,
+            stall_s=stall_s,
+            stages=[*latest.stages, *late],
+            memory={
+                **latest.memory,
+                "rss_peak_bytes": peak_rss_bytes(),
+                "process_rss_peak_bytes": latest.memory["rss_peak_bytes"],
+            },
+            tuning=tuning,
+        )
+
+    def close(self, join_s: float = _JOIN_S) -> None:
+        """End the process; batches that were delivered stay valid. Idempotent, from any thread and any state."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if os.getpid() != self._pid or self._link is None:
+            return  # in a fork's child the process is not ours, nor is its memory
+        for message in self._link.close(join_s):
+            if isinstance(message, wire.LogMessage):
+                relay(message)
+        if self._inbox is not None:
+            self._inbox.close()
+        if self._ledger is not None:
+            self._ledger.close()
+        self._inbox = self._ledger = self._failure = None  # an error's traceback would keep all of it alive
+
+    def abandon(self) -> None:
+        """Close, once the loader is garbage; the collector may run in a thread that closing would wait for."""
+        if threading.current_thread().name.startswith("loaderkit"):
+            _thread.start_new_thread(self.close, ())
+        else:
+            self.close()
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the loader is closed: build another one")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "the loader was made before a fork and used after it, where its process answers only to the parent: build "
+                "one in each process"
+            )

@@ -1,0 +1,90 @@
+"""What arrives from the process that loads, as batches in order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from loaderkit.prefetch import wire
+from loaderkit.prefetch.ledger import Ledger
+from loaderkit.prefetch.link import Link
+from loaderkit.types import FieldSpec
+
+logger = logging.getLogger("loaderkit")
+
+
+@dataclass
+class Arrived:
+    """A batch over the shared memory, and how many seeks were asked for before it was sent."""
+
+    generation: int
+    batch: wire.Delivered
+    specs: Mapping[str, FieldSpec] = field(default_factory=dict)
+
+
+class Inbox(Protocol):
+    """Where the consumer takes batches from: the socket itself, or a thread that runs stages on them first."""
+
+    def take(self, generation: int, timeout_s: float) -> Arrived | None:
+        """The next batch of `generation`; None if none came in time. Raises what made the other process stop, and
+        EOFError if that has ended."""
+
+    def taken(self) -> None:
+        """Tell the other process that a batch has left the budget, and which ones nobody sees any more."""
+
+    def give_back(self) -> None:
+        """Tell the other process which batches nobody sees any more."""
+
+    def close(self) -> None:
+        """Let go of what has arrived. The link is closed already."""
+
+
+class Receiver:
+    """Reads the link in the thread that calls `take`."""
+
+    def __init__(self, link: Link, ledger: Ledger) -> None:
+        self._link = link
+        self._ledger = ledger
+        self._specs: Mapping[str, FieldSpec] = {}
+
+    def take(self, generation: int = 0, timeout_s: float = 0.0) -> Arrived | None:
+        """See `Inbox`; what was sent behind a later seek counts as well."""
+        while (message := self._link.receive(timeout_s)) is not None:
+            if isinstance(message, wire.BatchMessage):
+                batch = self._open(message)
+                if message.generation >= generation:
+                    return Arrived(message.generation, batch.unsealed(), self._specs)
+                del batch  # read ahead for a place that nobody wants any more
+                self.taken()
+                continue
+            if isinstance(message, wire.FailureMessage):
+                raise wire.unpack_error(message.error)
+            if isinstance(message, wire.LogMessage):
+                relay(message)
+        return None
+
+    def _open(self, message: wire.BatchMessage) -> wire.Delivered:
+        batch: wire.Delivered = message.parcel.open(self._ledger.lend(message.number, message.parcel.blocks))
+        self._specs = batch.specs or self._specs
+        return batch
+
+    def taken(self) -> None:
+        """See `Inbox`."""
+        self._link.tell("taken", self._ledger.ended())
+
+    def give_back(self) -> None:
+        """See `Inbox`."""
+        if ended := self._ledger.ended():
+            self._link.tell("released", ended)
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+def relay(message: wire.LogMessage) -> None:
+    """Log a record of the other process as if it had been logged here."""
+    record = logging.makeLogRecord(message.record)
+    if logger.isEnabledFor(record.levelno):
+        logging.getLogger(record.name).handle(record)

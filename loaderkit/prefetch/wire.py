@@ -1,0 +1,311 @@
+"""What travels between the process that loads and the one that trains, and how it is packed.
+
+A value is one stream of pickle and a list of buffers: the memory of tensors and arrays, which is not copied into the stream.
+Where a buffer lies (in a slab both processes see, or in a block it was copied to) is told beside it. Both ends are our own
+processes; nothing that comes from data is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from loaderkit.errors import RemoteError, StageError
+from loaderkit.prefetch.arena import Allocator, Arena, Extent
+from loaderkit.prefetch.slabs import Bytes
+from loaderkit.prefetch.stalls import Segment
+from loaderkit.types import FieldSpec, SampleFailure
+
+_INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
+_INLINE_BODY = 8192  # what is longer travels through the arena: a socket holds only about 200 kB
+_ALIGNMENT = 64
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+class _Storage:
+    """The memory of a tensor, pickled once, however many tensors see it."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_storage, (pickle.PickleBuffer(self.memory.data),)
+
+
+def _open_storage(memory: Any) -> torch.Tensor:
+    array = np.frombuffer(memory, np.uint8)
+    # What came inside the stream may be read-only; a batch is the user's to write to.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _open_tensor(
+    storage: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage.untyped_storage(), 0, size, stride)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by their memory instead of through torch's file format; objects that only `__main__` has are refused."""
+
+    def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
+        super().__init__(file, 5, buffer_callback=callback)
+        self._storages: dict[tuple[int, int], _Storage] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (FunctionType, type)):
+            if value.__module__ == "__main__":
+                raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__, which is not run again there")
+            return NotImplemented
+        if type(value) is not torch.Tensor or not _is_plain(value):
+            return NotImplemented
+        # Of the storage only what the tensor spans: a view of something large must not bring all of it along.
+        span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        place = (value.data_ptr(), span * value.itemsize)
+        if place not in self._storages:
+            flat = torch.empty(0, dtype=value.dtype).set_(
+                value.untyped_storage(), value.storage_offset(), (span,), (1,)
+            )
+            self._storages[place] = _Storage(flat.view(torch.uint8).numpy())
+        return _open_tensor, (self._storages[place], value.dtype, tuple(value.shape), value.stride())
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    has_memory = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
+    return has_memory and value.numel() > 0 and not (value.requires_grad or value.is_conj() or value.is_neg())
+
+
+def pack(value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False) -> tuple[bytes, list[memoryview]]:
+    """The stream and the buffers of a value; small buffers go into the stream, but for those that both sides see
+    already. Raises what pickling raises."""
+    buffers: list[memoryview] = []
+
+    def goes_inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < _INLINE_BYTES and not is_shared(raw):
+            return True
+        buffers.append(raw)
+        return False
+
+    file = io.BytesIO()
+    _Pickler(file, goes_inside).dump(value)
+    return file.getvalue(), buffers
+
+
+def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:
+    """The value again, over the memory given as `buffers`."""
+    return pickle.loads(stream, buffers=buffers)  # noqa: S301 - of our own process
+
+
+class Parcel(NamedTuple):
+    """A packed value. `body` is the pickled (stream, places of the buffers), or where in the arena that lies; `blocks`
+    are all the blocks that it needs."""
+
+    body: bytes | Extent
+    blocks: tuple[Extent, ...]
+
+    def open(self, memory: Bytes) -> Any:
+        """The value, over the arena's `memory`."""
+        body: Any = self.body
+        if isinstance(body, Extent):
+            body = memory[body.start : body.start + body.size]
+        stream, places = unpack(body, ())
+        return unpack(stream, [memory[start : start + size] for start, size in places])
+
+
+def post(value: Any, arena: Arena, allocator: Allocator) -> tuple[Parcel, list[Extent]]:
+    """Pack a value into the arena: what lies there already by its place, the rest copied behind one another.
+
+    Returns the parcel and the blocks borrowed for it, to be given back when the other side has let go. Raises what
+    pickling raises, and OSError when shared memory is short.
+    """
+
+    def place_of(buffer: memoryview) -> tuple[Extent, Extent] | None:
+        address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
+        return allocator.block_of(address, buffer.nbytes)
+
+    stream, buffers = pack(value, lambda buffer: place_of(buffer) is not None)
+    arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+    found = [place_of(buffer) for buffer in buffers]
+    loose = [array for array, known in zip(arrays, found, strict=True) if known is None]
+    borrowed: list[Extent] = []
+    try:
+        copies = iter(_copy(loose, arena, allocator, borrowed))
+        places = [tuple(known[0] if known is not None else next(copies)) for known in found]
+        body = pickle.dumps((stream, places), 5)
+        kept: bytes | Extent = body
+        if len(body) > _INLINE_BODY:
+            (kept,) = _copy([np.frombuffer(body, np.uint8)], arena, allocator, borrowed)
+    except BaseException:
+        for block in borrowed:
+            allocator.free(block)
+        raise
+    blocks = {known[1] for known in found if known is not None}
+    return Parcel(kept, (*blocks, *borrowed)), borrowed
+
+
+def _copy(arrays: Sequence[Bytes], arena: Arena, allocator: Allocator, borrowed: list[Extent]) -> list[Extent]:
+    """Copy arrays into one block, which is added to `borrowed`; returns where each lies."""
+    starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
+    if not arrays:
+        return []
+    block = allocator.borrow(starts[-1])
+    borrowed.append(block)
+    places = [Extent(block.start + start, array.nbytes) for start, array in zip(starts, arrays, strict=False)]
+    for place, array in zip(places, arrays, strict=True):
+        arena.view(place)[:] = array
+    return places
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+class PackedError(NamedTuple):
+    """An exception with its cause. Tracebacks cannot travel; their text does, as a note."""
+
+    pickled: bytes
+    traceback: str
+    cause: PackedError | None
+    context: PackedError | None
+
+
+def pack_error(error: BaseException, depth: int = 0) -> PackedError:
+    """An exception in a form that can always be sent; one that cannot be pickled is replaced by a RemoteError."""
+    trace = "".join(traceback.format_tb(error.__traceback__)) if error.__traceback__ is not None else ""
+    pickled = next(filter(None, map(_try_pickle, (error, _Remade(error)))), None)
+    if pickled is None:
+        pickled = pickle.dumps(RemoteError(f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}"))
+    related = [error.__cause__, None if error.__suppress_context__ else error.__context__]
+    cause, context = (pack_error(one, depth + 1) if one is not None and depth < 8 else None for one in related)
+    return PackedError(pickled, trace, cause, None if cause is not None else context)
+
+
+class _Remade:
+    """Pickles an exception without its `__init__`, which may take other arguments than `args`, and without those of its
+    attributes that cannot be pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        attributes = {name: value for name, value in self.error.__dict__.items() if _can_pickle(value)}
+        return _remake, (type(self.error), self.error.args, attributes)
+
+
+def _remake(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _try_pickle(value: Any) -> bytes | None:
+    """The pickled exception, if it can be made again from that."""
+    try:
+        pickled = pickle.dumps(value)
+        return pickled if isinstance(pickle.loads(pickled), BaseException) else None  # noqa: S301 - just written
+    except Exception:
+        return None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be made)"
+
+
+def unpack_error(packed: PackedError) -> BaseException:
+    """The exception with its attributes and cause; the text of its traceback is its last note."""
+    try:
+        error = pickle.loads(packed.pickled)  # noqa: S301 - of our own process
+    except Exception as failed:
+        error = RemoteError(f"an exception of the loading process cannot be made again here: {failed!r}")
+    assert isinstance(error, BaseException)
+    if packed.traceback:
+        error.add_note(f"Traceback in the process that loads (most recent call last):\n{packed.traceback.rstrip()}")
+    if packed.cause is not None:
+        error.__cause__ = unpack_error(packed.cause)
+    elif packed.context is not None:
+        error.__context__ = unpack_error(packed.context)
+    return error
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+@dataclass
+class Delivered:
+    """A batch as it leaves the process that loads. `failures` and `error` are packed while it travels."""
+
+    epoch: int
+    step: int
+    end: int
+    first_position: int
+    num_slots: int
+    result: Any
+    failures: list[SampleFailure]
+    error: BaseException | None
+    done_s: float
+    segments: Sequence[Segment]
+    specs: Mapping[str, FieldSpec] | None  # with the first batch only: what all of them look like
+
+    def __len__(self) -> int:
+        return self.num_slots
+
+    def sealed(self) -> Delivered:
+        """The same with errors in the form in which they travel."""
+        failures: Any = [failure._replace(error=pack_error(failure.error)) for failure in self.failures]  # type: ignore[arg-type]
+        error: Any = None if self.error is None else pack_error(self.error)
+        return Delivered(**{**self.__dict__, "failures": failures, "error": error})
+
+    def unsealed(self) -> Delivered:
+        """The reverse of `sealed`."""
+        failures = []
+        for failure in self.failures:
+            error = unpack_error(failure.error)  # type: ignore[arg-type]
+            assert isinstance(error, StageError)
+            failures.append(failure._replace(error=error))
+        raised = None if self.error is None else unpack_error(self.error)  # type: ignore[arg-type]
+        return Delivered(**{**self.__dict__, "failures": failures, "error": raised})
+
+
+class BatchMessage(NamedTuple):
+    """A batch is ready. `generation` counts the seeks before it, `number` is what its memory is given back by."""
+
+    generation: int
+    number: int
+    parcel: Parcel
+
+
+class FailureMessage(NamedTuple):
+    """The engine has stopped for good."""
+
+    error: PackedError
+
+
+class ReadyMessage(NamedTuple):
+    """All is imported and the engine is made: from now on questions are answered."""
+
+
+class LogMessage(NamedTuple):
+    """A log record of the process that loads, as a dict for `logging.makeLogRecord`."""
+
+    record: dict[str, Any]

@@ -1,0 +1,61 @@
+"""A small data set of numbers, and loaders of it in another process: what the tests of `executor: process` share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import loaderkit
+from loaderkit import Pipeline
+
+PROCESS = {"prefetch.executor": "process", "prefetch.concurrency": 2}
+
+
+class Numbers:
+    """Sample i holds the number i, and eight thousand bytes that say so."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": index, "filling": torch.full((1000,), index), "text": f"number {index}"}
+
+
+def numbers(size: int = 64, batch: int = 8) -> Pipeline:
+    return Pipeline.dataset(Numbers(size)).shuffle("none").read().batch(batch)
+
+
+def build(pipeline: Pipeline, **overrides: Any) -> loaderkit.Loader:
+    return loaderkit.build(pipeline, overrides={**PROCESS, **overrides})
+
+
+def pid_of(loader: loaderkit.Loader) -> int:
+    return int(loader.stats().tuning["pid"])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.01)
+
+
+def hang(sample: dict[str, Any]) -> None:
+    """Never comes back from sample 20."""
+    if sample["__key__"] == "20":
+        threading.Event().wait(600)

@@ -1,0 +1,112 @@
+"""Stages that run in the trainer's process behind one that loads: those from `transfer` to CUDA on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
+from of_numbers import build, numbers
+
+import loaderkit
+from loaderkit.assembly import Assembly, Recipe, RemoteEngine
+from loaderkit.builder import make_parts
+from loaderkit.errors import ClosedError, WorkerDiedError
+from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.types import BatchContext, Stage
+
+
+def late_engine(late: Callable[[dict[str, Any], BatchContext], None]) -> ProcessEngine:
+    """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
+    parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
+    config = replace(parts.config, prefetch=parts.config.prefetch.model_copy(update={"concurrency": 2}))
+    recipe = Recipe(config, parts.source, None, parts.schedule, 2)
+    return ProcessEngine(
+        RemoteEngine.of(recipe),
+        preload="loaderkit.assembly",
+        schedule=parts.schedule,
+        rows=Assembly(recipe).rows(),
+        late_stages=[Stage("late", "call", "batch", late)],
+        memory_bytes=2**20,
+        timeout_s=60,
+    )
+
+
+def scale(batch: dict[str, Any]) -> None:
+    batch["scaled"] = batch["filling"] * 2.0
+
+
+class TestLateStages:
+    def test_they_run_here_in_order_and_are_accounted_for(self) -> None:
+        seen: list[tuple[int, int, str]] = []
+
+        def late(batch: dict[str, Any], context: BatchContext) -> None:
+            seen.append((os.getpid(), context.first_position, context.specs["x"].kind))
+            batch["filling"] = batch["filling"] * 2
+
+        engine = late_engine(late)
+        batches = [engine.next() for _ in range(3)]
+        engine.seek(0, 48)
+        batches.append(engine.next())
+        assert [batch.result["x"][0].item() for batch in batches] == [0, 8, 16, 48]
+        assert all(torch.equal(b.result["filling"][:, 0], 2 * b.result["x"]) for b in batches)
+        assert seen[:3] == [(os.getpid(), position, "slab") for position in (0, 8, 16)]
+        stats = engine.stats({}, 0)
+        assert [stage.name for stage in stats.stages] == ["read", "batch", "late"]
+        assert stats.stages[-1].num_items >= 32
+        assert stats.stages[-1].slot_s > 0
+        assert sum(stats.stall_s.values()) > 0
+        engine.close()
+        with pytest.raises(ClosedError):
+            engine.next()
+
+    def test_their_error_comes_in_its_place(self) -> None:
+        def late(batch: dict[str, Any], context: BatchContext) -> None:
+            if context.first_position == 16:
+                raise ArithmeticError("sixteen")
+
+        engine = late_engine(late)
+        assert [engine.next().error for _ in range(2)] == [None, None]
+        assert isinstance(engine.next().error, ArithmeticError)
+        assert engine.next().error is None
+        engine.close()
+
+    def test_the_death_of_the_process(self) -> None:
+        engine = late_engine(lambda batch, context: None)
+        engine.next()
+        os.kill(engine.stats({}, 0).tuning["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError):
+            for _ in range(8):
+                engine.next()
+        engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnTheGpu:
+    def test_transfer_runs_in_the_process_that_trains(self) -> None:
+        made = numbers().call(scale).transfer().call(on_device)
+        with loaderkit.build(made) as plain, build(made) as loader:
+            for found, expected in zip(loader, plain, strict=True):
+                assert found["scaled"].device.type == "cuda"
+                assert torch.equal(found["scaled"], expected["scaled"])
+                assert found["where"] == os.getpid()
+            assert [pool.get("process") for pool in loader.stats().tuning["pools"]] == [None, "trainer"]
+
+    def test_slabs_are_pinned(self) -> None:
+        engine = late_engine(lambda batch, context: pinned.append(batch["filling"].is_pinned()))
+        engine._pinned = True
+        pinned: list[bool] = []
+        engine.next()
+        engine.close()
+        assert pinned[0]
+
+
+def on_device(batch: dict[str, Any]) -> None:
+    batch["where"] = os.getpid()

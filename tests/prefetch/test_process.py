@@ -1,0 +1,209 @@
+"""`executor: process` as it lives: the same batches, seeks, forks, memory, and what must not be left behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
+from of_numbers import PROCESS, Numbers, build, hang, numbers, wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ClosedError, ConfigError
+
+
+class TestLiving:
+    def test_it_outlives_the_thread_that_started_it(self) -> None:
+        """The kernel kills it with the thread that started it, which must therefore be one of ours."""
+        loader = build(numbers())
+        starter = threading.Thread(target=loader.start)
+        starter.start()
+        starter.join()
+        assert [key for batch in loader for key in batch["__key__"]] == [str(n) for n in range(64)]
+        loader.close()
+
+    def test_after_a_fork(self) -> None:
+        with build(numbers()) as loader:
+            stream = iter(loader)
+            first = next(stream)
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    next(stream)
+                except ClosedError as error:
+                    loader.close()
+                    del first
+                    os._exit(5 if "fork" in str(error) else 6)
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+            assert first["x"].tolist() == list(range(8))
+            assert len(list(stream)) == 7
+
+    def test_a_script_without_a_guard(self, tmp_path: Path) -> None:
+        """Its module is not run a second time."""
+        (tmp_path / "things.py").write_text(
+            "class Things:\n    def __len__(self): return 8\n    def __getitem__(self, i): return {'x': i}\n"
+        )
+        (tmp_path / "train.py").write_text(
+            "print('begin')\n"
+            "import loaderkit\n"
+            "from things import Things\n"
+            f"loader = loaderkit.build(loaderkit.Pipeline.dataset(Things()).read().batch(4), overrides={PROCESS!r})\n"
+            "print(len(list(loader)))\n"
+        )
+        ran = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True, timeout=60)
+        assert ran.stdout.split() == ["begin", "2"]
+        assert ran.stderr == ""
+
+    @settings(max_examples=4, deadline=None, derandomize=True)
+    @given(
+        batch=st.integers(3, 20),
+        workers=st.integers(1, 4),
+        depth=st.integers(1, 6),
+        seed=st.integers(0, 99),
+        policy=st.sampled_from(["skip", "replace"]),
+        extra=st.sampled_from([{}, {"stages.read.workers": 2}, {"stages.batch.workers": 1}]),
+    )
+    def test_the_same_bytes_as_threads(
+        self, batch: int, workers: int, depth: int, seed: int, policy: str, extra: dict[str, Any]
+    ) -> None:
+        made = (
+            Pipeline.dataset(Numbers(50)).shuffle(seed=seed).read().call(shake).batch(batch, ragged={"ragged": "pad"})
+        )
+        overrides = {
+            "prefetch.concurrency": workers,
+            "prefetch.batches": depth,
+            "errors.on_bad_sample": policy,
+            **extra,
+        }
+        found = []
+        for executor in ("thread", "process"):
+            more = {**overrides, "prefetch.executor": executor}
+            with loaderkit.build(made, overrides=more, rank=1, world_size=3) as loader:
+                found.append([contents(one) for _ in range(2) for one in loader])
+        assert found[0] == found[1]
+
+    def test_breaks_resumes_and_epochs(self) -> None:
+        with loaderkit.build(numbers(), overrides={"prefetch.executor": "inline"}) as plain:
+            expected = [batch["x"].tolist() for batch in plain]
+        rng = np.random.default_rng(3)
+        with build(numbers()) as loader:
+            for _ in range(40):
+                begin, length = int(rng.integers(8)), int(rng.integers(1, 5))
+                loader.load_state_dict({**loader.state_dict(), "epoch": int(rng.integers(3)), "position": begin * 8})
+                seen = []
+                for batch in loader:
+                    seen.append(batch["x"].tolist())
+                    if len(seen) == length:
+                        break
+                assert seen == expected[begin : begin + length]
+            memory = loader.stats().memory
+            assert memory["open_bytes"] <= 4 * memory["slab_bytes"]
+            assert memory["allocated_bytes"] <= 8 * memory["slab_bytes"]
+
+    def test_what_comes_anyway_is_not_read_again(self) -> None:
+        with build(numbers(), **{"prefetch.batches": 8}) as loader:
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                for _ in loader:
+                    pass
+            assert loader.stats().stages[0].num_items <= 3 * 64 + 8 * 8
+
+    def test_dropped_loaders_leave_nothing(self) -> None:
+        def once() -> None:
+            for _ in build(numbers()):
+                break
+
+        before = resources()
+        for _ in range(2):
+            once()
+            assert resources() == before
+
+    def test_closing_while_another_thread_waits(self) -> None:
+        with build(Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)) as loader:
+            raised: list[BaseException] = []
+
+            def consume() -> None:
+                try:
+                    list(loader)
+                except ClosedError as error:
+                    raised.append(error)
+
+            thread = threading.Thread(target=consume)
+            thread.start()
+            wait_for(lambda: loader.stats().num_batches >= 1)
+            engine = loader._engine
+            assert engine is not None
+            engine.close(join_s=0.1)
+            thread.join(30)
+            assert len(raised) == 1
+            del engine
+
+
+def shake(sample: dict[str, Any], rng: Any) -> None:
+    if sample["x"] in (7, 33):
+        raise ArithmeticError(sample["text"])
+    sample["noise"] = torch.from_numpy(rng.random(1500))
+    sample["ragged"] = torch.arange(1 + sample["x"])
+
+
+def contents(batch: dict[str, Any]) -> list[Any]:
+    return [(name, value.tolist() if isinstance(value, torch.Tensor) else value) for name, value in batch.items()]
+
+
+class TestMemory:
+    def test_batches_outlive_the_loader(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Kept batches are kept, with one warning, and stay readable and writable when the process is gone."""
+        with caplog.at_level(logging.WARNING), build(numbers(64, 1)) as loader:
+            batches = list(loader)
+        assert len([record for record in caplog.records if "still referenced" in record.getMessage()]) == 1
+        del loader
+        gc.collect()
+        for number, batch in enumerate(batches):
+            assert batch["filling"].tolist() == [[number] * 1000]
+            assert batch["text"] == [f"number {number}"]
+            batch["filling"] += 1
+        assert len({batch["filling"].data_ptr() for batch in batches}) == 64
+
+    def test_memory_is_used_again(self) -> None:
+        with build(numbers(), **{"prefetch.batches": 2}) as loader:
+            addresses = {batch["filling"].data_ptr() for _ in range(6) for batch in loader}
+            memory = loader.stats().memory
+        assert len(addresses) <= 4
+        assert memory["allocated_bytes"] <= 4 * memory["slab_bytes"]
+
+    def test_no_more_is_read_ahead_than_asked_for(self) -> None:
+        """What has arrived here and was not taken counts as well."""
+        with build(numbers(), **{"prefetch.batches": 3}) as loader:
+            next(iter(loader))
+            wait_for(lambda: loader.stats().stages[-1].blocked_s > 0)
+            slab_bytes = loader.stats().memory["slab_bytes"]
+            wait_for(lambda: loader.stats().memory["open_bytes"] // slab_bytes == 3)
+            assert loader.stats().stages[0].num_items <= 8 * 4 + 1
+
+    def test_fields_share_no_version_counter_and_are_aligned(self) -> None:
+        with build(numbers()) as loader:
+            batch = next(iter(loader))
+        assert all(batch[name].data_ptr() % 64 == 0 for name in ("x", "filling"))
+        before = batch["filling"]._version
+        batch["x"] += 1
+        assert batch["filling"]._version == before
+
+    def test_less_than_one_batch_names_the_minimum(self) -> None:
+        with (
+            pytest.raises(ConfigError, match="one batch of 8 takes"),
+            build(numbers(), **{"prefetch.memory": "1KiB"}) as loader,
+        ):
+            next(iter(loader))

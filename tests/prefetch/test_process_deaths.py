@@ -1,0 +1,138 @@
+"""`executor: process` when somebody dies, on either side."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
+from of_numbers import Numbers, build, is_running, numbers, pid_of, wait_for
+
+from loaderkit import Pipeline
+from loaderkit.errors import WorkerDiedError
+from loaderkit.prefetch.link import describe_death
+
+# ------------------------------------------------------------------------------------------------ deaths
+
+
+def die(sample: dict[str, Any], how: str) -> None:
+    if sample["__key__"] == "40":
+        if how == "leave":
+            os._exit(3)
+        os.kill(os.getpid(), signal.Signals[how])
+
+
+class TestDeaths:
+    @pytest.mark.parametrize(
+        ("how", "says"), [("SIGKILL", "out of memory"), ("SIGSEGV", "crashed"), ("leave", "code 3")]
+    )
+    def test_of_the_process_that_loads(self, how: str, says: str) -> None:
+        loader = build(Pipeline.dataset(Numbers()).shuffle("none").read().call(die, args={"how": how}).batch(8))
+        keys = []
+        with pytest.raises(WorkerDiedError, match=says) as caught:
+            for batch in loader:
+                keys += batch["__key__"]
+        assert keys == [str(n) for n in range(len(keys))]
+        assert caught.value.exit_code == (3 if how == "leave" else -signal.Signals[how])
+        assert how == "leave" or how in str(caught.value)
+        assert loader.stats().num_batches == len(keys) // 8
+        assert loader.state_dict()["position"] == len(keys)
+        del caught
+        loader.close()
+
+    def test_from_outside_and_going_on(self) -> None:
+        with build(numbers(), **{"prefetch.batches": 2}) as loader:
+            stream = iter(loader)
+            kept = next(stream)
+            os.kill(pid_of(loader), signal.SIGKILL)
+            with pytest.raises(WorkerDiedError, match="SIGKILL"):
+                for _ in stream:
+                    pass
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            assert next(key for batch in loader for key in batch["__key__"]) == str(state["position"])
+        assert kept["filling"][3].tolist() == [3] * 1000
+
+    def test_when_it_does_not_answer(self) -> None:
+        """A process that is stopped is ended by force; statistics say what was known last."""
+        with build(numbers()) as loader:
+            next(iter(loader))
+            pid = pid_of(loader)
+            os.kill(pid, signal.SIGSTOP)
+            last = loader.stats()
+            assert last.stages[0].num_items >= 8
+            loader._stop_engine(join_s=0.1)
+        assert not is_running(pid)
+
+    @pytest.mark.parametrize("code", [0, 7, -11, -9, -64, None])
+    def test_every_death_is_described(self, code: int | None) -> None:
+        error = describe_death(123, code)
+        assert error.exit_code == code
+        assert "pid 123" in str(error)
+
+
+PARENT = """
+import sys; sys.path.insert(0, sys.argv[1])
+import loaderkit
+from of_numbers import PROCESS, numbers
+loader = loaderkit.build(numbers(100000), overrides=PROCESS)
+stream = iter(loader)
+batch = next(stream)
+print(loader.stats().tuning["pid"], flush=True)
+"""
+BUSY = PARENT + "while True: next(stream)\n"
+
+
+def start_parent(program: str, **options: Any) -> tuple[subprocess.Popen[str], int]:
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    assert ran.stdout is not None
+    return ran, int(ran.stdout.readline())
+
+
+class TestDeathsOfTheTrainer:
+    def test_killed(self) -> None:
+        ran, pid = start_parent(BUSY)
+        ran.kill()
+        ran.communicate(timeout=60)
+        wait_for(lambda: not is_running(pid))
+
+    def test_killed_while_a_fork_of_it_lives_on(self) -> None:
+        """The fork holds copies of all sockets, so their end is not noticed; the kernel's signal is."""
+        program = PARENT.replace("print(", "import os, time\nif os.fork() == 0: time.sleep(60)\nprint(")
+        ran, pid = start_parent(program + "while True: next(stream)\n", start_new_session=True)
+        ran.kill()
+        wait_for(lambda: not is_running(pid))
+        os.killpg(ran.pid, signal.SIGKILL)
+        ran.communicate(timeout=60)
+
+    @pytest.mark.parametrize("last", ["", "raise SystemExit(7)", "1 / 0", "del batch"])
+    def test_ended_with_the_loader_open(self, last: str) -> None:
+        ran, pid = start_parent(PARENT + last)
+        _, said = ran.communicate(timeout=60)
+        assert ran.returncode == {"raise SystemExit(7)": 7, "1 / 0": 1}.get(last, 0)
+        assert ("Traceback" in said) == (last == "1 / 0")
+        assert not is_running(pid)
+
+    def test_ctrl_c_reaches_both_and_prints_one_traceback(self) -> None:
+        ran, pid = start_parent(BUSY, start_new_session=True)
+        os.killpg(ran.pid, signal.SIGINT)  # as a terminal does
+        _, said = ran.communicate(timeout=60)
+        assert said.count("Traceback") == 1
+        assert said.rstrip().endswith("KeyboardInterrupt")
+        assert not is_running(pid)
+
+    @pytest.mark.parametrize("moment", [0.0, 0.1, 0.5, 1.5])
+    def test_ctrl_c_while_it_starts(self, moment: float) -> None:
+        program = BUSY.replace("stream = iter", "print(0, flush=True)\nstream = iter")
+        ran, _ = start_parent(program, start_new_session=True)
+        threading.Event().wait(moment)  # the moment is what is being varied
+        os.killpg(ran.pid, signal.SIGINT)
+        _, said = ran.communicate(timeout=60)
+        assert said.count("Traceback") == 1

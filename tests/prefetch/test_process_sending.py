@@ -1,0 +1,251 @@
+"""`executor: process`: what is sent over, what cannot be, and how errors and reports come back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
+from of_numbers import PROCESS, Numbers, build, hang, numbers, pid_of, wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import ClosedError, ConfigError, RemoteError, SourceError, StageError
+
+
+def scale(batch: dict[str, Any]) -> None:
+    batch["scaled"] = batch["filling"] * 2.0
+    batch["half"] = batch["filling"][:, ::2]
+    batch["array"] = np.arange(5000)
+    batch["nested"] = {"captions": ["a" * 5000] * 100, "same": batch["scaled"]}
+
+
+def unsendable(batch: dict[str, Any]) -> None:
+    batch["lock"] = threading.Lock()
+
+
+class WithTransform(Numbers):
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.transform = transform
+
+
+class Locked(Numbers):
+    """Cannot be sent, but made again."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__(size)
+        self.lock = threading.Lock()
+
+
+def different() -> Numbers:
+    return Numbers(os.getpid())
+
+
+def in_which_process(sample: dict[str, Any]) -> None:
+    sample["pid"] = os.getpid()
+    sample["heavy"] = sorted({"typer", "rich"} & set(sys.modules))
+    sample["argv"] = sys.argv[0]
+
+
+def of_main(sample: dict[str, Any]) -> None:
+    """Made to look like a function of a script."""
+
+
+class TestSending:
+    def test_results_of_batch_stages(self) -> None:
+        with build(numbers().call(scale)) as loader, loaderkit.build(numbers().call(scale)) as plain:
+            for found, expected in zip(loader, plain, strict=True):
+                assert list(found) == list(expected)
+                for name in ("scaled", "half", "array"):
+                    assert type(found[name]) is type(expected[name])
+                    assert (found[name] == expected[name]).all()
+                assert found["nested"]["captions"] == expected["nested"]["captions"]
+                assert found["nested"]["same"] is found["scaled"]
+
+    def test_where_functions_run(self) -> None:
+        with build(Pipeline.dataset(Numbers()).read().call(in_which_process).batch(8)) as loader:
+            batch = next(iter(loader))
+            assert set(batch["pid"].tolist()) == {pid_of(loader)} != {os.getpid()}
+        assert batch["heavy"] == [[]] * 8
+        assert set(batch["argv"]) == {sys.argv[0]}
+
+    def test_lambdas_are_refused_where_they_stand(self) -> None:
+        made = Pipeline.dataset(Numbers()).read()
+        with pytest.raises(
+            ConfigError, match=r"stages\.late\.function.*lambda.*package\.module:name.*executor: thread"
+        ):
+            build(made.batch(8).call(lambda batch: batch, name="late"))
+        with pytest.raises(ConfigError, match=r"source\.object.*WithTransform"):
+            build(Pipeline.dataset(WithTransform(lambda x: x)).read().batch(8))
+        with pytest.raises(ConfigError, match=r"stages\.call\.args"):
+            build(made.call(in_which_process, args={"key": max, "lock": threading.Lock()}).batch(8))
+
+    def test_what_only_main_has_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(of_main, "__module__", "__main__")
+        monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+        with pytest.raises(ConfigError, match="of_main is defined in __main__"):
+            build(Pipeline.dataset(Numbers()).read().call(of_main).batch(8))
+
+    def test_a_module_the_other_process_cannot_find(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = type(sys)("made_up")
+        exec("def act(sample): pass", module.__dict__)
+        monkeypatch.setitem(sys.modules, "made_up", module)
+        with (
+            pytest.raises(ConfigError, match=r"No module named 'made_up'.*executor: thread"),
+            build(Pipeline.dataset(Numbers()).read().call(module.act).batch(8)) as loader,
+        ):
+            next(iter(loader))
+
+    def test_a_data_set_by_name_is_made_again(self) -> None:
+        here = f"{__name__}:Locked"
+        with build(Pipeline.dataset(here, args={"size": 16}).read().batch(8)) as loader:
+            assert sorted(int(x) for batch in loader for x in batch["x"]) == list(range(16))
+        with pytest.raises(ConfigError, match=r"source\.object"):
+            build(Pipeline.dataset(Locked()).read().batch(8))
+        with (
+            pytest.raises(SourceError, match="make it give the same"),
+            build(Pipeline.dataset(f"{__name__}:different").read().batch(8)) as loader,
+        ):
+            next(iter(loader))
+
+    def test_tensors_of_a_data_set(self) -> None:
+        items = torch.utils.data.TensorDataset(torch.randn(64, 500), torch.arange(64))
+        pipeline = Pipeline.dataset(items, fields=["x", "y"]).shuffle(seed=1).read().batch(8)
+        with build(pipeline) as loader:
+            for batch in loader:
+                assert torch.equal(batch["x"], items.tensors[0][batch["y"]])
+
+    def test_objects_in_memory(self) -> None:
+        connector = MemoryConnector({f"{n:02}.bin": bytes([n]) * 100 for n in range(16)})
+        pipeline = Pipeline.files("memory://", include="*.bin").shuffle("none").read().batch(4)
+        with loaderkit.build(pipeline, overrides=PROCESS, connectors={"memory": connector}) as loader:
+            assert [data[0] for batch in loader for data in batch["bin"]] == list(range(16))
+
+    def test_another_clock_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="clock"):
+            loaderkit.build(numbers(), overrides=PROCESS, clock=time.monotonic)
+
+    def test_a_batch_that_cannot_be_sent_names_the_field(self) -> None:
+        with (
+            pytest.raises(StageError, match=r"field 'lock', a lock, cannot be sent.*executor: thread"),
+            build(numbers().call(unsendable)) as loader,
+        ):
+            next(iter(loader))
+
+
+class RefusedError(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__("refused")
+        self.code = code
+
+
+def refuse(sample: dict[str, Any]) -> None:
+    if sample["__key__"] == "20":
+        raise RefusedError(code=4)
+
+
+def refuse_locally(sample: dict[str, Any]) -> None:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("here")
+
+
+def interrupt(sample: dict[str, Any]) -> None:
+    raise KeyboardInterrupt
+
+
+def chat(sample: dict[str, Any]) -> None:
+    if sample["__key__"] == "20":
+        print("printed in the other process")
+        logging.getLogger("loaderkit").warning("logged by %s", "it")
+
+
+def consume(loader: loaderkit.Loader) -> None:
+    with suppress(ClosedError):
+        list(loader)
+
+
+class TestReports:
+    def test_errors_keep_type_attributes_and_cause(self) -> None:
+        with build(Pipeline.dataset(Numbers()).shuffle("none").read().call(refuse).batch(8)) as loader:
+            stream = iter(loader)
+            assert [next(stream)["x"][0], next(stream)["x"][0]] == [0, 8]
+            with pytest.raises(StageError, match="call failed for sample '20' in Numbers") as caught:
+                next(stream)
+            error = caught.value
+            assert (error.stage, error.key, error.origin, error.epoch, error.position) == (
+                "call",
+                "20",
+                "Numbers",
+                0,
+                20,
+            )
+            assert isinstance(error.__cause__, RefusedError)
+            assert error.__cause__.code == 4
+            assert "raise RefusedError(code=4)" in error.__cause__.__notes__[-1]
+        del caught, error
+
+    def test_causes_that_cannot_be_sent(self) -> None:
+        with build(Pipeline.dataset(Numbers()).read().call(refuse_locally).batch(8)) as loader:
+            with pytest.raises(StageError, match="here") as caught:
+                next(iter(loader))
+            assert isinstance(caught.value.__cause__, RemoteError)
+        del caught
+
+    def test_an_interrupt_in_a_stage(self) -> None:
+        with (
+            build(Pipeline.dataset(Numbers()).read().call(interrupt).batch(8)) as loader,
+            pytest.raises(KeyboardInterrupt),
+        ):
+            next(iter(loader))
+
+    def test_prints_and_warnings(self, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+        with build(Pipeline.dataset(Numbers()).shuffle("none").read().call(chat).batch(8).epochs(1)) as loader:
+            list(loader)
+        assert "printed in the other process" in capfd.readouterr().out
+        (record,) = [record for record in caplog.records if record.getMessage() == "logged by it"]
+        assert record.process != os.getpid()
+
+    def test_a_long_wait_shows_the_threads_of_the_process(self, caplog: pytest.LogCaptureFixture) -> None:
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+        with build(pipeline, **{"prefetch.timeout": "200ms"}) as loader:
+            consumer = threading.Thread(target=consume, args=(loader,))
+            consumer.start()
+            wait_for(lambda: any("in call for" in record.getMessage() for record in caplog.records))
+            report = next(record.getMessage() for record in caplog.records if "in call for" in record.getMessage())
+            assert "in hang" in report
+            assert "'20'" in report
+            stall = loader.stats().to_dict()["stall"]
+            assert stall["by_stage"]["call"] > 0
+            engine = loader._engine
+            assert engine is not None
+            engine.close(join_s=0.1)
+            consumer.join(30)
+            del engine
+
+    def test_accounts_sum_to_the_wait(self) -> None:
+        with build(numbers(512)) as loader:
+            stream = iter(loader)
+            next(stream)
+            before = loader.stats()
+            waited_s = 0.0
+            for _ in range(60):
+                begin = time.perf_counter()
+                next(stream)
+                waited_s += time.perf_counter() - begin
+            since = loader.stats(since=before)
+        total_s = since.to_dict()["stall"]["total_s"]
+        assert 0.5 * waited_s <= total_s <= waited_s
+        assert (since.num_batches, since.num_samples) == (60, 480)
+        assert since.memory["process_rss_peak_bytes"] > 0

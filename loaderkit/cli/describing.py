@@ -135,5 +135,6 @@ def explain(
     console.tell(f"# executor  {tuning['executor']}, {tuning['batches']} batches ahead")
     for pool in tuning["pools"]:
         workers = f"{pool['workers']} worker{'s' if pool['workers'] > 1 else ''}"
-        console.tell(f"# pool      {workers}: {' > '.join(pool['stages'])}")
+        here = ", in the process that trains" if "process" in pool else ""
+        console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
     console.tell(config.to_yaml(defaults=True).rstrip())

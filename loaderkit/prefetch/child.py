@@ -35,11 +35,13 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
 
-BOOT = """import json, sys
-sys.path[:], sys.argv[:], numbers, preload = json.loads(sys.argv[1])
+BOOT = """import json, os, sys
+*numbers, start, size = map(int, sys.argv[1:])
+sys.path[:], sys.argv[:], preload = json.loads(os.pread(numbers[3], size, start))
 from loaderkit.prefetch.child import main
 main(numbers, preload)"""
-"""What the interpreter is given with -c, with its argument in JSON; see `main`."""
+"""What the interpreter is given with -c. Its arguments are those of `main`, and where in the arena the rest lies, which
+may be too long for a command line."""
 
 
 def main(numbers: Sequence[int], preload: str) -> NoReturn:
@@ -125,12 +127,12 @@ class Child:
 
     def _fail(self, error: BaseException) -> None:
         from loaderkit.errors import RemoteError
-        from loaderkit.prefetch import wire
+        from loaderkit.prefetch import faults, wire
 
-        packet = pickle.dumps(wire.FailureMessage(wire.pack_error(error)), 5)
+        packet = pickle.dumps(wire.FailureMessage(faults.pack_error(error)), 5)
         if len(packet) > _MESSAGE_BYTES // 2:
             short = RemoteError(f"{type(error).__name__}: {str(error)[:_TEXT_CHARACTERS]} ...")
-            packet = pickle.dumps(wire.FailureMessage(wire.pack_error(short)), 5)
+            packet = pickle.dumps(wire.FailureMessage(faults.pack_error(short)), 5)
         with suppress(OSError):  # the trainer has ended, and so shall we
             self._outbox.send(packet)
 

@@ -21,8 +21,11 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from loaderkit.errors import ConfigError, WorkerDiedError
 from loaderkit.prefetch import child
+from loaderkit.prefetch.arena import Allocator, Arena, Extent
 
 _MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
 _PATIENCE_S = 1.0  # how long to wait for what should be there at once
@@ -58,7 +61,7 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
 class Link:
     """One process that loads. `tell` may be called from any thread, `ask` too; `receive` from one at a time."""
 
-    def __init__(self, arena: int, preload: str) -> None:
+    def __init__(self, arena: Arena, allocator: Allocator, preload: str) -> None:
         """Start the process; it imports `preload` and then waits for its job. Raises ConfigError, OSError."""
         if not sys.executable:
             raise ConfigError(
@@ -74,11 +77,10 @@ class Link:
         self._serial = 0
         self._is_closed = False
         self._has_heard = False
-        descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena)
-        path = [place for place in sys.path if isinstance(place, str)]
-        handed = json.dumps([path, sys.argv, [os.getpid(), *descriptors], preload])
+        descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena.fileno())
+        numbers = (os.getpid(), *descriptors, *_hand_over(arena, allocator, preload))
         options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
-        command = [sys.executable, "-P", *options, "-c", child.BOOT, handed]
+        command = [sys.executable, "-P", *options, "-c", child.BOOT, *map(str, numbers)]
         self._keeper = threading.Thread(
             target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
         )
@@ -204,6 +206,15 @@ class Link:
                     end.close()
                     lock.release()
         return messages
+
+
+def _hand_over(arena: Arena, allocator: Allocator, preload: str) -> Extent:
+    """Write what the interpreter there needs to be like this one."""
+    path = [place for place in sys.path if isinstance(place, str)]
+    text = json.dumps([path, [str(argument) for argument in sys.argv], preload]).encode()
+    place = Extent(allocator.take(len(text)).start, len(text))
+    arena.view(place)[:] = np.frombuffer(text, np.uint8)
+    return place
 
 
 def _wait(end: socket.socket, timeout_s: float) -> bool:

@@ -82,8 +82,9 @@ class ProcessEngine:
             return
         arena = Arena.create()
         try:
-            self._link = Link(arena.fileno(), self._preload)
-            self._send_job(self._link, arena)
+            allocator = Allocator(arena)
+            self._link = Link(arena, allocator, self._preload)
+            self._send_job(self._link, arena, allocator)
         except BaseException as error:
             self._failure = error
             raise
@@ -93,8 +94,7 @@ class ProcessEngine:
         receiver = Receiver(self._link, self._ledger)
         self._inbox = receiver if self._late is None else self._late.follow(receiver)
 
-    def _send_job(self, link: Link, arena: Arena) -> None:
-        allocator = Allocator(arena)
+    def _send_job(self, link: Link, arena: Arena, allocator: Allocator) -> None:
         parcel, _ = wire.post((self._make_engine, torch.get_num_threads()), arena, allocator)
         epoch, position = self._place
         link.tell(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loaderkit.prefetch import wire
+from loaderkit.prefetch import faults, wire
 from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
 from loaderkit.types import FieldSpec
@@ -60,7 +60,7 @@ class Receiver:
                 self.taken()
                 continue
             if isinstance(message, wire.FailureMessage):
-                raise wire.unpack_error(message.error)
+                raise faults.unpack_error(message.error)
             if isinstance(message, wire.LogMessage):
                 relay(message)
         return None

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaderkit import errors
-from loaderkit.prefetch import wire
+from loaderkit.prefetch import faults, wire
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.ledger import Ledger
 
@@ -250,7 +250,7 @@ class TestErrors:
         error = kind("what happened")
         for name in error.__dict__:
             setattr(error, name, ("a value", 1))
-        found = wire.unpack_error(wire.pack_error(error))
+        found = faults.unpack_error(faults.pack_error(error))
         assert type(found) is kind
         assert str(found) == "what happened"
         assert found.__dict__ == error.__dict__
@@ -265,7 +265,7 @@ class TestErrors:
             except AwkwardError as awkward:
                 raise errors.StageError("call failed", stage="call", key="k", epoch=2, position=5) from awkward
         except errors.StageError as error:
-            found = wire.unpack_error(wire.pack_error(error))
+            found = faults.unpack_error(faults.pack_error(error))
         assert isinstance(found, errors.StageError)
         assert (found.stage, found.key, found.epoch, found.position) == ("call", "k", 2, 5)
         cause = found.__cause__
@@ -276,7 +276,7 @@ class TestErrors:
     def test_what_cannot_be_pickled_is_left_out(self) -> None:
         error = AwkwardError(3, detail="d")
         error.lock = threading.Lock()  # type: ignore[attr-defined]
-        found = wire.unpack_error(wire.pack_error(error))
+        found = faults.unpack_error(faults.pack_error(error))
         assert isinstance(found, AwkwardError)
         assert found.__dict__ == {"code": 3, "detail": "d"}
 
@@ -284,6 +284,6 @@ class TestErrors:
         class LocalError(Exception):
             pass
 
-        found = wire.unpack_error(wire.pack_error(LocalError("door")))
+        found = faults.unpack_error(faults.pack_error(LocalError("door")))
         assert type(found) is errors.RemoteError
         assert "LocalError: door" in str(found)

@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: venv demo test prove lint format bench peers clean
+.PHONY: venv demo test prove lint format peers clean
 
 venv: $(STAMP)
 
@@ -35,9 +35,6 @@ lint: venv
 format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-bench: venv
-	$(BIN)/python profiles/first_look.py
 
 # Against other loaders, each in an environment of its own below .peers/; CONTESTANTS=a,b takes only those.
 WORK ?= all

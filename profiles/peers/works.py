@@ -57,7 +57,7 @@ def _limit(name: str, limit: str, look: str | None = "nothing") -> Contestant:
 
 
 _LOADERKIT = _own("loaderkit")
-_PROCESS = _own("loaderkit-process", optional=True, prefetch__executor="process")
+_PROCESS = _own("loaderkit-process", prefetch__executor="process")
 _PILLOW = _peer("dataloader-pillow", "torch", "dataloader", decoder="pillow")
 _DALI = _peer("dali", "dali", "dali")
 
@@ -115,7 +115,9 @@ _ITEMS = (
     _peer("dataloader-in-process", "torch", "dataloader", "loaderkit-inline", num_workers=0),
     _peer("torchdata-threads", "torch", "nodes", method="thread"),
     _peer("torchdata-processes", "torch", "nodes", method="process"),
+    _peer("torchdata-by-item", "torch", "nodes", task="item"),
     _peer("spdl", "spdl", "spdl"),
+    _peer("spdl-by-item", "spdl", "spdl", task="item"),
     _peer("grain-threads", "grain", "grain", workers="threads"),
     _peer("grain-processes", "grain", "grain", workers="processes"),
 )
@@ -127,7 +129,7 @@ _LARGE_PHOTOS = (
     _own("loaderkit-scaled", scaled=True),
     _PILLOW,
     _peer("dataloader-pillow-draft", "torch", "dataloader", "loaderkit-scaled", draft=True),
-    _DALI,
+    _peer("dali", "dali", "dali", "loaderkit-scaled"),
 )
 
 _STEPS = (_LOADERKIT, _PROCESS, _peer("dataloader-pillow", "torch", "dataloader"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, RandomSampler, default_collate
-from torchdata.nodes import Batcher, Loader, ParallelMapper, Prefetcher, SamplerWrapper
+from torchdata.nodes import Batcher, Loader, Mapper, ParallelMapper, Prefetcher, SamplerWrapper
 
 from profiles.peers.contestants import pixels
 from profiles.peers.contestants.datasets import BATCH, Photographs, plain
@@ -28,19 +28,23 @@ class _Fetch:
 
 
 def _nodes(dataset: Dataset[Any], batch: int, settings: dict[str, Any]) -> Iterable[Any]:
-    """Settings: `method` ("thread" or "process")."""
+    """Settings: `method` ("thread" or "process"); `task`: "item", as its guide has it, or "batch", which spares a hand-off
+    a sample."""
     method = settings.get("method", "thread")
     torch.set_num_threads(1)  # the mappers are the threads
     sampler = RandomSampler(dataset, num_samples=1000 * len(dataset))  # type: ignore[arg-type]
-    indexes = Batcher(SamplerWrapper(sampler), batch, drop_last=True)
-    fetched = ParallelMapper(
+    by_item = settings.get("task") == "item"
+    indexes = SamplerWrapper(sampler) if by_item else Batcher(SamplerWrapper(sampler), batch, drop_last=True)
+    fetched: Any = ParallelMapper(
         indexes,
-        _Fetch(dataset),
+        dataset.__getitem__ if by_item else _Fetch(dataset),
         num_workers=2,
         in_order=True,
         method=method,
         multiprocessing_context="fork" if method == "process" else None,
     )
+    if by_item:
+        fetched = Mapper(Batcher(fetched, batch, drop_last=True), default_collate)
     found: Iterable[Any] = Loader(Prefetcher(fetched, prefetch_factor=4))
     return found
 

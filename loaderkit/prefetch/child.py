@@ -70,7 +70,8 @@ def _bind_to(parent: int) -> None:
     libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel knew what to do then
         os._exit(1)
-    faulthandler.enable()
+    if sys.stderr is not None:
+        faulthandler.enable()  # a crash in a C library then says where
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # prints of a user's function must not wait for the end in a buffer
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

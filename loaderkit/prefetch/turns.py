@@ -9,6 +9,8 @@ chunks are run one at a time, and whichever way was faster is kept for a while.
 from __future__ import annotations
 
 import threading
+from collections import deque
+from statistics import median
 from time import thread_time
 from typing import NamedTuple
 
@@ -39,7 +41,8 @@ class Turns:
         self._lock = threading.Lock()
         self._num_inside = 0
         self._num_left = _WINDOW  # chunks until the next look
-        self._seconds = self._cpu_s = self._samples = 0.0
+        self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
+        self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
         self._free_speed: float | None = None  # samples a second when it was last measured; None: not yet
         self.one_at_a_time = False
 
@@ -61,20 +64,21 @@ class Turns:
             self._num_inside -= 1
             # What ran while the way was changed, or beside nobody, says nothing of either way.
             if ticket.alone == self.one_at_a_time and (overlapped or ticket.alone):
-                self._note(num_samples * (1 if ticket.alone else max(ticket.num_inside, 2)), seconds, cpu_s)
+                num_inside = 1 if ticket.alone else max(ticket.num_inside, 2)
+                seconds = max(seconds, 1e-9)
+                self._speeds.append(num_inside * num_samples / seconds)
+                self._cpu_shares.append(cpu_s / seconds)
+                self._num_left -= 1
+                if self._num_left <= 0:
+                    self._decide()
         if ticket.alone:
             self._turn.release()
 
-    def _note(self, num_samples: int, seconds: float, cpu_s: float) -> None:
-        self._samples += num_samples
-        self._seconds += seconds
-        self._cpu_s += cpu_s
-        self._num_left -= 1
-        if self._num_left > 0:
-            return
-        speed = self._samples / max(self._seconds, 1e-9)
-        is_waiting = self._cpu_s < _BUSY_SHARE * self._seconds
-        self._samples = self._seconds = self._cpu_s = 0.0
+    def _decide(self) -> None:
+        # Medians: a chunk during which the whole process stood still says nothing of either way.
+        speed, is_waiting = median(self._speeds), median(self._cpu_shares) < _BUSY_SHARE
+        self._speeds.clear()
+        self._cpu_shares.clear()
         if not self.one_at_a_time:
             self._free_speed = speed
             self.one_at_a_time = is_waiting

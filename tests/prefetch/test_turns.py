@@ -80,6 +80,15 @@ def test_waiting_for_a_store_is_tried_once_and_given_up() -> None:
         assert not takes_turns(machine)
 
 
+def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
+    """Ctrl-Z and fg, or a laptop that slept: some chunks took an hour and no CPU time."""
+    machine = Machine()
+    for number in range(2 * _PATIENCE):
+        stood = number % (_WINDOW - 2) in (3, 7)
+        machine.overlapping(3600.0 if stood else 1.0, 0.0 if stood else 0.95)
+        assert not takes_turns(machine)
+
+
 def test_a_worker_alone_says_nothing() -> None:
     machine = Machine()
     for _ in range(3 * _WINDOW):

@@ -62,6 +62,8 @@ class Engine:
         self.clock = clock
         self.inline = inline
         self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
+        self._stage_names = [stage.name for stage in stages]
+        self._accounts = [pool.accounts for pool in self.pools]
         self.stall_s: dict[str, float] = {}
         self.num_delivered = 0
         self.num_samples = 0
@@ -138,6 +140,8 @@ class Engine:
 
     def attribute(self, begin_s: float, end_s: float, way: stalls.Way) -> dict[str, float]:
         """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
+        if way.done_s <= begin_s:  # it was there already; most waits are such
+            return {stalls.WAKEUP: end_s - begin_s}
         return stalls.charge(self.trace(begin_s, end_s, way), begin_s, end_s)
 
     def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
@@ -147,8 +151,8 @@ class Engine:
             end_s,
             way,
             was_short_of_memory=self.intake.is_short_of_memory,
-            stage_names=[stage.name for stage in self.stages],
-            pools=[pool.accounts for pool in self.pools],
+            stage_names=self._stage_names,
+            pools=self._accounts,
         )
 
     def open_wait(self, now: float) -> dict[str, float]:
@@ -212,6 +216,8 @@ class Engine:
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
+            if pool.turns is not None:
+                pool.turns.close()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
             if thread.ident != threading.get_ident():
@@ -249,6 +255,8 @@ class Engine:
         try:
             ready.wait()
             while True:
+                if pool.turns is not None:
+                    pool.turns.wait(account, self.states.idle)
                 item = self.intake.take(account) if pool.buffer is None else pool.buffer.get(account)
                 if item is None:
                     return
@@ -276,7 +284,7 @@ class Engine:
         account.enter(self.states.blocked)
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
-        ticket = pool.turns.begin(account, self.states.idle) if pool.turns is not None else None
+        ticket = pool.turns.begin() if pool.turns is not None else None
         try:
             onward = self._run(pool, account, item)
         finally:

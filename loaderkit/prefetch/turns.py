@@ -1,9 +1,9 @@
-"""Whether the workers of a pool do better one at a time.
+"""Whether a pool does better with one worker than with all of them.
 
 Python code holds the GIL: two threads in it are slower than one, because they hand the GIL back and forth (a data set of
-one-element tensors: 173,000 samples a second with two free threads, 225,000 when they take turns). Whether code holds the
-GIL cannot be seen from outside, but be measured: where workers that overlap spend much of their time off the CPU, a few
-chunks are run one at a time, and whichever way was faster is kept for a while.
+one-element tensors on two quiet cores: 75,000 samples a second with two free threads, 150,000 with one). Whether code holds
+the GIL cannot be seen from outside, but be measured: where workers that overlap spend much of their time off the CPU, one of
+them works alone for a few chunks, and whichever way was faster is kept for a while.
 """
 
 from __future__ import annotations
@@ -23,56 +23,71 @@ _GAIN = 1.05
 
 
 class Ticket(NamedTuple):
-    """A chunk being worked on: whether alone, how many others were, since when, and the thread's CPU time then."""
+    """A chunk being worked on: how many workers were inside with it, since when, and the thread's CPU time then."""
 
-    alone: bool
     num_inside: int
     since_s: float
     cpu_since_s: float
 
 
 class Turns:
-    """Lets the workers of one pool in: all at once, or one at a time."""
+    """Lets the workers of one pool take chunks: all of them, or one."""
 
     def __init__(self, clock: Clock, cpu_clock: Clock = thread_time) -> None:
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._turn = threading.Lock()
-        self._lock = threading.Lock()
+        self._change = threading.Condition()
+        self._chosen: Account | None = None  # who works while only one does
         self._num_inside = 0
         self._num_left = _WINDOW  # chunks until the next look
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
-        self._free_speed: float | None = None  # samples a second when it was last measured; None: not yet
+        self._free_speed: float | None = None  # with all workers, if that was just measured
+        self._is_closed = False
         self.one_at_a_time = False
 
-    def begin(self, account: Account, idle: int) -> Ticket:
-        """Wait for a turn, if turns are taken, accounted as idle."""
-        alone = self.one_at_a_time
-        if alone and not self._turn.acquire(blocking=False):
-            account.enter(idle)
-            self._turn.acquire()
-        with self._lock:
-            self._num_inside += 1
-            return Ticket(alone, self._num_inside, self._clock(), self._cpu_clock())
+    def wait(self, account: Account, idle: int) -> None:
+        """Return when this worker may take a chunk; until then it is accounted as idle."""
+        if not self.one_at_a_time:
+            return
+        with self._change:
+            while self.one_at_a_time and not self._is_closed and self._chosen not in (None, account):
+                if account.open_state != idle:
+                    account.enter(idle)
+                self._change.wait()
+            self._chosen = account if self.one_at_a_time else None
 
-    def end(self, ticket: Ticket, num_samples: int) -> None:
-        """Note what came of it, and let the next in."""
-        seconds, cpu_s = self._clock() - ticket.since_s, self._cpu_clock() - ticket.cpu_since_s
-        with self._lock:
-            overlapped = max(ticket.num_inside, self._num_inside) > 1
+    def begin(self) -> Ticket | None:
+        """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
+        if self._num_left > _WINDOW:
+            return None
+        with self._change:
+            self._num_inside += 1
+            return Ticket(self._num_inside, self._clock(), self._cpu_clock())
+
+    def end(self, ticket: Ticket | None, num_samples: int) -> None:
+        """It is done with it: note what came of that."""
+        if ticket is None:
+            self._num_left -= 1  # workers may race here: it is a number of chunks, more or less
+            return
+        seconds, cpu_s = max(self._clock() - ticket.since_s, 1e-9), self._cpu_clock() - ticket.cpu_since_s
+        with self._change:
+            num_inside = max(ticket.num_inside, self._num_inside)
             self._num_inside -= 1
-            # What ran while the way was changed, or beside nobody, says nothing of either way.
-            if ticket.alone == self.one_at_a_time and (overlapped or ticket.alone):
-                num_inside = 1 if ticket.alone else max(ticket.num_inside, 2)
-                seconds = max(seconds, 1e-9)
-                self._speeds.append(num_inside * num_samples / seconds)
-                self._cpu_shares.append(cpu_s / seconds)
-                self._num_left -= 1
-                if self._num_left <= 0:
-                    self._decide()
-        if ticket.alone:
-            self._turn.release()
+            # A worker beside nobody says nothing of all of them, nor does one beside others of one alone.
+            if (num_inside == 1) != self.one_at_a_time:
+                return
+            self._speeds.append(num_inside * num_samples / seconds)
+            self._cpu_shares.append(cpu_s / seconds)
+            self._num_left -= 1
+            if self._num_left <= 0:
+                self._decide()
+
+    def close(self) -> None:
+        """Let everybody go."""
+        with self._change:
+            self._is_closed = True
+            self._change.notify_all()
 
     def _decide(self) -> None:
         # Medians: a chunk during which the whole process stood still says nothing of either way.
@@ -84,8 +99,9 @@ class Turns:
             self.one_at_a_time = is_waiting
             self._num_left = _WINDOW if is_waiting else _PATIENCE
         elif self._free_speed is not None and speed > _GAIN * self._free_speed:
-            self._free_speed = None  # turns are better: keep them, and look at the other way again later
+            self._free_speed = None  # one alone is better: keep that, and look at the other way again later
             self._num_left = _PATIENCE
         else:
             self.one_at_a_time = False
             self._num_left = _WINDOW if self._free_speed is None else _PATIENCE
+            self._change.notify_all()

@@ -23,19 +23,18 @@ class Machine:
         self.now = 0.0
         self.cpu = 0.0
         self.turns = Turns(lambda: self.now, lambda: self.cpu)
-        self.account = Account(STATES, lambda: self.now, first_state=STATES.starved)
 
     def overlapping(self, seconds: float, cpu_share: float) -> None:
-        """Two chunks at the same time, each taking so long."""
-        first = self.turns.begin(self.account, STATES.idle)
-        if first.alone:
+        """Two chunks at the same time, each taking so long; one, where only one worker may."""
+        if self.turns.one_at_a_time:
+            only = self.turns.begin()
             self._pass(seconds, cpu_share)
-            self.turns.end(first, 10)
+            self.turns.end(only, 10)
             return
-        second = self.turns.begin(self.account, STATES.idle)
+        tickets = [self.turns.begin(), self.turns.begin()]
         self._pass(seconds, cpu_share)
-        self.turns.end(first, 10)
-        self.turns.end(second, 10)
+        for ticket in tickets:
+            self.turns.end(ticket, 10)
 
     def _pass(self, seconds: float, cpu_share: float) -> None:
         self.now += seconds
@@ -92,7 +91,7 @@ def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
 def test_a_worker_alone_says_nothing() -> None:
     machine = Machine()
     for _ in range(3 * _WINDOW):
-        ticket = machine.turns.begin(machine.account, STATES.idle)
+        ticket = machine.turns.begin()
         machine.now += 1.0
         machine.turns.end(ticket, 10)
     assert not takes_turns(machine)
@@ -108,16 +107,19 @@ def test_one_at_a_time_means_one(num_threads: int) -> None:
 
     def work() -> None:
         account = Account(STATES, lambda: 0.0, first_state=STATES.starved)
+        machine.turns.wait(account, STATES.idle)
+        if machine.turns._is_closed:
+            return
         for _ in range(200):
-            ticket = machine.turns.begin(account, STATES.idle)
+            machine.turns.wait(account, STATES.idle)
             inside.append(1)
             most.append(len(inside))
             inside.pop()
-            machine.turns.end(ticket, 1)
+        machine.turns.close()
 
     threads = [threading.Thread(target=work) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(most) == 1
+    assert most == [1] * 200

@@ -334,7 +334,7 @@ class Chunk:
         self.failures: dict[int, StageError] = {}  # by place in the chunk
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
-        self.place = 0  # the sample a stage is at, for reports of what hangs
+        self.place: int | None = None  # the sample a stage is at, for reports of what hangs; None: all at once
 
     def __len__(self) -> int:
         return self.hi - self.lo

@@ -90,7 +90,7 @@ PyObject *jpeg_size(PyObject *self, PyObject *object) {
                 break;
             }
             const int is_frame = marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 && marker != 0xCC;
-            if (is_frame || marker == 0xDA || marker == 0x01 || (marker >= 0xD0 && marker <= 0xD9)) {
+            if (is_frame || marker == 0xDA || marker <= 0x01 || (marker >= 0xD0 && marker <= 0xD9)) {
                 break;
             }
             const Py_ssize_t length = 2 + (at[2] << 8 | at[3]);

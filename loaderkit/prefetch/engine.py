@@ -71,7 +71,9 @@ class Engine:
         self.waiting_since_s: float | None = None
         self._timeout_s = timeout_s
         self._num_workers = sum(pool.num_workers for pool in pools)
-        self.intake = Intake(plan, self.states, clock, num_workers=self._num_workers, inline=inline)
+        self.intake = Intake(
+            plan, self.states, clock, num_workers=self._num_workers, inline=inline, is_whole=len(pools) == 1
+        )
         self._is_started = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -161,7 +163,9 @@ class Engine:
         if begin is None or begin >= now:
             return {}
         head = self.intake.head()
-        if head is None or head.is_done:
+        if head is not None and head.is_done:
+            return self.attribute(begin, now, stalls.Way(head.opened_s, [], head.done_s))
+        if head is None:
             way = stalls.Way(now, [], now)
         else:
             # Of the chunks that keep the batch waiting, the one that is the least far.
@@ -256,7 +260,7 @@ class Engine:
             ready.wait()
             while True:
                 if pool.turns is not None:
-                    pool.turns.wait(account, self.states.idle)
+                    pool.turns.wait(account, self.states.idle, self.intake.wake_worker)
                 item = self.intake.take(account) if pool.buffer is None else pool.buffer.get(account)
                 if item is None:
                     return
@@ -288,7 +292,7 @@ class Engine:
         try:
             onward = self._run(pool, account, item)
         finally:
-            if pool.turns is not None and ticket is not None:
+            if pool.turns is not None:
                 pool.turns.end(ticket, len(item))
         if onward is None:
             return

@@ -29,12 +29,16 @@ _LOOK_S = 2e-3
 class Intake:
     """What is being filled, and what comes next."""
 
-    def __init__(self, plan: BatchPlan, states: States, clock: Clock, *, num_workers: int, inline: bool) -> None:
+    def __init__(
+        self, plan: BatchPlan, states: States, clock: Clock, *, num_workers: int, inline: bool, is_whole: bool
+    ) -> None:
+        """`is_whole`: whoever takes a chunk also delivers what it completes."""
         self._plan = plan
         self._states = states
         self._clock = clock
         self._num_workers = num_workers
         self._inline = inline
+        self._is_whole = is_whole
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
@@ -47,6 +51,7 @@ class Intake:
         self._is_preparing = False
         self._is_closed = False
         self._failure: BaseException | None = None
+        self._is_asleep = False  # the consumer waits, and will not look by itself before long
         self._num_ready = 0  # destinations in the queue that are complete
         self.num_open = 0  # destinations in the queue, or cancelled with chunks still in a stage: they hold memory
         self.is_short_of_memory = False  # memory, not depth, is what keeps the next destination from being opened
@@ -69,7 +74,7 @@ class Intake:
             while found is None and left_s > 0:
                 assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
                 wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
-                if not self._ready.wait(wait_s):
+                if not self._sleep(wait_s):
                     left_s -= wait_s
                 found = self._first()
             return found
@@ -78,7 +83,15 @@ class Intake:
         """Return once `first` has something to give or to raise, however long that takes."""
         with self._lock:
             while not (self._is_closed or self._failure or (self._queue and self._queue[0].is_done)):
-                self._ready.wait(_LOOK_S if self._is_quick() else None)
+                self._sleep(_LOOK_S if self._is_quick() else None)
+
+    def _sleep(self, wait_s: float | None) -> bool:
+        """Wait to be told that the first destination is complete; whether that came in time."""
+        self._is_asleep = wait_s is None or wait_s > _LOOK_S
+        try:
+            return self._ready.wait(wait_s)
+        finally:
+            self._is_asleep = False
 
     def leave(self, count: int) -> None:
         """So many destinations that were kept in the budget have reached the consumer, or nobody."""
@@ -102,7 +115,9 @@ class Intake:
         return self._queue.popleft()
 
     def _is_quick(self) -> bool:
-        return self._sample_s is not None and self._sample_s * self._plan.batch_size < _QUICK_S
+        # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
+        known_s = self._sample_s if self._is_whole else None
+        return known_s is not None and known_s * self._plan.batch_size < _QUICK_S
 
     def head(self) -> Destination | None:
         """The awaited destination, for reports."""
@@ -178,6 +193,12 @@ class Intake:
                     self._room.wait()
                     self._num_waiting -= 1
             return None
+
+    def wake_worker(self) -> None:
+        """Wake a worker that waits for room or work, if there is one."""
+        with self._lock:
+            if self._num_waiting:
+                self._room.notify()
 
     def _prepare(self) -> None:
         """Let the plan find out what batches look like. It runs a user's code, so the lock is open meanwhile."""
@@ -260,7 +281,7 @@ class Intake:
             destination.done_s = self._clock()
             destination.is_done = True
             self._num_ready += 1
-            if not self._is_quick() or 2 * self._num_ready >= self._plan.room[0]:
+            if self._is_asleep or not self._is_quick() or 2 * self._num_ready >= self._plan.room[0]:
                 self._announce()
 
     def _announce(self) -> None:

@@ -90,6 +90,7 @@ def each_sample(
                 except Exception as error:
                     failed(chunk, place, error)
         if jobs:
+            chunk.place = None
             resample(jobs)
 
     return run

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 from time import thread_time
 from typing import NamedTuple
@@ -20,6 +21,9 @@ _WINDOW = 12  # chunks a way is tried for
 _PATIENCE = 1000  # chunks until the other way is tried again
 _BUSY_SHARE = 0.75  # of the time on the CPU: more of it means that the GIL is not what is waited for
 _GAIN = 1.05
+_LEAST = 3  # chunks after which a trial that plainly loses is given up
+_HOPELESS = 0.7
+_MOST_PATIENCE = 64 * _PATIENCE
 
 
 class Ticket(NamedTuple):
@@ -40,20 +44,23 @@ class Turns:
         self._chosen: Account | None = None  # who works while only one does
         self._num_inside = 0
         self._num_left = _WINDOW  # chunks until the next look
+        self._patience = _PATIENCE  # doubled with every trial that was lost
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
         self._free_speed: float | None = None  # with all workers, if that was just measured
         self._is_closed = False
         self.one_at_a_time = False
 
-    def wait(self, account: Account, idle: int) -> None:
-        """Return when this worker may take a chunk; until then it is accounted as idle."""
+    def wait(self, account: Account, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
+        """Return when this worker may take a chunk; until then it is accounted as idle. `pass_on` wakes another worker that
+        waits for work: this one may have been woken in its place."""
         if not self.one_at_a_time:
             return
         with self._change:
             while self.one_at_a_time and not self._is_closed and self._chosen not in (None, account):
                 if account.open_state != idle:
                     account.enter(idle)
+                    pass_on()
                 self._change.wait()
             self._chosen = account if self.one_at_a_time else None
 
@@ -80,8 +87,17 @@ class Turns:
             self._speeds.append(num_inside * num_samples / seconds)
             self._cpu_shares.append(cpu_s / seconds)
             self._num_left -= 1
-            if self._num_left <= 0:
+            if self._num_left <= 0 or self._is_hopeless():
                 self._decide()
+
+    def _is_hopeless(self) -> bool:
+        """One alone, on trial, is plainly slower: with many workers that wait for a store each of its chunks is dear."""
+        return (
+            self.one_at_a_time
+            and self._free_speed is not None
+            and len(self._speeds) >= _LEAST
+            and median(self._speeds) < _HOPELESS * self._free_speed
+        )
 
     def close(self) -> None:
         """Let everybody go."""
@@ -97,11 +113,15 @@ class Turns:
         if not self.one_at_a_time:
             self._free_speed = speed
             self.one_at_a_time = is_waiting
-            self._num_left = _WINDOW if is_waiting else _PATIENCE
+            self._num_left = _WINDOW if is_waiting else self._patience
         elif self._free_speed is not None and speed > _GAIN * self._free_speed:
             self._free_speed = None  # one alone is better: keep that, and look at the other way again later
-            self._num_left = _PATIENCE
+            self._num_left = self._patience = _PATIENCE
         else:
             self.one_at_a_time = False
-            self._num_left = _WINDOW if self._free_speed is None else _PATIENCE
+            self._chosen = None  # else the next trial waits for whoever was chosen in the last one
+            self._num_left = _WINDOW
+            if self._free_speed is not None:
+                self._num_left = self._patience
+                self._patience = min(2 * self._patience, _MOST_PATIENCE)
             self._change.notify_all()

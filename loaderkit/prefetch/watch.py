@@ -30,9 +30,11 @@ def describe_wait(
             if chunk.marks and chunk.samples:
                 since, state = chunk.marks[-1]
                 place = stage_names[state] if state >= 0 else "a queue"
-                key = key_of(int(chunk.indices[chunk.place]))
+                at = chunk.place  # a worker writes it meanwhile
+                ends = (0, len(chunk) - 1) if at is None else (at,)
+                keys = " to ".join(repr(key_of(int(chunk.indices[n]))) for n in dict.fromkeys(ends))
                 lines.append(
-                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {key!r}"
+                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {keys}"
                 )
             elif not chunk.marks:
                 lines.append(f"  slots {chunk.lo} to {chunk.hi}: taken by no worker yet")

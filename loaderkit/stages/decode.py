@@ -20,6 +20,7 @@ from PIL import ImageOps, UnidentifiedImageError
 from pydantic import Field
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
+from loaderkit.errors import FormatError
 from loaderkit.formats.npy import view_npy, view_npz
 from loaderkit.images import as_image, describe
 from loaderkit.native import kernels
@@ -242,7 +243,10 @@ def _open_bundle(sample: Sample, field: str, bundle: Bundle, scratch: dict[str, 
             raise ValueError(
                 f"the archive holds an array called {name!r}, and so is another field of the sample: rename one of them"
             )
-        sample[name] = _read_npy(value.data, scratch) if type(value) is Encoded else value
+        try:
+            sample[name] = _read_npy(value.data, scratch) if type(value) is Encoded else value
+        except FormatError as error:
+            raise FormatError(f"array {name!r}: {error}") from None
 
 
 def _read_class(data: memoryview) -> int:

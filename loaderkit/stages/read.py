@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 from loaderkit.native import kernels
+from loaderkit.ranges import bulk_method
 from loaderkit.schema import StageArgs
 from loaderkit.types import (
-    BulkConnector,
     Chunk,
     Connector,
     Encoded,
@@ -68,7 +68,7 @@ def read_ranges(
     of memory, reused from chunk to chunk. `as_bytes`: nobody decodes them, so copies are handed on.
     """
     table_of = getattr(source, "table", None) if fetch is None else None
-    read_many = connector.read_many if isinstance(connector, BulkConnector) else None
+    read_many = bulk_method(connector, "read_many")
 
     def run(chunk: Chunk) -> int:
         table = None if table_of is None else table_of(chunk.indices)
@@ -81,6 +81,7 @@ def read_ranges(
         ends = list(accumulate(lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]))
         offsets = [0, *ends][: len(ends)]
         view = chunk.memory("read", ends[-1] if ends else 0)
+        chunk.place = None
         if read_many is None:
             errors = _read_each(connector, chunk, plan, offsets, view)
         else:
@@ -95,11 +96,14 @@ def read_ranges(
             found = chunk.samples[place]
             if found is not None:
                 found[field] = value
+        num_lost = 0
         if errors:
             owners = plan.owners()
-            for number, error in errors.items():
-                failed(chunk, owners[number], error)
-        return plan.num_bytes
+            for number in sorted(errors):
+                num_lost += lengths[number]
+                if owners[number] not in chunk.failures:  # the first that is wrong is what is said
+                    failed(chunk, owners[number], errors[number])
+        return plan.num_bytes - num_lost
 
     return run
 
@@ -133,13 +137,17 @@ def _read_each(
     """`read_many` of a connector that has none."""
     errors: dict[int, Exception] = {}
     owners = plan.owners()
+    bad: set[int] = set()
     for number, (key, start, length, etag) in enumerate(zip(*plan.ranges, strict=True)):
         chunk.place = owners[number]
+        if chunk.place in bad:  # the rest of a bad sample may take a time-out each
+            continue
         try:
             if length or start == 0:
                 connector.read_into(key, start, view[offsets[number] : offsets[number] + length], etag=etag)
         except Exception as error:
             errors[number] = error
+            bad.add(owners[number])
     return errors
 
 

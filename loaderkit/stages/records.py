@@ -51,6 +51,7 @@ def read_records(
         starts = source.starts(chunk.indices)
         key, _, etag = source.file
         num_bad = 0
+        chunk.place = None
         try:
             gather_into(connector, key, starts, records.num_bytes, memory.data, etag=etag)
         except Exception:

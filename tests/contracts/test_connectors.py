@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import loaderkit
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from loaderkit.formats.tar_index import scan_tar
-from loaderkit.ranges import gather_into
-from loaderkit.types import BulkConnector, ByteRange, Connector, Ranges
+from loaderkit.ranges import bulk_method, gather_into
+from loaderkit.types import ByteRange, Connector, Ranges
 
 
 class Writable(Connector, Protocol):
@@ -274,7 +276,8 @@ def test_reading_many_is_reading_each(
     """Ranges in any order, overlapping or with gaps; what one of them lacks is that one's error, the same as alone."""
     with opened(kind) as factory:
         store = factory({"a": data, "b": data[::-1]})
-        if not isinstance(store.connector, BulkConnector):
+        read_many = bulk_method(store.connector, "read_many")
+        if read_many is None:
             return
         listed = {key: store.connector.stat(store.place(key)).etag for key in ("a", "b")}
         ranges = []
@@ -284,7 +287,7 @@ def test_reading_many_is_reading_each(
         offsets = [8 + sum(found.length + 3 for found in ranges[:number]) for number in range(len(ranges))]
         buffer = bytearray(8 + sum(found.length + 3 for found in ranges))
         columns = Ranges(*([found[i] for found in ranges] for i in range(4)))  # type: ignore[arg-type]
-        errors = store.connector.read_many(columns, offsets, memoryview(buffer))
+        errors = read_many(columns, offsets, memoryview(buffer))
         assert errors.keys() <= {*range(len(ranges))}
         for number, (found, offset) in enumerate(zip(ranges, offsets, strict=True)):
             error = errors.get(number)
@@ -296,6 +299,24 @@ def test_reading_many_is_reading_each(
             else:
                 assert error is None
                 assert buffer[offset : offset + found.length] == alone
+
+
+def test_a_connector_that_reads_in_its_own_way_is_not_passed_by(tmp_path: Path) -> None:
+    class Shouting(FileConnector):
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            super().read_into(key, start, buffer, etag=etag)
+            buffer[:] = bytes(buffer).upper()
+
+    (tmp_path / "a.txt").write_text("quiet")
+    (tmp_path / "r.bin").write_bytes(b"abcd" * 8)
+    shouting = {"file": Shouting(tmp_path)}
+    with loaderkit.build(
+        loaderkit.Pipeline.files(tmp_path, include="*.txt").read().batch(1), connectors=shouting
+    ) as found:
+        assert next(iter(found))["txt"] == [b"QUIET"]
+    records = loaderkit.Pipeline.array(tmp_path / "r.bin", dtype="uint8", shape=[4]).read().batch(8)
+    with loaderkit.build(records, connectors=shouting) as found:
+        assert bytes(next(iter(found))["data"].numpy()) == b"ABCD" * 8
 
 
 def test_many_threads(factory: Factory) -> None:

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+import loaderkit
 from loaderkit.prefetch.accounts import Account, States
+from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.turns import _PATIENCE, _WINDOW, Turns
 
 STATES = States(1)
@@ -72,7 +74,7 @@ def test_waiting_for_a_store_is_tried_once_and_given_up() -> None:
     machine.until_tried(1.0, 0.1)
     assert takes_turns(machine)
     for _ in range(_WINDOW):
-        machine.overlapping(1.0, 0.1)
+        machine.overlapping(0.5, 0.2)
     assert not takes_turns(machine)
     for _ in range(_PATIENCE // 2 - 1):
         machine.overlapping(1.0, 0.1)
@@ -123,3 +125,40 @@ def test_one_at_a_time_means_one(num_threads: int) -> None:
     for thread in threads:
         thread.join()
     assert most == [1] * 200
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_the_engine_counts_chunks_also_while_nobody_measures() -> None:
+    """Else what the first chunks decided would stand for ever."""
+    pipeline = loaderkit.Pipeline.dataset(Numbers()).read().batch(8)
+    with loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2}) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert isinstance(loader._engine, Engine)
+        turns = loader._engine.pools[0].turns
+        assert turns is not None
+        turns._num_left = 500
+        for _ in range(400):
+            next(batches)
+        assert turns._num_left <= 110
+
+
+def test_a_trial_that_plainly_loses_is_short_and_comes_more_seldom() -> None:
+    machine = Machine()
+    lengths = []
+    for _ in range(3):
+        while not takes_turns(machine):
+            machine.overlapping(1.0, 0.1)
+        lengths.append(0)
+        while takes_turns(machine):
+            machine.overlapping(1.0, 0.1)
+            lengths[-1] += 1
+    assert lengths == [3, 3, 3]
+    assert machine.turns._patience == 8 * _PATIENCE

@@ -1,6 +1,6 @@
 """Resizing images: what is cut out of which image, and how it becomes an image of another size.
 
-Bilinear and antialiased, the usual case, is left to be done as jobs, those of a whole chunk in one call: every call that
+Bilinear, the usual case, is left to be done as jobs, those of a whole chunk in one call: every call that
 gives the GIL away may wait to get it back.
 """
 
@@ -24,11 +24,13 @@ Box = tuple[int, int, int, int]
 
 
 class ResampleJob(NamedTuple):
-    """Resize `box` = (top, left, height, width) of `pixels`, None for all of it, into `target`, uint8 [H, W, 3]."""
+    """Resize `box` = (top, left, height, width) of `pixels`, None for all of it, into `target`, uint8 [H, W, 3]; without
+    `antialias` the filter does not widen where it shrinks."""
 
     target: NDArray[np.uint8]
     pixels: NDArray[np.uint8]
     box: tuple[float, float, float, float] | None = None
+    antialias: bool = True
 
 
 def resized(
@@ -49,11 +51,11 @@ def resized(
     pixels, part = _cut(image, box)
     if part is None and pixels.shape[:2] == size:
         return Image(pixels, image.mask)
-    if not image.mask and interpolation == "bilinear" and antialias:
+    if not image.mask and interpolation == "bilinear":
         pixels = packed(pixels)
         if can_resample(pixels):
             target = _memory((*size, pixels.shape[2]), scratch)
-            jobs.append(ResampleJob(target, pixels, part))
+            jobs.append(ResampleJob(target, pixels, part, antialias))
             return Image(target)
     if part is not None:
         return Image(_with_pillow(pixels, part, size))

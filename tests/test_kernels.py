@@ -91,11 +91,11 @@ class TestSameAsTorch:
             lambda c: c.write_normalized(np.zeros((2, 3, 4, 4)), 0, [view(0, 4, 4, 0)], SCALE, SHIFT),
             lambda c: c.mirror(np.zeros((4, 3, 3), np.uint8), view(0, 4, 4, 0)),
             lambda c: c.mirror(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1]),
-            lambda c: c.resample([(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0), None)]),
-            lambda c: c.resample([(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0), None)]),
-            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1], None)]),
-            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.5, 0.0, 4.0, 4.0))]),
-            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.0, 0.0, math.nan, 4.0))]),
+            lambda c: c.resample([(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0), None, True)]),
+            lambda c: c.resample([(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0), None, True)]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1], None, True)]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.5, 0.0, 4.0, 4.0), True)]),
+            lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.0, 0.0, math.nan, 4.0), True)]),
             lambda c: c.cut(b"abc", [1, 3]),
             lambda c: c.cut(b"abc", [-1]),
             lambda c: c.read_many(["a"], [0], [3], [None], [2], bytearray(4)),
@@ -113,7 +113,7 @@ class TestSameAsTorch:
         target = np.zeros((height, width, 3), np.uint8)
         if not kernels.can_resample(pixels):
             pytest.skip("this CPU has no AVX2")
-        kernels.resample([(target, pixels, None)])
+        kernels.resample([(target, pixels, None, True)])
         wanted = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
@@ -133,7 +133,7 @@ class TestSameAsTorch:
         rows, columns = pixels.shape[:2]
         part = (start[0] * rows, start[1] * columns, extent[0] * rows, extent[1] * columns)
         target = np.zeros((height, width, 3), np.uint8)
-        kernels.resample([(target, pixels, part)])
+        kernels.resample([(target, pixels, part, True)])
         wanted = _with_pillow(pixels, part, (height, width))
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
@@ -145,7 +145,7 @@ class TestSameAsTorch:
         target = np.zeros((to_height, to_width, 3), np.uint8)
         pixels = np.full((height, width, 3), level, np.uint8)
         if kernels.can_resample(pixels):
-            kernels.resample([(target, pixels, None)])
+            kernels.resample([(target, pixels, None, True)])
             assert (target == level).all()
 
 

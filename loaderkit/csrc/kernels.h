@@ -10,7 +10,7 @@
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
- *     resample([(target, pixels, part), ...])                antialiased bilinear, where the CPU has AVX2
+ *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's

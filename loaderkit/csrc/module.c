@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 static PyMethodDef methods[] = {
-    {"resample", resample, METH_O, "resample([(target, pixels, part), ...]) -> whether this CPU can"},
+    {"resample", resample, METH_O, "resample([(target, pixels, part, antialias), ...]) -> whether this CPU can"},
     {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer) -> (bytes read, mode, size, mtime_ns)"},
     {"read_many", read_many, METH_VARARGS, "read_many(paths, starts, lengths, etags, offsets, buffer) -> places that failed, or None"},
     {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},

@@ -27,10 +27,10 @@ static Py_ssize_t most_weights(const Span *span) {
     return 2 * ((Py_ssize_t)(span->extent / (double)span->out) + 3);
 }
 
-/* Fills `reach` [out] and `weights` [out][most]. */
-static void filter_weights(const Span *span, Reach *reach, int16_t *weights, Py_ssize_t most) {
+/* Fills `reach` [out] and `weights` [out][most]. Without antialiasing the filter is two pixels wide whatever the scale. */
+static void filter_weights(const Span *span, int antialias, Reach *reach, int16_t *weights, Py_ssize_t most) {
     const Py_ssize_t in = span->in;
-    const double scale = span->extent / (double)span->out, width = scale < 1.0 ? 1.0 : scale;
+    const double scale = span->extent / (double)span->out, width = scale < 1.0 || !antialias ? 1.0 : scale;
     for (Py_ssize_t x = 0; x < span->out; x++) {
         const double center = span->start + ((double)x + 0.5) * scale;
         Py_ssize_t first = (Py_ssize_t)(center - width + 0.5), last = (Py_ssize_t)(center + width + 0.5);
@@ -155,7 +155,7 @@ __attribute__((target("avx2"))) static void blend_along(const uint8_t *upper, co
     }
 }
 
-static int resample_avx2(const Py_buffer *pixels, uint8_t *target, const Span *down, const Span *along) {
+static int resample_avx2(const Py_buffer *pixels, uint8_t *target, const Span *down, const Span *along, int antialias) {
     const Py_ssize_t in_height = down->in, in_width = along->in, stride = pixels->strides[0];
     const Py_ssize_t height = down->out, width = along->out;
     const Py_ssize_t most_down = most_weights(down), most_along = most_weights(along);
@@ -166,8 +166,8 @@ static int resample_avx2(const Py_buffer *pixels, uint8_t *target, const Span *d
     const int fits = reach != NULL && weights != NULL && row != NULL;
     if (fits) {
         int16_t *weights_along = weights + height * most_down;
-        filter_weights(down, reach, weights, most_down);
-        filter_weights(along, reach + height, weights_along, most_along);
+        filter_weights(down, antialias, reach, weights, most_down);
+        filter_weights(along, antialias, reach + height, weights_along, most_along);
         for (Py_ssize_t y = 0; y < height; y += 2) {
             const Py_ssize_t rows = y + 1 < height ? 2 : 1;
             for (Py_ssize_t i = y; i < y + rows; i++) {
@@ -191,12 +191,13 @@ static int resample_avx2(const Py_buffer *pixels, uint8_t *target, const Span *d
 typedef struct {
     Py_buffer target, pixels;
     Span down, along;
+    int antialias;
 } Job;
 
-/* Fills a job from (target, pixels, None or (top, left, height, width)). */
+/* Fills a job from (target, pixels, None or (top, left, height, width), whether to antialias). */
 static int get_job(PyObject *object, Job *job) {
     PyObject *target, *pixels, *part;
-    if (!PyArg_ParseTuple(object, "OOO", &target, &pixels, &part) || get_pixels(pixels, &job->pixels, 0) < 0 ||
+    if (!PyArg_ParseTuple(object, "OOOp", &target, &pixels, &part, &job->antialias) || get_pixels(pixels, &job->pixels, 0) < 0 ||
         PyObject_GetBuffer(target, &job->target, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) < 0) {
         return -1;
     }
@@ -226,7 +227,7 @@ static int get_job(PyObject *object, Job *job) {
 PyObject *resample(PyObject *self, PyObject *list) {
     (void)self;
     if (!PyList_Check(list)) {
-        PyErr_SetString(PyExc_TypeError, "a list of (target, pixels, part) is wanted");
+        PyErr_SetString(PyExc_TypeError, "a list of (target, pixels, part, antialias) is wanted");
         return NULL;
     }
     if (!have_avx2()) {
@@ -245,7 +246,7 @@ PyObject *resample(PyObject *self, PyObject *list) {
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS;
         for (Py_ssize_t i = 0; i < count && enough; i++) {
-            enough = resample_avx2(&jobs[i].pixels, jobs[i].target.buf, &jobs[i].down, &jobs[i].along);
+            enough = resample_avx2(&jobs[i].pixels, jobs[i].target.buf, &jobs[i].down, &jobs[i].along, jobs[i].antialias);
         }
         Py_END_ALLOW_THREADS;
     }

@@ -128,7 +128,7 @@ class _Pictures:
             target = memory.resized[place]
             rows, columns, _ = pixels.shape
             top, left, height, width = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws[place, :-1])
-            jobs.append((target, pixels[top : top + height, left : left + width], None))
+            jobs.append((target, pixels[top : top + height, left : left + width], None, True))
             images.append(target[:, ::-1] if draws[place, -1] < 0.5 else target)
         resample(jobs)
         write_normalized(self._slabs[slab], first, images, _SCALE, _SHIFT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,16 +83,14 @@ class Connector(Protocol):
         """Release what is held; idempotent."""
 
 
-@runtime_checkable
 class BulkConnector(Connector, Protocol):
-    """A connector that reads many ranges faster together than one by one."""
+    """What a connector may have besides, where many ranges cost less together: either method, or both.
+
+    A subclass that overrides `read_into` overrides these too, or they are not used; see `loaderkit.ranges.bulk_method`.
+    """
 
     def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
         """Read every range to its offset in `buffer`; the errors, as `read_into` raises them, by number of the range."""
-
-
-class Gathering(Protocol):
-    """What a `Connector` may have besides, where many ranges of one object cost less together; see `loaderkit.ranges`."""
 
     def gather_into(
         self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None

@@ -1,7 +1,6 @@
 """Whether a pool does better with one worker than with all of them.
 
-Python code holds the GIL: two threads in it are slower than one, because they hand the GIL back and forth (a data set of
-one-element tensors on two quiet cores: 75,000 samples a second with two free threads, 150,000 with one). Whether code holds
+Python code holds the GIL: two threads in it are slower than one, because they hand the GIL back and forth. Whether code holds
 the GIL cannot be seen from outside, but be measured: where workers that overlap spend much of their time off the CPU, one of
 them works alone for a few chunks, and whichever way was faster is kept for a while.
 """
@@ -19,6 +18,7 @@ from loaderkit.prefetch.accounts import Account, Clock
 
 _WINDOW = 12  # chunks a way is tried for
 _PATIENCE = 1000  # chunks until the other way is tried again
+_PATIENCE_S = 5.0  # and no longer than that with one worker alone: its store may have turned slow
 _BUSY_SHARE = 0.75  # of the time on the CPU: more of it means that the GIL is not what is waited for
 _GAIN = 1.05
 _LEAST = 3  # chunks after which a trial that plainly loses is given up
@@ -44,6 +44,7 @@ class Turns:
         self._chosen: Account | None = None  # who works while only one does
         self._num_inside = 0
         self._num_left = _WINDOW  # chunks until the next look
+        self._until_s = 0.0  # one alone, and settled: when all are tried again at the latest
         self._patience = _PATIENCE  # doubled with every trial that was lost
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
@@ -76,6 +77,9 @@ class Turns:
         """It is done with it: note what came of that."""
         if ticket is None:
             self._num_left -= 1  # workers may race here: it is a number of chunks, more or less
+            if self.one_at_a_time and self._clock() >= self._until_s:
+                with self._change:
+                    self._let_all_in(_WINDOW)
             return
         seconds, cpu_s = max(self._clock() - ticket.since_s, 1e-9), self._cpu_clock() - ticket.cpu_since_s
         with self._change:
@@ -117,11 +121,18 @@ class Turns:
         elif self._free_speed is not None and speed > _GAIN * self._free_speed:
             self._free_speed = None  # one alone is better: keep that, and look at the other way again later
             self._num_left = self._patience = _PATIENCE
+            self._until_s = self._clock() + _PATIENCE_S
+        elif self._free_speed is None:
+            self._let_all_in(_WINDOW)
         else:
-            self.one_at_a_time = False
-            self._chosen = None  # else the next trial waits for whoever was chosen in the last one
-            self._num_left = _WINDOW
-            if self._free_speed is not None:
-                self._num_left = self._patience
-                self._patience = min(2 * self._patience, _MOST_PATIENCE)
-            self._change.notify_all()
+            self._let_all_in(self._patience)
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+
+    def _let_all_in(self, num_chunks: int) -> None:
+        """All workers, for so many chunks until the next look. Under the lock."""
+        self.one_at_a_time = False
+        self._chosen = None  # else the next trial waits for whoever was chosen in the last one
+        self._num_left = num_chunks
+        self._speeds.clear()
+        self._cpu_shares.clear()
+        self._change.notify_all()

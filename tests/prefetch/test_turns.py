@@ -57,16 +57,30 @@ def test_workers_that_compute_are_left_alone() -> None:
 
 def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
     machine = Machine()
-    machine.until_tried(1.0, 0.5)
+    machine.until_tried(0.001, 0.5)
     assert takes_turns(machine)
     for _ in range(_PATIENCE):
-        machine.overlapping(0.4, 1.0)
+        machine.overlapping(0.0004, 1.0)
         assert takes_turns(machine)
     for _ in range(_WINDOW):
-        machine.overlapping(0.4, 1.0)
+        machine.overlapping(0.0004, 1.0)
     assert not takes_turns(machine), "the other way is looked at again"
-    machine.until_tried(1.0, 0.5)
+    machine.until_tried(0.001, 0.5)
     assert takes_turns(machine)
+
+
+def test_one_alone_whose_work_turns_slow_is_not_left_alone() -> None:
+    """It would take a thousand chunks of a second each until the next look."""
+    machine = Machine()
+    machine.until_tried(0.001, 0.5)
+    for _ in range(_WINDOW):
+        machine.overlapping(0.0004, 1.0)
+    assert takes_turns(machine)
+    num_slow = 0
+    while takes_turns(machine):
+        machine.overlapping(1.0, 0.1)
+        num_slow += 1
+    assert num_slow <= 6
 
 
 def test_waiting_for_a_store_is_tried_once_and_given_up() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from loaderkit.native import kernels
 from loaderkit.types import ObjectInfo
 
 IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
@@ -65,6 +66,14 @@ class StringTable:
         found = blake2b(self._ends.astype("<i8").tobytes(), digest_size=16)
         found.update(self._data)
         return found.digest()
+
+
+def numbered(indices: NDArray[np.int64]) -> list[str]:
+    """The keys of samples that have numbers instead: "0", "1", ... for int64 [n], none below 0."""
+    if kernels is None:
+        return list(map(repr, indices.tolist()))
+    found: list[str] = kernels.decimals(indices)
+    return found
 
 
 class Catalog:

@@ -119,7 +119,7 @@ class Compiler:
 
     def _read(self, failed: FailureNamer) -> Callable[[Chunk], Any]:
         if isinstance(self._source, DatasetSource):
-            return read_items(self._source, failed)
+            return read_items(self._source, failed, is_last=self._border == 1)
         assert self._connector is not None
         if isinstance(self._source, ArraySource):
             is_last = self._border == 1

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.native import kernels
+
 U64 = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -85,23 +87,27 @@ class Bijection:
         self._size = sizes
         self._a = a
         self._b = -(-sizes // a)
-        base = np.asarray(key, dtype=np.uint64)
-        self._round_keys = [mix(np.array(base + np.uint64((r + 1) * int(_GOLDEN) & _MASK))) for r in range(_NUM_ROUNDS)]
+        self._key = np.asarray(key, dtype=np.uint64)
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The images of `positions` (int64, any shape, each below its size): int64 of the same shape."""
         shape = positions.shape
-        values = self._permute(positions.reshape(-1), slice(None))
+        values = positions.reshape(-1)
+        if kernels is not None:
+            values = values.copy()
+            kernels.permute(values, *map(np.ascontiguousarray, (self._size, self._a, self._b, self._key)))
+            return values.reshape(shape)
+        keys = [mix(np.array(self._key + np.uint64((r + 1) * int(_GOLDEN) & _MASK))) for r in range(_NUM_ROUNDS)]
+        values = self._permute(values, slice(None), keys)
         outside = np.flatnonzero(values >= self._size)
         while outside.size:
-            values[outside] = self._permute(values[outside], outside)
+            values[outside] = self._permute(values[outside], outside, keys)
             sizes = self._size if self._size.ndim == 0 else self._size[outside]
             outside = outside[values[outside] >= sizes]
         return values.reshape(shape)
 
-    def _permute(self, values: NDArray[np.int64], where: Any) -> NDArray[np.int64]:
+    def _permute(self, values: NDArray[np.int64], where: Any, keys: list[U64]) -> NDArray[np.int64]:
         a, b = self._a, self._b
-        keys = self._round_keys
         if a.ndim:
             a, b = a[where], b[where]
         if keys[0].ndim:

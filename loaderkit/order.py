@@ -160,12 +160,15 @@ class Schedule:
         per_rank = -(-left // self.world_size)
         return -(-per_rank // self.batch_size)
 
-    def positions(self, start: int, step: int) -> Int64:
-        """The positions of batch `step` (from 0) counted from global position `start`: int64 [<= batch_size]."""
+    def positions(self, start: int, step: int, num_batches: int = 1) -> Int64:
+        """The positions of the batches from `step` (from 0) on, counted from global position `start`.
+
+        int64 [num_batches * batch_size], or less at the end of the epoch.
+        """
         per_rank = -(-(self.num_samples - start) // self.world_size)
         first = start + (self.rank - start) % self.world_size
         lo = step * self.batch_size
-        hi = min(lo + self.batch_size, per_rank)
+        hi = min(lo + num_batches * self.batch_size, per_rank)
         return np.arange(first + lo * self.world_size, first + hi * self.world_size, self.world_size, dtype=np.int64)
 
     def position_after(self, start: int, num_batches: int) -> int:

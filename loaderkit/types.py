@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -150,6 +151,7 @@ class Table(NamedTuple):
 
     fields: tuple[tuple[str, str], ...]  # (field, extension)
     ranges: Ranges
+    constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading, one value a sample
 
 
 class Source(Protocol):
@@ -196,7 +198,17 @@ class TableSource(Protocol):
 class ItemSource(Protocol):
     """What a `Source` must have instead of `ranges` when its samples are Python objects, not bytes."""
 
-    def item(self, index: int) -> Sample: ...
+    dataset: Any
+    """Where they are: dataset[index]."""
+
+    def items(self, indices: list[int]) -> list[Any] | None:
+        """Several of them in one call; None if that cannot be had, or failed."""
+
+    def sample(self, item: Any) -> Sample:
+        """The fields of an item; a fresh dict. Raises ValueError."""
+
+    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        """The same of several items, field by field; None if they have to be looked at one by one."""
 
 
 class Records(NamedTuple):
@@ -316,11 +328,24 @@ class Destination:
 class Chunk:
     """The unit of work: slots [lo, hi) of a destination on their way through the stages.
 
-    `samples[i]` belongs to slot lo + i and is None once it has failed. `marks` are (time in s, account state), one for
+    `samples[i]` belongs to slot lo + i and is None once it has failed. A `read` with only `batch` behind it gives `columns`
+    instead, every field's values in one list: no dict a sample. `marks` are (time in s, account state), one for
     every change of what is being done with the chunk. `scratch` is memory stages may reuse from chunk to chunk.
     """
 
-    __slots__ = ("destination", "epoch", "failures", "hi", "indices", "lo", "marks", "place", "samples", "scratch")
+    __slots__ = (
+        "columns",
+        "destination",
+        "epoch",
+        "failures",
+        "hi",
+        "indices",
+        "lo",
+        "marks",
+        "place",
+        "samples",
+        "scratch",
+    )
 
     def __init__(self, destination: Destination, lo: int, hi: int, epoch: int, indices: NDArray[np.int64]) -> None:
         self.destination = destination
@@ -329,6 +354,7 @@ class Chunk:
         self.epoch = epoch
         self.indices = indices  # int64 [hi - lo]
         self.samples: list[Sample | None] = [None] * (hi - lo)
+        self.columns: dict[str, list[Any]] | None = None
         self.failures: dict[int, StageError] = {}  # by place in the chunk
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}

@@ -11,6 +11,8 @@
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
+ *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
+ *     decimals(numbers)                                      numbers as texts
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's
@@ -51,5 +53,7 @@ PyObject *gather_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *jpeg_size(PyObject *self, PyObject *object);
 PyObject *resample(PyObject *self, PyObject *list);
+PyObject *permute(PyObject *self, PyObject *args);
+PyObject *decimals(PyObject *self, PyObject *object);
 
 #endif

@@ -12,9 +12,11 @@ static PyMethodDef methods[] = {
     {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},
+    {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
+    {"decimals", decimals, METH_O, "decimals(numbers) -> list of str"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels.", -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels, and the order's arithmetic.", -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

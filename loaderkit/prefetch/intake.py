@@ -255,6 +255,7 @@ class Intake:
             self._scratches.append(chunk.scratch)
             chunk.scratch = {}
             chunk.samples = []
+            chunk.columns = None
             destination.num_pending -= 1
             if destination.num_pending:
                 return None

@@ -24,6 +24,7 @@ class Ledger:
 
     def __init__(self, arena: Arena, *, pinned: bool) -> None:
         self._arena = arena
+        self._interface = arena.memory.__array_interface__
         self._pins = _Pins(arena) if pinned else None
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._live: dict[int, tuple[Extent, ...]] = {}
@@ -35,7 +36,7 @@ class Ledger:
         self._live[number] = blocks
         if self._pins is not None:
             self._pins.add(blocks)
-        lent: Bytes = np.asarray(Lease(self._arena.memory, self, number))
+        lent: Bytes = np.asarray(Lease(number, self, self._interface))
         return lent
 
     def put(self, number: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,16 @@ class BatchShape:
     pad_value: float = 0
     policy: Literal["raise", "skip", "replace"] = "raise"
     num_probes: int = 16  # samples tried for what a batch looks like, until one is readable
+
+
+class _Ahead(NamedTuple):
+    """The samples of the batches [step, end_step), computed at once. All arrays: [samples of those batches]."""
+
+    step: int
+    end_step: int
+    positions: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    wrapped: NDArray[np.bool_] | None
 
 
 class BatchPlan:
@@ -63,11 +73,10 @@ class BatchPlan:
         self.memory_bytes = memory_bytes
         self._pinned = pinned
         self._allocate = allocate
-        self._epoch = 0
-        self._start = 0
-        self._step = 0
-        self._ahead: tuple[int, NDArray[np.int64]] = (0, np.empty(0, np.int64))
+        self._ahead: _Ahead | None = None
+        self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
+        self._loose: tuple[str, ...] = ()  # fields that lie in no slab
         self.slabs: SlabPool | None = None
         self.batch_bytes = 0  # a slab, and what of a batch lies in none, as far as the first sample tells
 
@@ -78,9 +87,7 @@ class BatchPlan:
     @property
     def place(self) -> tuple[int, int]:
         """(epoch, global position) of the batch that would be opened next."""
-        if self._step >= self._schedule.num_batches(self._start):
-            return self._epoch + 1, 0
-        return self._epoch, self._schedule.position_after(self._start, self._step)
+        return (self._epoch + 1, 0) if self._step >= self._num_steps else (self._epoch, self._end)
 
     def key(self, index: int) -> str:
         """The key of a sample, for messages."""
@@ -88,8 +95,9 @@ class BatchPlan:
 
     def seek(self, epoch: int, position: int) -> None:
         """Go on with the batches of `epoch` from global `position` on."""
-        self._epoch, self._start, self._step = epoch, position, 0
-        self._ahead = (0, np.empty(0, np.int64))
+        self._epoch, self._start, self._step, self._end = epoch, position, 0, position
+        self._num_steps = self._schedule.num_batches(position)
+        self._ahead = None
 
     def prepare(self) -> None:
         """Find out what a batch looks like, from the first readable sample of the canonical order.
@@ -111,6 +119,7 @@ class BatchPlan:
         else:
             assert first_error is not None
             raise first_error
+        self._loose = tuple(name for name, spec in self.specs.items() if spec.kind != "slab")
         layout = SlabLayout.of(self.specs, self._shape.size)
         loose = sum(spec.num_bytes for spec in self.specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
@@ -135,54 +144,58 @@ class BatchPlan:
         """The next batch with its memory and its chunks, or None after the last epoch."""
         assert self.specs is not None
         assert self.slabs is not None
-        while self._step >= self._schedule.num_batches(self._start):
+        while self._step >= self._num_steps:
             if self._schedule.num_batches() == 0:
                 return None
             self.seek(self._epoch + 1, 0)
         if self._num_epochs is not None and self._epoch >= self._num_epochs:
             return None
-        positions, wrapped = self._positions()
-        indices = self._order.indices(self._epoch, positions) if wrapped is not None else self._indices(positions)
-        after = self._schedule.position_after
+        positions, indices, wrapped = self._samples()
+        begin = self._end
+        self._step += 1
+        self._end = self._schedule.position_after(self._start, self._step)
         destination = Destination(
             epoch=self._epoch,
-            step=self._step,
+            step=self._step - 1,
             positions=positions,
             indices=indices,
             wrapped=wrapped,
-            begin=after(self._start, self._step),
-            end=after(self._start, self._step + 1),
+            begin=begin,
+            end=self._end,
         )
         destination.specs = self.specs
         destination.fields = self.slabs.take()
-        destination.values = {name: [None] * len(positions) for name, s in self.specs.items() if s.kind != "slab"}
         size = len(positions)
+        for name in self._loose:
+            destination.values[name] = [None] * size
         for lo in range(0, size, chunk_size):
             hi = min(size, lo + chunk_size)
             destination.chunks.append(Chunk(destination, lo, hi, self._epoch, indices[lo:hi]))
         destination.num_pending = len(destination.chunks)
-        self._step += 1
         return destination
 
-    def _positions(self) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
-        positions = self._schedule.positions(self._start, self._step)
-        num_samples = self._schedule.num_samples
-        if positions[-1] < num_samples:
-            return positions, None
-        return positions % num_samples, positions >= num_samples
+    def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
+        """(positions, samples, which of them are read again) of the batch at the current step."""
+        ahead = self._ahead
+        if ahead is None or self._step >= ahead.end_step:
+            ahead = self._ahead = self._look_ahead()
+        lo = (self._step - ahead.step) * self._shape.size
+        slots = slice(lo, lo + self._shape.size)
+        # Bad samples are replaced in the indices, which are this batch's alone.
+        return ahead.positions[slots], ahead.indices[slots], None if ahead.wrapped is None else ahead.wrapped[slots]
 
-    def _indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at evenly spaced positions, from a block computed ahead."""
-        stride = self._schedule.world_size
-        start, block = self._ahead
-        place = (int(positions[0]) - start) // stride
-        if place < 0 or place + len(positions) > len(block):
-            start, place = int(positions[0]), 0
-            num = max(len(positions), min(_BLOCK_POSITIONS, -(-(self._schedule.num_samples - start) // stride)))
-            ahead = np.arange(start, start + num * stride, stride, dtype=np.int64)
-            block = self._order.indices(self._epoch, ahead)
-            self._ahead = (start, block)
-        return block[place : place + len(positions)].copy()
+    def _look_ahead(self) -> _Ahead:
+        num_steps = max(1, _BLOCK_POSITIONS // self._shape.size)
+        positions = self._schedule.positions(self._start, self._step, num_steps)
+        num_samples = self._schedule.num_samples
+        wrapped = None
+        if positions[-1] >= num_samples:
+            wrapped = positions >= num_samples
+            positions %= num_samples
+        indices = self._order.indices(self._epoch, positions)
+        if indices is positions:
+            indices = positions.copy()
+        return _Ahead(self._step, self._step + num_steps, positions, indices, wrapped)
 
     def finish(self, destination: Destination) -> dict[str, Any]:
         """The batch of a full destination, as the user will see it but for the batch stages."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -66,16 +66,24 @@ class Returns(Protocol):
     def put(self, token: Any, /) -> None: ...
 
 
+class Slab(NamedTuple):
+    """The memory of one batch, and how NumPy is told of it."""
+
+    memory: Bytes
+    interface: dict[str, Any]
+
+
 class Lease:
     """Keeps a slab out of the pool while it lives: the base of every array made over the slab."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "_returned", "_slab", "_token")
+    __slots__ = ("__array_interface__", "_returned", "_token")
 
-    def __init__(self, slab: Bytes, returned: Returns, token: object = None) -> None:
-        self._slab = slab
+    def __init__(self, token: Any, returned: Returns, interface: dict[str, Any]) -> None:
+        """`token` goes to `returned` in the end; it, or `returned`, keeps the memory. `interface` is the memory's
+        `__array_interface__`, made once: making it takes NumPy longer than a lease."""
+        self._token = token
         self._returned = returned
-        self._token = slab if token is None else token
-        self.__array_interface__ = slab.__array_interface__
+        self.__array_interface__ = interface
 
     def __del__(self) -> None:
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
@@ -93,7 +101,7 @@ class SlabPool:
         self._num_kept = num_kept
         self._pinned = pinned
         self._allocate_memory = allocate
-        self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
         self._is_warned = False
 
     @property
@@ -112,7 +120,7 @@ class SlabPool:
             slab = self._free.get_nowait()
         except queue.Empty:
             slab = self._allocate()
-        whole: Bytes = np.asarray(Lease(slab, self._free))
+        whole: Bytes = np.asarray(Lease(slab, self._free, slab.interface))
         tensors = {}
         for name, start, end, shape, dtype in self.layout.fields:
             known = _IN_NUMPY.get(dtype)
@@ -122,7 +130,7 @@ class SlabPool:
                 tensors[name] = torch.from_numpy(whole[start:end].view(known).reshape(shape))
         return tensors
 
-    def _allocate(self) -> Bytes:
+    def _allocate(self) -> Slab:
         if self.num_allocated >= 2 * self._num_kept + 8 and not self._is_warned:
             self._is_warned = True
             logger.warning(
@@ -130,9 +138,9 @@ class SlabPool:
                 self.num_live + 1 - self._num_kept,
                 say_bytes(self.layout.num_bytes),
             )
-        slab = self._new_memory(self.layout.num_bytes)
+        memory = self._new_memory(self.layout.num_bytes)
         self.num_allocated += 1
-        return slab
+        return Slab(memory, memory.__array_interface__)
 
     def _new_memory(self, size: int) -> Bytes:
         if self._allocate_memory is not None:

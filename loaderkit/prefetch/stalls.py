@@ -9,7 +9,6 @@ executed meanwhile; after it had landed it is `wakeup`. The parts sum to the wai
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from loaderkit.prefetch.accounts import Account
@@ -20,6 +19,9 @@ WAKEUP = "wakeup"
 
 QUEUED = -1
 """The mark of a chunk that begins to wait for the pool numbered QUEUED - mark."""
+
+_ARRIVED = -1_000_000  # ends the marks; no number of a queue
+_MOMENT_S = 50e-6  # a hand-off, not a wait: charged to where it led, as to look at what the workers did takes 10 us a batch
 
 
 class Way(NamedTuple):
@@ -46,29 +48,53 @@ def trace(
     begin: float,
     end: float,
     way: Way,
-    *,
     was_short_of_memory: bool,
     stage_names: Sequence[str],
     pools: Sequence[Sequence[Account]],
 ) -> list[Segment]:
     """The way within [begin, end), gapless and in order. `pools` are the accounts of each pool's workers."""
-    found: list[Segment] = []
+    found = []
+    for since, until, cause, queue in _cuts(begin, end, way, was_short_of_memory, stage_names):
+        work = () if cause is not None else tuple(_work(pools[QUEUED - queue], since, until, stage_names))
+        found.append(Segment(since, until, cause, work))
+    return found
 
-    def add(since: float, until: float, cause: str | None, pool: int = 0) -> None:
-        since, until = max(since, begin), min(until, end)
-        if until > since:
-            work = () if cause is not None else tuple(_work(pools[pool], since, until, stage_names))
-            found.append(Segment(since, until, cause, work))
 
-    add(begin, way.opened_s, MEMORY if was_short_of_memory else START)
-    borders = [*way.marks, (way.done_s, QUEUED)]
-    add(way.opened_s, borders[0][0], None)
-    for (since, state), (until, _) in pairwise(borders):
-        if state <= QUEUED:
-            add(since, until, None, QUEUED - state)
+def attribute(
+    begin: float,
+    end: float,
+    way: Way,
+    was_short_of_memory: bool,
+    stage_names: Sequence[str],
+    pools: Sequence[Sequence[Account]],
+) -> dict[str, float]:
+    """Seconds of the wait [begin, end) by cause: the trace, charged to it."""
+    found: dict[str, float] = {}
+    for since, until, cause, queue in _cuts(begin, end, way, was_short_of_memory, stage_names):
+        if cause is not None:
+            found[cause] = found.get(cause, 0.0) + until - since
         else:
-            add(since, until, stage_names[state])
-    add(way.done_s, end, WAKEUP)
+            work = tuple(_work(pools[QUEUED - queue], since, until, stage_names))
+            for stage, seconds in charge([Segment(since, until, None, work)], since, until).items():
+                found[stage] = found.get(stage, 0.0) + seconds
+    return found
+
+
+def _cuts(
+    begin: float, end: float, way: Way, was_short_of_memory: bool, stage_names: Sequence[str]
+) -> list[tuple[float, float, str | None, int]]:
+    """(since, until, cause, queue) of every part of the way; where it was in a queue the cause is None."""
+    found = []
+    since, cause, queue = min(begin, way.opened_s), MEMORY if was_short_of_memory else START, 0
+    for until, state in ((way.opened_s, QUEUED), *way.marks, (way.done_s, _ARRIVED), (end, _ARRIVED)):
+        following = stage_names[state] if state >= 0 else WAKEUP if state == _ARRIVED else None
+        if cause is None and following is None and state == queue:
+            continue  # taken out of the queue: it goes into its first stage at once
+        low = since if since > begin else begin  # as calls of max and min this takes twice as long
+        high = until if until < end else end
+        if high > low:
+            found.append((low, high, following if cause is None and until - since < _MOMENT_S else cause, queue))
+        since, cause, queue = until, following, state
     return found
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
+from loaderkit.catalog import numbered
 from loaderkit.errors import ConfigError, FormatError, SourceError
 from loaderkit.formats.npy import NpyHeader, read_npy_header
 from loaderkit.schema import SourceArgs
@@ -108,7 +109,7 @@ class ArraySource:
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The samples' numbers."""
-        return list(map(repr, indices.tolist()))  # of 64 numbers 5.6 us, with str 7.6
+        return numbered(indices)
 
     def origin(self, index: int) -> str:
         """The key of the file."""

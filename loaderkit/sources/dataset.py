@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, field_serializer, field_validator
 
+from loaderkit.catalog import numbered
 from loaderkit.errors import ConfigError, SourceError
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
@@ -73,10 +74,11 @@ class DatasetSource:
     """The items of an object, numbered as it numbers them. Implements `Source` and `ItemSource`."""
 
     def __init__(self, dataset: Any, args: DatasetArgs) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._fields = args.fields
         self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
         self._name = type(dataset).__qualname__
+        self._get_many = getattr(dataset, "__getitems__", None)
         size = len(dataset)
         if size == 0:
             raise SourceError(f"the data set {self._name} has no items: len() is 0")
@@ -92,24 +94,43 @@ class DatasetSource:
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several items."""
-        return list(map(str, indices.tolist()))
+        return numbered(indices)
 
     def origin(self, index: int) -> str:
         return self._name
 
-    def item(self, index: int) -> Sample:
-        value = self._dataset[index]
-        if isinstance(value, dict):
-            return dict(value)
-        if not isinstance(value, tuple):
+    def items(self, indices: list[int]) -> list[Any] | None:
+        """What `__getitems__` gives, if the object has it, as torch's DataLoader asks for a batch."""
+        if self._get_many is None:
+            return None
+        try:
+            found = self._get_many(indices)
+            return found if isinstance(found, list) and len(found) == len(indices) else None
+        except Exception:
+            return None  # one of them is bad: asked one by one they say which
+
+    def sample(self, item: Any) -> Sample:
+        if isinstance(item, dict):
+            return dict(item)
+        if not isinstance(item, tuple):
             if self._single is not None:
-                return {self._single: value}
-            value = (value,)
-        items: tuple[Any, ...] = value
-        names = self._fields or tuple(map(str, range(len(items))))
-        if len(names) != len(items):
-            raise ValueError(f"the item is a tuple of {len(items)}, `fields` names {len(names)}: {', '.join(names)}")
-        return dict(zip(names, items, strict=True))
+                return {self._single: item}
+            item = (item,)
+        return dict(zip(self._names(len(item)), item, strict=True))
+
+    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        kinds = {*map(type, items)}
+        if kinds == {tuple} and len({*map(len, items)}) == 1:
+            return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
+        if self._single is None or any(issubclass(kind, (dict, tuple)) for kind in kinds):
+            return None
+        return {self._single: items}
+
+    def _names(self, num: int) -> tuple[str, ...]:
+        names = self._fields or tuple(map(str, range(num)))
+        if len(names) != num:
+            raise ValueError(f"the item is a tuple of {num}, `fields` names {len(names)}: {', '.join(names)}")
+        return names
 
     def ranges(self, index: int) -> list[FieldRange]:
         raise SourceError("the items of a Python object have no byte ranges")

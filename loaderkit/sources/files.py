@@ -92,7 +92,8 @@ class FilesSource:
             return None
         sizes = self._catalog.sizes[indices].tolist()
         etags: list[str | None] = [*self._catalog.etags.take(indices)]
-        return Table(tuple(self._extensions), Ranges(self.keys(indices), [0] * len(sizes), sizes, etags))
+        constants = {} if self.classes is None else {"label": self._labels[indices].tolist()}
+        return Table(tuple(self._extensions), Ranges(self.keys(indices), [0] * len(sizes), sizes, etags), constants)
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several files."""

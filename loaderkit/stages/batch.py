@@ -92,21 +92,33 @@ def land(
 
     Images whose slots are float are only checked: `normalize` comes next and writes them there.
     """
-    if chunk.samples.count(None) == len(chunk):
-        return  # `read` filled the slots, or all have failed
-    columns = _columns(chunk.samples, specs)
+    columns = chunk.columns
+    if columns is None:
+        if chunk.samples.count(None) == len(chunk):
+            return  # `read` filled the slots, or all have failed
+        columns = _columns(chunk.samples, specs)
+    elif columns.keys() != specs.keys():
+        columns = None
+    left = [name for name in specs if columns is None or not _land_column(columns[name], name, specs[name], chunk)]
+    if left and chunk.columns is not None:
+        rows = zip(*chunk.columns.values(), strict=True)
+        chunk.samples = [dict(zip(chunk.columns, values, strict=True)) for values in rows]
     if columns is None:
         for place, sample in enumerate(chunk.samples):
             if sample is not None and sample.keys() != specs.keys():
                 failed(chunk, place, _different_fields(sample, specs))
-    for name, spec in specs.items():
-        if spec.kind == "slab":
-            if columns is None or not _land_together(columns[name], spec, chunk.destination.fields[name], chunk):
-                _land_singly(chunk, name, spec, failed)
-        elif columns is not None and spec.kind == "list" and {*map(type, columns[name])} == {bytes}:
-            chunk.destination.values[name][chunk.lo : chunk.hi] = columns[name]
-        else:
-            _keep(chunk, name, spec, failed)
+    for name in left:
+        (_land_singly if specs[name].kind == "slab" else _keep)(chunk, name, specs[name], failed)
+
+
+def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) -> bool:
+    """One field of all samples at once; False if that has to be done one by one."""
+    if spec.kind == "slab":
+        return _land_together(values, spec, chunk.destination.fields[name], chunk)
+    if spec.kind == "list" and {*map(type, values)} == {bytes}:
+        chunk.destination.values[name][chunk.lo : chunk.hi] = values
+        return True
+    return False
 
 
 def _keep(chunk: Chunk, name: str, spec: FieldSpec, failed: Callable[[Chunk, int, Exception], None]) -> None:

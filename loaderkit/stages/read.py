@@ -9,6 +9,7 @@ range. A source of objects has no ranges; its `item(i)` is the sample. Records o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -86,11 +87,20 @@ def read_ranges(
             errors = _read_each(connector, chunk, plan, offsets, view)
         else:
             errors = read_many(plan.ranges, offsets, view)
+        if as_bytes and table is not None and not errors and chunk.destination.specs:
+            cut = _cut(view, lengths, offsets)
+            num_fields = len(table.fields)
+            chunk.columns = {field: cut[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
+            return plan.num_bytes
         pieces = iter(_cut(view, lengths, offsets) if as_bytes else _views(view, lengths, offsets, plan.names))
         indices = chunk.indices.tolist()
         for place, names in zip(plan.places, plan.names, strict=True):
             sample: Sample = {field: next(pieces) for field, _ in names}
-            sample.update(source.constants(indices[place]))
+            if table is None:
+                sample.update(source.constants(indices[place]))
+            else:
+                for name, column in table.constants.items():
+                    sample[name] = column[place]
             chunk.samples[place] = sample
         for place, field, value in plan.fetched:
             found = chunk.samples[place]
@@ -166,16 +176,34 @@ def _views(view: memoryview, lengths: list[int], offsets: list[int], names: list
     ]
 
 
-def read_items(source: ItemSource, failed: SampleErrors) -> Callable[[Chunk], int]:
-    """A chunk stage that asks the source for each sample."""
+def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Callable[[Chunk], int]:
+    """A chunk stage that asks the source for its items. `is_last`: only `batch` follows, and takes columns."""
+
+    dataset = source.dataset
 
     def run(chunk: Chunk) -> int:
-        for place, index in enumerate(chunk.indices.tolist()):
-            chunk.place = place
-            try:
-                chunk.samples[place] = source.item(index)
-            except Exception as error:
-                failed(chunk, place, error)
+        chunk.place = None
+        indices = chunk.indices.tolist()
+        items = source.items(indices)
+        if items is None:
+            items = []
+            while len(items) < len(indices):
+                try:
+                    for chunk.place in range(len(items), len(indices)):
+                        items.append(dataset[indices[chunk.place]])
+                except Exception as error:
+                    failed(chunk, len(items), error)
+                    items.append(None)
+        if is_last and chunk.destination.specs and not chunk.failures:
+            with suppress(ValueError):  # said again for the sample it is true of
+                chunk.columns = source.columns(items)
+        if chunk.columns is None:
+            for place, item in enumerate(items):
+                if place not in chunk.failures:
+                    try:
+                        chunk.samples[place] = source.sample(item)
+                    except Exception as error:
+                        failed(chunk, place, error)
         return 0
 
     return run

@@ -104,10 +104,6 @@ class TestHistogram:
         assert Histogram().percentile(0.5) is None
 
 
-def attribute(begin: float, end: float, way: stalls.Way, **known: Any) -> dict[str, float]:
-    """As the engine does: what happened within the wait, charged to it."""
-    return stalls.charge(stalls.trace(begin, end, way, **known), begin, end)
-
 
 class TestAttribution:
     @given(
@@ -128,7 +124,7 @@ class TestAttribution:
         for gap, state in gaps:
             now += gap
             marks.append((now, state))
-        found = attribute(
+        found = stalls.attribute(
             begin,
             begin + length,
             stalls.Way(opened, marks, now + tail),
@@ -158,7 +154,7 @@ class TestAttribution:
         clock.now = 104.0
         account.enter(0)
         way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
-        found = attribute(
+        found = stalls.attribute(
             100.0, 106.5, way, was_short_of_memory=False, stage_names=["slow", "quick"], pools=[[account]]
         )
         assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})

@@ -124,7 +124,7 @@ class FileConnector:
         failed: Sequence[int] | None = range(len(keys))
         if kernels is not None:
             paths = {key: "" if _UNUSUAL_PART.search(key) else self._base + key for key in dict.fromkeys(keys)}
-            failed = kernels.read_many([paths[key] for key in keys], starts, lengths, etags, offsets, buffer)
+            failed = kernels.read_many([*map(paths.__getitem__, keys)], starts, lengths, etags, offsets, buffer)
         # What failed, together or singly, is read again by itself: that says what is wrong with it, if it still is.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():

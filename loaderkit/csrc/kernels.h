@@ -13,6 +13,7 @@
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     decimals(numbers)                                      numbers as texts
+ *     texts(data, ends, places)                              some of the texts that lie one behind another
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's
@@ -55,5 +56,6 @@ PyObject *jpeg_size(PyObject *self, PyObject *object);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *decimals(PyObject *self, PyObject *object);
+PyObject *texts(PyObject *self, PyObject *args);
 
 #endif

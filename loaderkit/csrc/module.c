@@ -13,6 +13,7 @@ static PyMethodDef methods[] = {
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
+    {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"decimals", decimals, METH_O, "decimals(numbers) -> list of str"},
     {NULL, NULL, 0, NULL},
 };

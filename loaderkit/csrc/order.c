@@ -1,4 +1,4 @@
-/* The arithmetic of the order, and the keys of samples that are numbered. `loaderkit/keyed.py` says what it is. */
+/* The arithmetic of the order (`loaderkit/keyed.py` says what it is), and keys of samples. */
 #include "kernels.h"
 
 #define GOLDEN 0x9E3779B97F4A7C15u
@@ -150,5 +150,43 @@ PyObject *decimals(PyObject *self, PyObject *object) {
         }
     }
     PyBuffer_Release(&view);
+    return found;
+}
+
+/* texts(data, ends, places) -> list of str: of the texts in UTF-8 that lie one behind another in `data` and end at `ends`,
+ * those at `places`. Bytes that are no UTF-8 become lone surrogates, as in the names of files. */
+PyObject *texts(PyObject *self, PyObject *args) {
+    PyObject *objects[2], *found = NULL;
+    Py_buffer data, ends, places;
+    Py_ssize_t step;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*OO", &data, &objects[0], &objects[1])) {
+        return NULL;
+    }
+    if (get_column(objects[0], &ends, -1, 0, &step) == 0) {
+        if (get_column(objects[1], &places, -1, 0, &step) == 0) {
+            const int64_t *end = ends.buf, *place = places.buf, num = ends.len / 8;
+            const Py_ssize_t count = places.len / 8;
+            found = PyList_New(count);
+            for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+                const int64_t at = place[i];
+                const int64_t from = at > 0 && at < num ? end[at - 1] : 0, to = at >= 0 && at < num ? end[at] : -1;
+                PyObject *text = NULL;
+                if (to >= from && from >= 0 && to <= data.len) {
+                    text = PyUnicode_DecodeUTF8((const char *)data.buf + from, (Py_ssize_t)(to - from), "surrogateescape");
+                } else {
+                    PyErr_Format(PyExc_IndexError, "text %lld of %lld", (long long)at, (long long)num);
+                }
+                if (text == NULL) {
+                    Py_CLEAR(found);
+                } else {
+                    PyList_SET_ITEM(found, i, text);
+                }
+            }
+            PyBuffer_Release(&places);
+        }
+        PyBuffer_Release(&ends);
+    }
+    PyBuffer_Release(&data);
     return found;
 }

@@ -91,6 +91,8 @@ typedef struct {
 
 #define MOST_GAP 8192 /* bytes between two wanted ranges (headers and padding of a tar) that are cheaper read than skipped */
 #define MOST_PARTS 256
+#define SMALL 4096 /* pieces from here on are read to their places; smaller ones cost more as parts of a read than as copies */
+#define MOST_SPAN 65536
 
 static int is_as_listed(const struct stat *status, const char *etag) {
     char found[64];
@@ -100,12 +102,18 @@ static int is_as_listed(const struct stat *status, const char *etag) {
     return etag == NULL || strcmp(found, etag) == 0;
 }
 
+/* From the first byte of the first piece to the last of the last. */
+static long long span_of(const Piece *pieces, Py_ssize_t count) {
+    return pieces[count - 1].start + pieces[count - 1].length - pieces[0].start;
+}
+
 /* How many pieces from the first on lie so close behind one another that one call reads them all. */
 static Py_ssize_t run_length(const Piece *pieces, Py_ssize_t count) {
     Py_ssize_t n = 1;
-    while (n < count && n < MOST_PARTS / 2 && pieces[n].path == pieces[0].path && pieces[n].etag == pieces[0].etag) {
+    const int are_small = pieces[0].length < SMALL;
+    while (n < count && n < (are_small ? MOST_SPAN : MOST_PARTS / 2) && pieces[n].path == pieces[0].path && pieces[n].etag == pieces[0].etag) {
         const long long gap = pieces[n].start - (pieces[n - 1].start + pieces[n - 1].length);
-        if (gap < 0 || gap > MOST_GAP) {
+        if (gap < 0 || gap > MOST_GAP || (are_small && span_of(pieces, n + 1) > MOST_SPAN)) {
             break;
         }
         n++;
@@ -113,8 +121,25 @@ static Py_ssize_t run_length(const Piece *pieces, Py_ssize_t count) {
     return n;
 }
 
+/* Small pieces of one open file that lie side by side: one read of all, and a copy of each. */
+static int read_small(int fd, const Piece *pieces, Py_ssize_t count) {
+    char bytes[MOST_SPAN];
+    const long long start = pieces[0].start;
+    const Py_ssize_t span = (Py_ssize_t)span_of(pieces, count);
+    if (pread_all(fd, bytes, span, start) != span) {
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        memcpy(pieces[i].to, bytes + (pieces[i].start - start), (size_t)pieces[i].length);
+    }
+    return 1;
+}
+
 /* Read `count` pieces of one open file that lie side by side; returns whether all bytes came. */
 static int read_run(int fd, const Piece *pieces, Py_ssize_t count) {
+    if (count > 2 && pieces[0].length < SMALL && span_of(pieces, count) <= MOST_SPAN) {
+        return read_small(fd, pieces, count);
+    }
     char gap[MOST_GAP];
     struct iovec parts[MOST_PARTS], *part = parts;
     int left = 0;

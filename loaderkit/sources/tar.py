@@ -80,6 +80,8 @@ class TarSource:
         self._args = args
         self._field_map = FieldMap(args.fields, {"cls": "label"})
         self._shards = self._found_shards()
+        self._shard_keys = [info.key for info in self._shards]
+        self._shard_etags: list[str | None] = [info.etag for info in self._shards]
         self._extension_ids: dict[str, int] = {}
         self.num_ignored = 0
         self._collect(load)
@@ -133,12 +135,11 @@ class TarSource:
         offsets, fields = self._alike
         members = (self._firsts[indices][:, None] + offsets).ravel()
         shards = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
-        infos = self._shards
         ranges = Ranges(
-            [infos[shard].key for shard in shards],
+            [*map(self._shard_keys.__getitem__, shards)],
             self._starts[members].tolist(),
             self._sizes[members].tolist(),
-            [infos[shard].etag for shard in shards],
+            [*map(self._shard_etags.__getitem__, shards)],
         )
         return Table(fields, ranges)
 

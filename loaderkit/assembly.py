@@ -14,6 +14,7 @@ import torch
 
 from loaderkit.compiler import Compiler
 from loaderkit.config import PipelineConfig
+from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import SourceError
 from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
 from loaderkit.prefetch.accounts import Clock
@@ -72,7 +73,20 @@ class Assembly:
             allocate=allocate,
         )
         inline = config.prefetch.executor == "inline"
-        return Engine(plan, self.stages, self.pools, inline=inline, timeout_s=config.prefetch.timeout, clock=clock)
+        return Engine(
+            plan,
+            self.stages,
+            self.pools,
+            inline=inline,
+            self_service=self._runs_no_other_code(),
+            timeout_s=config.prefetch.timeout,
+            clock=clock,
+        )
+
+    def _runs_no_other_code(self) -> bool:
+        """Whether all that is done is to read, by our own code: then it does not matter which thread does it."""
+        kinds = {stage.kind for stage in self.stages}
+        return kinds <= {"read", "batch"} and type(self._recipe.connector) is FileConnector
 
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""

@@ -23,6 +23,7 @@ from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
+from loaderkit.prefetch.self_service import SelfService
 from loaderkit.prefetch.stats import Stats, collect
 from loaderkit.prefetch.turns import Turns
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
@@ -53,6 +54,7 @@ class Engine:
         pools: Sequence[PoolPlan],
         *,
         inline: bool,
+        self_service: bool = False,
         timeout_s: float,
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -74,6 +76,8 @@ class Engine:
         self.intake = Intake(
             plan, self.states, clock, num_workers=self._num_workers, inline=inline, is_whole=len(pools) == 1
         )
+        may_serve_itself = self_service and not inline and len(pools) == 1
+        self._self_service = SelfService(self.intake, self.pools[0].turns) if may_serve_itself else None
         self._is_started = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -124,9 +128,12 @@ class Engine:
         if self.first_wait_s is None:
             self.first_wait_s = begin
         self.waiting_since_s = begin
+        service = self._self_service
         try:
-            destination = self._wait()
+            destination = self._wait(begin)
             end = self.clock()
+            if service is not None:
+                service.leaves(end)
         finally:
             self.waiting_since_s = None
         assert destination.last_chunk is not None
@@ -169,12 +176,13 @@ class Engine:
             way = stalls.Way(head.opened_s, list(last.marks) if last is not None else [], now)
         return self.attribute(begin, now, way)
 
-    def _wait(self) -> Destination:
-        while self.inline:
+    def _wait(self, begin_s: float) -> Destination:
+        works_itself = self.inline or (self._self_service is not None and self._self_service.comes(begin_s))
+        while works_itself:
             found = self.intake.first()
             if found is not None:
                 return found
-            self._work_inline()
+            works_itself = self._work_inline() if self.inline else self._work_for_a_worker()
         while True:
             found = self.intake.wait_for_first(self._timeout_s)
             if found is not None:
@@ -266,10 +274,29 @@ class Engine:
         except BaseException as error:
             self.intake.fail(error)
 
-    def _work_inline(self) -> None:
-        """Carry one chunk through every pool, in the consumer's thread."""
-        account = self.pools[0].accounts[0]
+    def _work_for_a_worker(self) -> bool:
+        """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""
+        turns = self.pools[0].turns
+        account = self.intake.borrow()
+        if account is None:
+            return False
+        ticket = turns.begin() if turns is not None else None
+        try:
+            has_worked = self._work_inline(account)
+            if not has_worked:  # no room: what else there is has to end first
+                self.intake.set_self_service(False)
+            return has_worked
+        finally:
+            self.intake.give_back()
+            if turns is not None:
+                turns.end(ticket, self.plan.batch_size)
+
+    def _work_inline(self, account: Account | None = None) -> bool:
+        """Carry one chunk through every pool, in the consumer's thread; False if there is none."""
+        account = account or self.pools[0].accounts[0]
         item: Chunk | Destination | None = self.intake.take(account)
+        if item is None:
+            return False
         num_torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
         try:
@@ -281,6 +308,7 @@ class Engine:
         if isinstance(item, Destination):
             self.intake.deliver(item)
         account.enter(self.states.blocked)
+        return True
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
         ticket = pool.turns.begin() if pool.turns is not None else None

@@ -44,7 +44,9 @@ class Intake:
         self._ready = threading.Condition(self._lock)
         self._queue: deque[Destination] = deque()  # open destinations in order, complete or not
         self._chunks: deque[Chunk] = deque()  # of open destinations, taken by nobody yet
-        self._num_waiting = 0  # workers of the first pool
+        self._resting: list[Account] = []  # of the first pool's workers that wait for room or work
+        self._lent: Account | None = None  # one of theirs, while the consumer works in that worker's place
+        self.is_self_service = False  # the consumer makes its batches itself: workers rest
         self._scratches: list[dict[str, Any]] = []
         self._sample_s: float | None = None
         self._at_end = False
@@ -52,6 +54,7 @@ class Intake:
         self._is_closed = False
         self._failure: BaseException | None = None
         self._is_asleep = False  # the consumer waits, and will not look by itself before long
+        self._is_waited_for = False  # the consumer waits, and makes no batch itself
         self._num_ready = 0  # destinations in the queue that are complete
         self.num_open = 0  # destinations in the queue, or cancelled with chunks still in a stage: they hold memory
         self.is_short_of_memory = False  # memory, not depth, is what keeps the next destination from being opened
@@ -69,15 +72,19 @@ class Intake:
     def wait_for_first(self, timeout_s: float) -> Destination | None:
         """The same after waiting for it; None if that took longer than `timeout_s`."""
         with self._lock:
-            found = self._first()
-            left_s = timeout_s
-            while found is None and left_s > 0:
-                assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
-                wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
-                if not self._sleep(wait_s):
-                    left_s -= wait_s
+            self._is_waited_for = True
+            try:
                 found = self._first()
-            return found
+                left_s = timeout_s
+                while found is None and left_s > 0:
+                    assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
+                    wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
+                    if not self._sleep(wait_s):
+                        left_s -= wait_s
+                    found = self._first()
+                return found
+            finally:
+                self._is_waited_for = False
 
     def wait_until_ready(self) -> None:
         """Return once `first` has something to give or to raise, however long that takes."""
@@ -97,7 +104,7 @@ class Intake:
         """So many destinations that were kept in the budget have reached the consumer, or nobody."""
         with self._lock:
             self.num_open -= count
-            if self._num_waiting:
+            if self._resting:
                 self._room.notify(count)
 
     def _first(self, *, keep: bool = False) -> Destination | None:
@@ -110,14 +117,43 @@ class Intake:
         self._num_ready -= 1
         if not keep:
             self.num_open -= 1
-            if self._num_waiting and (not self._is_quick() or self.num_open <= self._plan.room[0] // 2):
-                self._room.notify()
+            if self._resting and not self.is_self_service:
+                if not self._is_quick() or self.num_open <= self._plan.room[0] // 2:
+                    self._room.notify()
         return self._queue.popleft()
+
+    @property
+    def batch_s(self) -> float | None:
+        """How long one worker takes for a batch, as far as is known."""
+        return None if self._sample_s is None else self._sample_s * self._plan.batch_size
 
     def _is_quick(self) -> bool:
         # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
-        known_s = self._sample_s if self._is_whole else None
-        return known_s is not None and known_s * self._plan.batch_size < _QUICK_S
+        return self._is_whole and self._sample_s is not None and self._sample_s * self._plan.batch_size < _QUICK_S
+
+    def set_self_service(self, is_on: bool) -> None:
+        """Whether the consumer makes its batches itself from now on, with `borrow`; workers rest meanwhile."""
+        with self._lock:
+            self.is_self_service = is_on
+            if not is_on:
+                self._room.notify_all()
+
+    def borrow(self) -> Account | None:
+        """The account of a worker at rest, for the consumer to `take` with in its place until `give_back`.
+
+        None if a worker has begun with the awaited batch, or none rests yet: then one comes, and the consumer may wait.
+        """
+        with self._lock:
+            if self._resting and (self._chunks or not self._queue):
+                self._lent = self._resting[-1]
+            return self._lent
+
+    def give_back(self) -> None:
+        """The consumer has done what it borrowed the account for."""
+        with self._lock:
+            self._lent = None
+            if self._is_closed:
+                self._room.notify_all()
 
     def head(self) -> Destination | None:
         """The awaited destination, for reports."""
@@ -178,26 +214,35 @@ class Intake:
                     chunk = self._chunks.popleft()
                     chunk.marks.append((self._clock(), stalls.QUEUED))
                     chunk.scratch = self._scratches.pop() if self._scratches else {}
-                    if self._chunks and self._num_waiting:
+                    if self._chunks and self._resting:
                         self._room.notify()
                     return chunk
                 if self._plan.specs is None and not self._is_preparing:
                     self._prepare()
-                elif self._plan.specs is None or not self._open_next():
-                    if self._inline:
+                elif self._plan.specs is None or not self._may_open(account) or not self._open_next():
+                    if self._inline or account is self._lent:
                         return None
-                    has_work = self.num_open and not self._at_end
-                    account.enter(self._states.blocked if has_work else self._states.starved)
-                    self._announce()
-                    self._num_waiting += 1
-                    self._room.wait()
-                    self._num_waiting -= 1
+                    self._rest(account)
             return None
+
+    def _may_open(self, account: Account) -> bool:
+        return not self.is_self_service or account is self._lent or self._is_waited_for
+
+    def _rest(self, account: Account) -> None:
+        """Let a worker wait for room or work. Under the lock."""
+        has_work = (self.num_open or self.is_self_service) and not self._at_end
+        account.enter(self._states.blocked if has_work else self._states.starved)
+        self._announce()
+        self._resting.append(account)
+        self._room.wait()
+        while account is self._lent:  # the consumer writes it just now
+            self._room.wait()
+        self._resting.remove(account)
 
     def wake_worker(self) -> None:
         """Wake a worker that waits for room or work, if there is one."""
         with self._lock:
-            if self._num_waiting:
+            if self._resting:
                 self._room.notify()
 
     def _prepare(self) -> None:
@@ -270,7 +315,7 @@ class Intake:
         destination.fields = {}
         destination.result = None
         self.num_open -= 1
-        if self._num_waiting:
+        if self._resting:
             self._room.notify()
 
     def deliver(self, destination: Destination) -> None:

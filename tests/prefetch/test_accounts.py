@@ -104,7 +104,6 @@ class TestHistogram:
         assert Histogram().percentile(0.5) is None
 
 
-
 class TestAttribution:
     @given(
         st.floats(0, 10),

@@ -151,13 +151,14 @@ class Engine:
         """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
         if way.done_s <= begin_s:  # it was there already; most waits are such
             return {stalls.WAKEUP: end_s - begin_s}
-        is_short = self.intake.is_short_of_memory
-        return stalls.attribute(begin_s, end_s, way, is_short, self._stage_names, self._accounts)
+        return stalls.attribute(begin_s, end_s, way, self._facts())
 
     def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
         """What the chunk that was waited for went through within [begin_s, end_s)."""
-        is_short = self.intake.is_short_of_memory
-        return stalls.trace(begin_s, end_s, way, is_short, self._stage_names, self._accounts)
+        return stalls.trace(begin_s, end_s, way, self._facts())
+
+    def _facts(self) -> stalls.Facts:
+        return stalls.Facts(self.intake.is_short_of_memory, self._stage_names, self._accounts)
 
     def open_wait(self, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer is in just now; for any thread."""

@@ -117,9 +117,9 @@ class Intake:
         self._num_ready -= 1
         if not keep:
             self.num_open -= 1
-            if self._resting and not self.is_self_service:
-                if not self._is_quick() or self.num_open <= self._plan.room[0] // 2:
-                    self._room.notify()
+            has_room = not self._is_quick() or self.num_open <= self._plan.room[0] // 2
+            if has_room and self._resting and not self.is_self_service:
+                self._room.notify()
         return self._queue.popleft()
 
     @property

@@ -34,6 +34,14 @@ class Way(NamedTuple):
     done_s: float
 
 
+class Facts(NamedTuple):
+    """What the engine knows besides: `pools` are the accounts of each pool's workers."""
+
+    was_short_of_memory: bool
+    stage_names: Sequence[str]
+    pools: Sequence[Sequence[Account]]
+
+
 class Segment(NamedTuple):
     """A part of a destination's way, [since_s, until_s): spent on `cause`, or, where that is None, in a queue for a pool.
 
@@ -46,50 +54,35 @@ class Segment(NamedTuple):
     work: tuple[tuple[str, float, float], ...] = ()
 
 
-def trace(
-    begin: float,
-    end: float,
-    way: Way,
-    was_short_of_memory: bool,
-    stage_names: Sequence[str],
-    pools: Sequence[Sequence[Account]],
-) -> list[Segment]:
-    """The way within [begin, end), gapless and in order. `pools` are the accounts of each pool's workers."""
+def trace(begin: float, end: float, way: Way, engine: Facts) -> list[Segment]:
+    """The way within [begin, end), gapless and in order."""
     found = []
-    for since, until, cause, queue in _cuts(begin, end, way, was_short_of_memory, stage_names):
-        work = () if cause is not None else tuple(_work(pools[QUEUED - queue], since, until, stage_names))
+    for since, until, cause, queue in _cuts(begin, end, way, engine):
+        work = () if cause is not None else tuple(_work(engine, QUEUED - queue, since, until))
         found.append(Segment(since, until, cause, work))
     return found
 
 
-def attribute(
-    begin: float,
-    end: float,
-    way: Way,
-    was_short_of_memory: bool,
-    stage_names: Sequence[str],
-    pools: Sequence[Sequence[Account]],
-) -> dict[str, float]:
+def attribute(begin: float, end: float, way: Way, engine: Facts) -> dict[str, float]:
     """Seconds of the wait [begin, end) by cause: the trace, charged to it."""
     found: dict[str, float] = {}
-    for since, until, cause, queue in _cuts(begin, end, way, was_short_of_memory, stage_names):
+    for since, until, cause, queue in _cuts(begin, end, way, engine):
         if cause is not None:
             found[cause] = found.get(cause, 0.0) + until - since
         else:
-            work = tuple(_work(pools[QUEUED - queue], since, until, stage_names))
+            work = tuple(_work(engine, QUEUED - queue, since, until))
             for stage, seconds in charge([Segment(since, until, None, work)], since, until).items():
                 found[stage] = found.get(stage, 0.0) + seconds
     return found
 
 
-def _cuts(
-    begin: float, end: float, way: Way, was_short_of_memory: bool, stage_names: Sequence[str]
-) -> list[tuple[float, float, str | None, int]]:
+def _cuts(begin: float, end: float, way: Way, engine: Facts) -> list[tuple[float, float, str | None, int]]:
     """(since, until, cause, queue) of every part of the way; where it was in a queue the cause is None."""
-    found = []
-    since, cause, queue = min(begin, way.opened_s), MEMORY if was_short_of_memory else START, 0
+    found: list[tuple[float, float, str | None, int]] = []
+    since, queue = min(begin, way.opened_s), 0
+    cause: str | None = MEMORY if engine.was_short_of_memory else START
     for until, state in ((way.opened_s, QUEUED), *way.marks, (way.done_s, _ARRIVED), (end, _ARRIVED)):
-        following = stage_names[state] if state >= 0 else WAKEUP if state == _ARRIVED else None
+        following = engine.stage_names[state] if state >= 0 else WAKEUP if state == _ARRIVED else None
         if cause is None and following is None and state == queue:
             continue  # taken out of the queue: it goes into its first stage at once
         low = since if since > begin else begin  # as calls of max and min this takes twice as long
@@ -100,13 +93,11 @@ def _cuts(
     return found
 
 
-def _work(
-    accounts: Sequence[Account], since: float, until: float, stage_names: Sequence[str]
-) -> Iterator[tuple[str, float, float]]:
-    for account in accounts:
+def _work(engine: Facts, pool: int, since: float, until: float) -> Iterator[tuple[str, float, float]]:
+    for account in engine.pools[pool]:
         for state, first, last in account.timeline(since, until):
-            if state < len(stage_names):
-                yield stage_names[state], first, last
+            if state < len(engine.stage_names):
+                yield engine.stage_names[state], first, last
 
 
 def charge(segments: Iterable[Segment], begin: float, end: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ range. A source of objects has no ranges; its `item(i)` is the sample. Records o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -25,6 +25,7 @@ from loaderkit.types import (
     Ranges,
     Sample,
     Source,
+    Table,
 )
 
 
@@ -41,11 +42,15 @@ _Names = tuple[tuple[str, str], ...]
 
 
 class _Plan:
-    """What is to be read for a chunk: the places of its samples, their (field, extension)s, and the ranges in that order."""
+    """What is to be read for a chunk: the places of its samples, their (field, extension)s, what is known of them without
+    reading, and the ranges in that order."""
 
-    def __init__(self, places: list[int], names: list[_Names], ranges: Ranges, num_bytes: int) -> None:
+    def __init__(
+        self, places: list[int], names: list[_Names], constants: list[Sample], ranges: Ranges, num_bytes: int
+    ) -> None:
         self.places = places
         self.names = names
+        self.constants = constants
         self.ranges = ranges
         self.num_bytes = num_bytes
         self.fetched: list[tuple[int, str, Any]] = []  # place, field, value: what was read already
@@ -73,11 +78,7 @@ def read_ranges(
 
     def run(chunk: Chunk) -> int:
         table = None if table_of is None else table_of(chunk.indices)
-        if table is None:
-            plan = _one_by_one(source, chunk, failed, fetch)
-        else:
-            num = len(chunk)
-            plan = _Plan(list(range(num)), [table.fields] * num, table.ranges, sum(table.ranges.lengths))
+        plan = _one_by_one(source, chunk, failed, fetch) if table is None else _of_table(table, len(chunk))
         lengths = plan.ranges.lengths
         ends = list(accumulate(lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]))
         offsets = [0, *ends][: len(ends)]
@@ -92,34 +93,43 @@ def read_ranges(
             num_fields = len(table.fields)
             chunk.columns = {field: cut[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
             return plan.num_bytes
-        pieces = iter(_cut(view, lengths, offsets) if as_bytes else _views(view, lengths, offsets, plan.names))
-        indices = chunk.indices.tolist()
-        for place, names in zip(plan.places, plan.names, strict=True):
-            sample: Sample = {field: next(pieces) for field, _ in names}
-            if table is None:
-                sample.update(source.constants(indices[place]))
-            else:
-                for name, column in table.constants.items():
-                    sample[name] = column[place]
-            chunk.samples[place] = sample
-        for place, field, value in plan.fetched:
-            found = chunk.samples[place]
-            if found is not None:
-                found[field] = value
-        num_lost = 0
-        if errors:
-            owners = plan.owners()
-            for number in sorted(errors):
-                num_lost += lengths[number]
-                if owners[number] not in chunk.failures:  # the first that is wrong is what is said
-                    failed(chunk, owners[number], errors[number])
-        return plan.num_bytes - num_lost
+        _fill(chunk, plan, _cut(view, lengths, offsets) if as_bytes else _views(view, lengths, offsets, plan.names))
+        return plan.num_bytes - (_note(chunk, plan, errors, failed) if errors else 0)
 
     return run
 
 
+def _fill(chunk: Chunk, plan: _Plan, pieces: Iterable[Any]) -> None:
+    """Make samples of the pieces, which come in the order of the plan's ranges."""
+    piece = iter(pieces)
+    for place, names, known in zip(plan.places, plan.names, plan.constants, strict=True):
+        chunk.samples[place] = {field: next(piece) for field, _ in names} | known
+    for place, field, value in plan.fetched:
+        found = chunk.samples[place]
+        if found is not None:
+            found[field] = value
+
+
+def _note(chunk: Chunk, plan: _Plan, errors: Mapping[int, Exception], failed: SampleErrors) -> int:
+    """Mark the samples whose ranges could not be read as failed; returns how many bytes those are."""
+    owners = plan.owners()
+    for number in sorted(errors):
+        if owners[number] not in chunk.failures:  # the first that is wrong is what is said
+            failed(chunk, owners[number], errors[number])
+    return sum(plan.ranges.lengths[number] for number in errors)
+
+
+def _of_table(table: Table, num: int) -> _Plan:
+    constants: list[Sample] = [{}] * num
+    if table.constants:
+        constants = [
+            dict(zip(table.constants, row, strict=True)) for row in zip(*table.constants.values(), strict=True)
+        ]
+    return _Plan(list(range(num)), [table.fields] * num, constants, table.ranges, sum(table.ranges.lengths))
+
+
 def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
-    plan = _Plan([], [], Ranges([], [], [], []), 0)
+    plan = _Plan([], [], [], Ranges([], [], [], []), 0)
     for place, index in enumerate(chunk.indices.tolist()):
         chunk.place = place
         try:
@@ -129,6 +139,7 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
             failed(chunk, place, error)
             continue
         plan.places.append(place)
+        plan.constants.append(source.constants(index))
         plan.names.append(tuple((one.field, one.extension) for one, value in fetched if value is None))
         for one, value in fetched:
             plan.num_bytes += one.range.length

@@ -123,13 +123,12 @@ class TestAttribution:
         for gap, state in gaps:
             now += gap
             marks.append((now, state))
+        facts = stalls.Facts(short, ["a", "b", "c"], pools)
         found = stalls.attribute(
             begin,
             begin + length,
             stalls.Way(opened, marks, now + tail),
-            was_short_of_memory=short,
-            stage_names=["a", "b", "c"],
-            pools=pools,
+            facts,
         )
         assert sum(found.values()) == pytest.approx(length)
         # Another process traces more than the wait, which it does not know, and the wait is cut out later.
@@ -137,9 +136,7 @@ class TestAttribution:
             min(begin, 0) - 5,
             begin + length + 50,
             stalls.Way(opened, marks, now + tail),
-            was_short_of_memory=short,
-            stage_names=["a", "b", "c"],
-            pools=pools,
+            facts,
         )
         assert stalls.charge(longer, begin, begin + length) == pytest.approx(found)
         assert all(seconds >= 0 for seconds in found.values())
@@ -153,9 +150,7 @@ class TestAttribution:
         clock.now = 104.0
         account.enter(0)
         way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
-        found = stalls.attribute(
-            100.0, 106.5, way, was_short_of_memory=False, stage_names=["slow", "quick"], pools=[[account]]
-        )
+        found = stalls.attribute(100.0, 106.5, way, stalls.Facts(False, ["slow", "quick"], [[account]]))
         assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})
 
 

@@ -37,6 +37,26 @@ class StringTable:
         self._data = bytes(data)
         self._ends = np.array(ends, np.int64)
 
+    @classmethod
+    def packed(cls, data: bytes, ends: NDArray[np.int64]) -> StringTable:
+        """The table of the strings that lie one behind another in `data` and end at `ends` (int64 [n])."""
+        table = cls()
+        table._data, table._ends = data, ends
+        return table
+
+    @classmethod
+    def joined(cls, tables: Iterable[StringTable]) -> StringTable:
+        """The strings of all tables, in order."""
+        parts = list(tables)
+        shifts = np.cumsum([0, *(len(part._data) for part in parts)])
+        ends = [part._ends + shift for part, shift in zip(parts, shifts, strict=False)]
+        return cls.packed(b"".join(part._data for part in parts), np.concatenate([np.empty(0, np.int64), *ends]))
+
+    def head(self, num: int) -> StringTable:
+        """The first `num` strings, or all if there are no more."""
+        ends = self._ends[:num]
+        return self.packed(self._data[: int(ends[-1]) if len(ends) else 0], ends)
+
     def __len__(self) -> int:
         return len(self._ends)
 

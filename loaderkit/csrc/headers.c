@@ -1,9 +1,13 @@
 /* What headers of archives and pictures say, where they are plain. */
 #include "kernels.h"
 
+#include <ctype.h>
 #include <string.h>
+#include <strings.h>
 
 #define TAR_BLOCK 512
+#define TAR_NAME 100
+#define MOST_EXTENSIONS 64
 
 /* An octal field as everybody writes it: blanks, digits, then blanks or NULs. -1 for anything else, also for nothing. */
 static long long tar_number(const uint8_t *at, int size) {
@@ -38,8 +42,9 @@ static long long tar_plain_size(const uint8_t *header) {
     return header[0] && stored == sum && is_file && !has_prefix ? tar_number(header + 124, 12) : -1;
 }
 
-/* tar_run(data, offset, end, size) -> ([(name, start, size), ...], next): the plain files from the header at `offset` of the
- * archive's piece `data` (valid up to `end`; the archive goes on to `size`) on, as far as headers follow that lie in it. */
+/* tar_run(data, offset, end, size) -> (names, starts, sizes, next): the plain files from the header at `offset` of the
+ * archive's piece `data` (valid up to `end`; the archive goes on to `size`) on, as far as headers follow that lie in it.
+ * Every name is ended by a NUL; starts and sizes are int64. */
 PyObject *tar_run(PyObject *self, PyObject *args) {
     Py_buffer data;
     Py_ssize_t offset, end;
@@ -48,23 +53,180 @@ PyObject *tar_run(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "y*nnL", &data, &offset, &end, &size)) {
         return NULL;
     }
-    PyObject *found = PyList_New(0);
-    while (found != NULL && offset >= 0 && offset + TAR_BLOCK <= (end < data.len ? end : data.len)) {
-        const uint8_t *header = (const uint8_t *)data.buf + offset;
-        const long long length = tar_plain_size(header), start = offset + TAR_BLOCK;
-        if (length < 0 || length > size - start) {
+    end = end < data.len ? end : data.len;
+    const size_t most = offset >= 0 && end > offset ? (size_t)(end - offset) / TAR_BLOCK : 0;
+    char *names = PyMem_RawMalloc(most * (TAR_NAME + 1) + 1);
+    int64_t *starts = PyMem_RawMalloc(most * 8 + 1), *sizes = PyMem_RawMalloc(most * 8 + 1);
+    size_t num = 0, num_bytes = 0;
+    PyObject *result = NULL;
+    if (names == NULL || starts == NULL || sizes == NULL) {
+        PyErr_NoMemory();
+    } else {
+        Py_BEGIN_ALLOW_THREADS;
+        while (num < most && offset + TAR_BLOCK <= end) {
+            const uint8_t *header = (const uint8_t *)data.buf + offset;
+            const long long length = tar_plain_size(header), start = offset + TAR_BLOCK;
+            if (length < 0 || length > size - start) {
+                break;
+            }
+            const size_t name_size = strnlen((const char *)header, TAR_NAME);
+            memcpy(names + num_bytes, header, name_size);
+            num_bytes += name_size;
+            names[num_bytes++] = 0;
+            starts[num] = start;
+            sizes[num++] = length;
+            offset = (Py_ssize_t)(start + (length + TAR_BLOCK - 1) / TAR_BLOCK * TAR_BLOCK);
+        }
+        Py_END_ALLOW_THREADS;
+        result = Py_BuildValue("(y#y#y#n)", names, (Py_ssize_t)num_bytes, (char *)starts, (Py_ssize_t)(num * 8),
+                               (char *)sizes, (Py_ssize_t)(num * 8), offset);
+    }
+    PyMem_RawFree(names);
+    PyMem_RawFree(starts);
+    PyMem_RawFree(sizes);
+    PyBuffer_Release(&data);
+    return result;
+}
+
+/* What `group_names` finds; every array has room for one entry a member. */
+typedef struct {
+    char *keys;
+    int64_t *key_ends, *counts, *places;
+    int32_t *extensions;
+    const char *extension_at[MOST_EXTENSIONS];
+    size_t extension_sizes[MOST_EXTENSIONS];
+    Py_ssize_t num_samples, num_kept, num_ignored;
+    int num_extensions;
+} Groups;
+
+/* The number of an extension, compared without regard to case; -1 for one that takes a closer look. */
+static int extension_number(Groups *groups, const char *at, size_t size) {
+    for (size_t i = 0; i < size; i++) {
+        if ((unsigned char)at[i] >= 0x80 || at[i] == '/') {
+            return -1;
+        }
+    }
+    for (int k = 0; k < groups->num_extensions; k++) {
+        if (groups->extension_sizes[k] == size && strncasecmp(groups->extension_at[k], at, size) == 0) {
+            return k;
+        }
+    }
+    if (size == 0 || groups->num_extensions == MOST_EXTENSIONS) {
+        return -1;
+    }
+    groups->extension_at[groups->num_extensions] = at;
+    groups->extension_sizes[groups->num_extensions] = size;
+    return groups->num_extensions++;
+}
+
+/* Whether all names could be told apart by their dots alone, with no sample that has an extension twice. */
+static int find_groups(Groups *groups, const char *names, size_t num_bytes) {
+    const char *key = NULL; /* of the sample the latest member belongs to, with its dot */
+    size_t key_size = 0, num_key_bytes = 0, at = 0;
+    int64_t place = 0;
+    int32_t *seen = groups->extensions;
+    for (; at < num_bytes; place++) {
+        const char *name = names + at;
+        const size_t size = strlen(name);
+        at += size + 1;
+        const char *slash = strrchr(name, '/');
+        const char *base = slash != NULL ? slash + 1 : name;
+        const char *dot = strchr(base, '.');
+        const int goes_on = key != NULL && size >= key_size && memcmp(name, key, key_size) == 0 && base <= name + key_size;
+        if (!goes_on) {
+            if (size > 1 && name[0] == '_' && name[1] == '_') {
+                return 0;
+            }
+            if (dot == NULL || dot == base || dot[1] == 0) {
+                groups->num_ignored++;
+                continue;
+            }
+            key = name;
+            key_size = (size_t)(dot + 1 - name);
+            memcpy(groups->keys + num_key_bytes, key, key_size - 1);
+            num_key_bytes += key_size - 1;
+            groups->key_ends[groups->num_samples] = (int64_t)num_key_bytes;
+            groups->counts[groups->num_samples++] = 0;
+            seen = groups->extensions + groups->num_kept;
+        }
+        const int number = extension_number(groups, name + key_size, size - key_size);
+        const int32_t *last = groups->extensions + groups->num_kept;
+        for (const int32_t *one = seen; one < last; one++) {
+            if (*one == number) {
+                return 0;
+            }
+        }
+        if (number < 0) {
+            return 0;
+        }
+        groups->places[groups->num_kept] = place;
+        groups->extensions[groups->num_kept++] = number;
+        groups->counts[groups->num_samples - 1]++;
+    }
+    return 1;
+}
+
+static PyObject *lowered(const Groups *groups) {
+    PyObject *list = PyList_New(groups->num_extensions);
+    for (int k = 0; list != NULL && k < groups->num_extensions; k++) {
+        PyObject *text = PyUnicode_New((Py_ssize_t)groups->extension_sizes[k], 127);
+        if (text == NULL) {
+            Py_CLEAR(list);
             break;
         }
-        const Py_ssize_t name_size = (Py_ssize_t)strnlen((const char *)header, 100);
-        PyObject *entry = Py_BuildValue("(y#LL)", (const char *)header, name_size, start, length);
-        if (entry == NULL || PyList_Append(found, entry) < 0) {
-            Py_CLEAR(found);
+        for (size_t i = 0; i < groups->extension_sizes[k]; i++) {
+            PyUnicode_1BYTE_DATA(text)[i] = (Py_UCS1)tolower(groups->extension_at[k][i]);
         }
-        Py_XDECREF(entry);
-        offset = (Py_ssize_t)(start + (length + TAR_BLOCK - 1) / TAR_BLOCK * TAR_BLOCK);
+        PyList_SET_ITEM(list, k, text);
     }
-    PyBuffer_Release(&data);
-    return found == NULL ? NULL : Py_BuildValue("(Nn)", found, offset);
+    return list;
+}
+
+/* group_names(names, num) -> (keys, key ends, members a sample, their places, their extensions, extensions, number of members
+ * that belong to no sample): the samples that `num` members make, whose names are each ended by a NUL. Members that follow
+ * one another and are called alike up to the first dot of the base name are a sample. None where that takes a closer look. */
+PyObject *group_names(PyObject *self, PyObject *args) {
+    const char *names;
+    Py_ssize_t num_bytes, num;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y#n", &names, &num_bytes, &num)) {
+        return NULL;
+    }
+    Py_ssize_t num_here = 0;
+    for (Py_ssize_t i = 0; i < num_bytes; i++) {
+        num_here += names[i] == 0;
+    }
+    if (num_here != num || (num_bytes && names[num_bytes - 1])) {
+        PyErr_SetString(PyExc_ValueError, "there must be as many names as members, each ended by a NUL");
+        return NULL;
+    }
+    const size_t room = (size_t)num + 1;
+    Groups groups = {.keys = PyMem_RawMalloc((size_t)num_bytes + 1),
+                     .key_ends = PyMem_RawMalloc(room * 8),
+                     .counts = PyMem_RawMalloc(room * 8),
+                     .places = PyMem_RawMalloc(room * 8),
+                     .extensions = PyMem_RawMalloc(room * 4)};
+    PyObject *result = NULL;
+    if (!groups.keys || !groups.key_ends || !groups.counts || !groups.places || !groups.extensions) {
+        PyErr_NoMemory();
+    } else {
+        int is_plain;
+        Py_BEGIN_ALLOW_THREADS;
+        is_plain = find_groups(&groups, names, (size_t)num_bytes);
+        Py_END_ALLOW_THREADS;
+        const Py_ssize_t n = groups.num_samples, kept = groups.num_kept;
+        result = !is_plain ? Py_NewRef(Py_None)
+                           : Py_BuildValue("(y#y#y#y#y#Nn)", groups.keys, n ? (Py_ssize_t)groups.key_ends[n - 1] : 0,
+                                           (char *)groups.key_ends, n * 8, (char *)groups.counts, n * 8,
+                                           (char *)groups.places, kept * 8, (char *)groups.extensions, kept * 4,
+                                           lowered(&groups), groups.num_ignored);
+    }
+    PyMem_RawFree(groups.keys);
+    PyMem_RawFree(groups.key_ends);
+    PyMem_RawFree(groups.counts);
+    PyMem_RawFree(groups.places);
+    PyMem_RawFree(groups.extensions);
+    return result;
 }
 
 /* The frame header of a baseline, extended or progressive JPEG of 8 bits; None for everything else. A few hundred

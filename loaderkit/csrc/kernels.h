@@ -5,6 +5,7 @@
  *     read_many(paths, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar
+ *     group_names(names, num)                                the samples they make
  *     jpeg_size(data)                                        what the frame header says
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
@@ -52,6 +53,7 @@ PyObject *cut(PyObject *self, PyObject *args);
 PyObject *read_range(PyObject *self, PyObject *args);
 PyObject *gather_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
+PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *jpeg_size(PyObject *self, PyObject *object);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);

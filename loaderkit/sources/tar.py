@@ -1,6 +1,6 @@
 """Samples in tar archives, grouped as WebDataset does: members that share a name up to its first dot are one sample.
 
-shards (listing) -> their indexes (a few at a time) -> `_group`: one pass over the names of a shard
+shards (listing) -> their indexes (a few at a time) -> `_group`: one pass over the names of a shard, in C if they are plain
     -> arrays: starts, sizes and extension of all members, first member of every sample, first sample of every shard
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from loaderkit.catalog import FieldMap, Fields, Include, Patterns, StringTable, cut_blocks
 from loaderkit.errors import SourceError
 from loaderkit.formats.tar_index import TarIndex
+from loaderkit.native import kernels
 from loaderkit.schema import SourceArgs
 from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
 
@@ -61,6 +62,20 @@ class TarArgs(SourceArgs):
     def shards(self) -> str | tuple[str, ...]:
         """Which archives below `root`."""
         return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".tar") else self.include
+
+
+class _Samples(NamedTuple):
+    """The samples of one archive: members a sample, the members' places in the archive, their extensions' numbers."""
+
+    keys: StringTable
+    counts: NDArray[np.int64]
+    places: NDArray[np.int64]
+    extensions: NDArray[np.int32]
+
+    def head(self, num: int) -> _Samples:
+        counts = self.counts[:num]
+        num_members = int(counts.sum())
+        return _Samples(self.keys.head(num), counts, self.places[:num_members], self.extensions[:num_members])
 
 
 class TarSource:
@@ -193,49 +208,63 @@ class TarSource:
     def _collect(self, load: Callable[[ObjectInfo], TarIndex]) -> None:
         """Group the members of all archives (up to `limit` samples) and lay the result out in arrays."""
         limit = self._args.limit
+        num = 0
         shard_firsts: list[int] = []
-        counts = array("q")  # members of each sample
-        extensions = array("i")
-        starts: list[NDArray[np.int64]] = []
-        sizes: list[NDArray[np.int64]] = []
-
-        def keys() -> Iterator[str]:
-            for info, index in self._loaded(load):
-                shard_firsts.append(len(counts))
-                grouped = self._group(info, index)
-                room = len(grouped) if limit is None else limit - len(counts)
-                kept: list[int] = []
-                for key, members, ids in islice(grouped, room):
-                    counts.append(len(members))
-                    kept += members
-                    extensions.extend(ids)
-                    yield key
-                starts.append(index.starts[kept])
-                sizes.append(index.sizes[kept])
-                if len(counts) == limit:
-                    return
-
-        self._keys = StringTable(keys())
-        if not len(self._keys):
+        found: list[_Samples] = []
+        starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for info, index in self._loaded(load):
+            samples = self._group(info, index)
+            if limit is not None:
+                samples = samples.head(limit - num)
+            shard_firsts.append(num)
+            num += len(samples.keys)
+            found.append(samples)
+            starts.append(index.starts[samples.places])
+            sizes.append(index.sizes[samples.places])
+            if num == limit:
+                break
+        if not num:
             raise SourceError(
                 f"the {len(self._shards)} archives below {self._args.root!r} hold no sample ({self.num_ignored} "
                 "members are hidden or have no extension); a sample's members are called <key>.<extension>"
             )
+        self._keys = StringTable.joined(samples.keys for samples in found)
         self._starts = np.concatenate(starts)
         self._sizes = np.concatenate(sizes)
-        self._member_extensions: NDArray[Any] = np.array(extensions, np.int32)
-        self._firsts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+        self._member_extensions = np.concatenate([samples.extensions for samples in found])
+        self._firsts = np.cumsum(np.concatenate([[0], *(samples.counts for samples in found)]), dtype=np.int64)
         self._shard_firsts = np.array(shard_firsts, np.int64)
         self._shard_starts = shard_firsts  # the same as a list, in which a search is ten times as fast
 
-    def _group(self, info: ObjectInfo, index: TarIndex) -> list[tuple[str, list[int], list[int]]]:
-        """The samples of one archive: key, places of the members, numbers of their extensions."""
-        samples: dict[str, tuple[str, list[int], list[int]]] = {}
+    def _group(self, info: ObjectInfo, index: TarIndex) -> _Samples:
+        """The samples of one archive. Extensions are numbered in `_extension_ids`."""
+        plain = kernels.group_names(index.packed_names, len(index)) if kernels is not None else None
+        if plain is None:
+            return self._group_with_care(info, index)
+        keys, ends, counts, places, extensions, names, num_ignored = plain
+        found = StringTable.packed(keys, np.frombuffer(ends, np.int64))
+        if len({*found.take(np.arange(len(found)))}) < len(found):
+            return self._group_with_care(info, index)  # which says what comes back
+        self.num_ignored += num_ignored
+        ids = np.array([self._extension_id(name) for name in names], np.int32)
+        return _Samples(
+            found,
+            np.frombuffer(counts, np.int64),
+            np.frombuffer(places, np.int64),
+            ids[np.frombuffer(extensions, np.int32)],
+        )
+
+    def _extension_id(self, extension: str) -> int:
+        return self._extension_ids.setdefault(extension, len(self._extension_ids))
+
+    def _group_with_care(self, info: ObjectInfo, index: TarIndex) -> _Samples:
+        """The same name by name, for all that is unusual. Raises `SourceError`."""
+        counts: dict[str, int] = {}  # by key
+        places, ids = array("q"), array("i")
         last = ""  # the key of the sample the latest member belongs to, with its dot
-        members: list[int] = []
-        ids: list[int] = []
+        first = 0  # of its members, in `ids`
         for place, name in enumerate(index.names()):
-            if last and name.startswith(last):
+            if last and name.startswith(last) and "/" not in name[len(last) :]:
                 extension = name[len(last) :].lower()
             else:
                 if name.startswith("__") and _META.match(name):
@@ -246,16 +275,21 @@ class TarSource:
                     self.num_ignored += 1
                     continue
                 key, extension, last = name[:dot], name[dot + 1 :].lower(), name[: dot + 1]
-                if key in samples:
+                if key in counts:
                     self._fail_as_scattered(info, key, name)
-                members, ids = [], []
-                samples[key] = (key, members, ids)
-            extension_id = self._extension_ids.setdefault(extension, len(self._extension_ids))
-            if extension_id in ids:
+                counts[key], first = 0, len(ids)
+            extension_id = self._extension_id(extension)
+            if extension_id in ids[first:]:
                 self._fail_as_twice(info, last[:-1], extension)
-            members.append(place)
+            places.append(place)
             ids.append(extension_id)
-        return list(samples.values())
+            counts[last[:-1]] += 1
+        return _Samples(
+            StringTable(counts),
+            np.array([*counts.values()], np.int64),
+            np.array(places, np.int64),
+            np.array(ids, np.int32),
+        )
 
     def _fail_as_scattered(self, info: ObjectInfo, key: str, name: str) -> NoReturn:
         raise SourceError(

@@ -17,7 +17,7 @@ import numpy as np
 
 from loaderkit.errors import FormatError
 from loaderkit.formats.tar_index.index import TarIndex
-from loaderkit.formats.tar_index.window import Window
+from loaderkit.formats.tar_index.window import Run, Window
 from loaderkit.types import Connector, ObjectInfo
 
 _BLOCK = 512
@@ -49,17 +49,11 @@ def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], floa
     archive and the offset for everything else that is wrong, and what the connector raises.
     """
     scanner = TarScanner(connector, info, clock)
-    names = bytearray()
-    starts: list[int] = []
-    sizes: list[int] = []
-    for name, start, size in scanner.walk(0):
-        names += name
-        names.append(0)
-        starts.append(start)
-        sizes.append(size)
-    return TarIndex(
-        np.array(starts, np.int64), np.array(sizes, np.int64), bytes(names), is_whole=not scanner.has_odd_end
-    )
+    runs = list(scanner.runs(0))
+    nothing = np.empty(0, np.int64)
+    starts = np.concatenate([nothing, *(run.starts for run in runs)])
+    sizes = np.concatenate([nothing, *(run.sizes for run in runs)])
+    return TarIndex(starts, sizes, b"".join(run.names for run in runs), is_whole=not scanner.has_odd_end)
 
 
 @dataclass
@@ -82,15 +76,20 @@ class TarScanner:
         self._globals: dict[bytes, bytes] = {}
 
     def walk(self, position: int) -> Iterator[Found]:
-        """All regular files whose headers stand at `position` (the start of a header) or later."""
+        """All regular files whose headers stand at `position` (the start of a header) or later, one by one."""
+        for run in self.runs(position):
+            yield from zip(run.names.split(b"\0")[:-1], run.starts.tolist(), run.sizes.tolist(), strict=True)
+
+    def runs(self, position: int) -> Iterator[Run]:
+        """The same, as many at a time as are found together."""
         extended = _Extended()
         name = b""
         while position + _BLOCK <= self._num_bytes:
             if not extended.is_pending and not self._globals:
                 plain, position = self._window.plain_files(position)
-                if plain:
-                    name = plain[-1][0]
-                    yield from plain
+                if plain is not None:
+                    name = plain.names[plain.names.rfind(b"\0", 0, -1) + 1 : -1]
+                    yield plain
                     continue
             header = self._window.take(position, _BLOCK)
             if not header[0] and not any(header):
@@ -114,7 +113,7 @@ class TarScanner:
                 continue
             size = self._checked_size(position, name, size)
             if kind in _REGULAR:
-                yield name, start, size
+                yield Run(name + b"\0", np.array([start], np.int64), np.array([size], np.int64))
             position = start + _padded(size)
         return self._end(position, name, extended)
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit.native import kernels
 from loaderkit.types import Connector, ObjectInfo
@@ -11,6 +15,14 @@ _SMALL_BYTES = 4 << 10
 _LEAST_WINDOW_BYTES = 256 << 10
 _MOST_WINDOW_BYTES = 4 << 20
 _MOST_BREAK_EVEN_BYTES = 8 << 20
+
+
+class Run(NamedTuple):
+    """Regular files in archive order: their names, each ended by a NUL, first bytes and numbers of bytes, int64 [n]."""
+
+    names: bytes
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
 
 
 class Window:
@@ -41,15 +53,20 @@ class Window:
         self._num_taken += 1
         return self._data[offset : offset + num_bytes]
 
-    def plain_files(self, position: int) -> tuple[list[tuple[bytes, int, int]], int]:
-        """(name, start, size) of the plain files whose headers follow one another from `position` on, as far as these lie
-        in what was read already, and where the next header stands. A hundredth of the time of looking at each."""
+    def plain_files(self, position: int) -> tuple[Run | None, int]:
+        """The plain files whose headers follow one another from `position` on, as far as these lie in what was read already,
+        and where the next header stands. A hundredth of the time of looking at each."""
         if kernels is None or not self._start <= position < self._start + self._num_filled:
-            return [], position
+            return None, position
         base = self._start
-        found, after = kernels.tar_run(self._data, position - base, self._num_filled, self._info.size - base)
-        self._num_taken += len(found)
-        return [(name, start + base, size) for name, start, size in found], after + base
+        names, starts, sizes, after = kernels.tar_run(
+            self._data, position - base, self._num_filled, self._info.size - base
+        )
+        if not names:
+            return None, position
+        run = Run(names, np.frombuffer(starts, np.int64) + base, np.frombuffer(sizes, np.int64))
+        self._num_taken += len(run.starts)
+        return run, after + base
 
     def rest_after(self, position: int) -> bytearray:
         """What was already read from `position` on."""

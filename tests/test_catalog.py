@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from loaderkit.catalog import Catalog, FieldMap, Fields, Include, Patterns, StringTable, cut_blocks, expand_braces
+import loaderkit.catalog
+from loaderkit.catalog import (
+    Catalog,
+    FieldMap,
+    Fields,
+    Include,
+    Patterns,
+    StringTable,
+    cut_blocks,
+    expand_braces,
+    numbered,
+)
+from loaderkit.native import kernels
 from loaderkit.types import ObjectInfo
 
 # ------------------------------------------------------------------------------------------------------- tables
@@ -24,6 +37,41 @@ def test_string_table_is_the_list(strings: list[str]) -> None:
     assert table.digest() == StringTable(strings).digest()
     with pytest.raises(IndexError):
         table[len(strings)]
+
+
+@given(st.lists(st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=5) | st.just("\udce9x"))), st.data())
+def test_tables_are_joined_cut_and_taken_from(parts: list[list[str]], data: st.DataObject) -> None:
+    strings = list(itertools.chain(*parts))
+    table = StringTable.joined(map(StringTable, parts))
+    assert list(table) == strings
+    assert table.digest() == StringTable(strings).digest()
+    num = data.draw(st.integers(0, len(strings) + 2))
+    assert list(table.head(num)) == strings[:num]
+    places = np.array(data.draw(st.lists(st.integers(0, len(strings) - 1))) if strings else [], np.int64)
+    wanted = [strings[place] for place in places]
+    assert table.take(places) == wanted
+    with mock.patch.object(loaderkit.catalog, "kernels", None):
+        assert table.take(places) == wanted
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+def test_no_string_is_made_of_what_lies_beside() -> None:
+    table = StringTable(["a", "b"])
+    for place in (2, -1, 2**62):
+        with pytest.raises(IndexError):
+            table.take(np.array([place]))
+    with pytest.raises(IndexError):
+        StringTable.packed(b"ab", np.array([1, 3])).take(np.array([1]))
+    with pytest.raises(ValueError, match="64-bit"):
+        kernels.texts(b"ab", np.array([1, 2], np.int32), np.array([0]))
+
+
+@given(st.lists(st.integers(0, 2**63 - 1)))
+def test_numbered_keys_are_the_numbers(numbers: list[int]) -> None:
+    indices = np.array(numbers, np.int64)
+    assert numbered(indices) == list(map(str, numbers))
+    with mock.patch.object(loaderkit.catalog, "kernels", None):
+        assert numbered(indices) == list(map(str, numbers))
 
 
 def test_digest_sees_order_and_borders() -> None:

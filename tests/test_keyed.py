@@ -4,6 +4,8 @@ import itertools
 import math
 import tracemalloc
 from collections import Counter
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from loaderkit import keyed
 from loaderkit.keyed import Bijection, generator, key_of, mix, uniforms
+from loaderkit.native import kernels
 from loaderkit.order import BlockOrder, GlobalOrder
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -185,6 +189,25 @@ def test_every_position_may_have_a_permutation_of_its_own(groups: list[tuple[int
 def test_one_size_with_many_keys(size: int, keys: list[int]) -> None:
     images = Bijection(size, np.array(keys, np.uint64))(np.full(len(keys), size - 1))
     assert images.tolist() == [int(Bijection(size, key)(np.array([size - 1]))[0]) for key in keys]
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@given(
+    st.lists(st.integers(1, 1 << 60) | st.integers(1, 40), min_size=1, max_size=30),
+    st.lists(KEYS, min_size=30, max_size=30),
+    st.sampled_from(["one for all", "sizes", "keys", "both"]),
+    st.data(),
+)
+def test_c_and_numpy_agree(sizes: list[int], keys: list[int], own: str, data: st.DataObject) -> None:
+    num = len(sizes)
+    size: Any = np.array(sizes, np.int64) if own in ("sizes", "both") else sizes[0]
+    key: Any = np.array(keys[:num], np.uint64) if own in ("keys", "both") else keys[0]
+    places = np.array(
+        [data.draw(st.integers(0, one - 1)) for one in (sizes if np.ndim(size) else [size] * num)], np.int64
+    )
+    compiled = Bijection(size, key)(places)
+    with mock.patch.object(keyed, "kernels", None):
+        assert np.array_equal(Bijection(size, key)(places), compiled)
 
 
 @given(st.integers(1, 1 << 60), KEYS, st.data())

@@ -7,17 +7,20 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import webdataset
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import loaderkit.sources.tar
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError, SourceError
 from loaderkit.formats.tar_index import scan_tar
+from loaderkit.native import kernels
 from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.types import Connector, Source
 
@@ -104,6 +107,38 @@ NAMES = st.builds(
 
 
 @settings(max_examples=100, deadline=None)
+def grouped(members: Members) -> Any:
+    """Keys, member names and sizes of all samples, and the number of members in none; or the error."""
+    try:
+        source = source_of({"s.tar": members})
+    except SourceError as error:
+        return str(error)
+    return [(source.key(i), source._extensions_of(i), source.ranges(i)) for i in range(len(source))], source.num_ignored
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@given(
+    st.lists(NAMES | st.sampled_from(["__a__", "a.b/c.txt", "a.B", "a.b", "a.", "d/.x", "é.é", "a.b.c"]), max_size=12)
+)
+@example(["a.b", "a.b/c.txt"])
+@example(["a.x", "noext", "a.y"])
+@example(["a.x", "b.x", "a.y"])
+@example(["a.x", "a.X"])
+@example([f"a.{n}" for n in range(80)])
+def test_names_are_grouped_alike_with_and_without_c(names: list[str]) -> None:
+    members = [(name, name.encode()) for name in names]
+    quick = grouped(members)
+    with mock.patch.object(loaderkit.sources.tar, "kernels", None):
+        assert grouped(members) == quick
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+def test_names_that_do_not_fit_their_number_are_refused() -> None:
+    for names, num in ((b"a.b\0", 2), (b"a.b", 1), (b"a.b\0c", 1), (b"", 1)):
+        with pytest.raises(ValueError, match="NUL"):
+            kernels.group_names(names, num)
+
+
 @given(st.lists(NAMES, min_size=1, max_size=10, unique_by=str.lower).map(sorted))
 def test_random_names_as_webdataset(names: list[str]) -> None:
     data = archive([(name, name.encode()) for name in names])

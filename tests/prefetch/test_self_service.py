@@ -1,0 +1,142 @@
+"""A loop that does nothing between quick batches makes them itself, and nothing but the thread changes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.prefetch.self_service import SelfService
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Pipeline:
+    np.save(tmp_path / "records.npy", np.arange(8000).reshape(2000, 4))
+    return Pipeline.array(str(tmp_path / "records.npy")).shuffle(seed=0).read().batch(16)
+
+
+class TestWhen:
+    @pytest.fixture
+    def intake(self) -> Any:
+        intake = SimpleNamespace(batch_s=100e-6, is_self_service=False, set_self_service=None)
+        intake.set_self_service = lambda is_on: setattr(intake, "is_self_service", is_on)
+        return intake
+
+    def loop(self, service: SelfService, away_s: float, num: int = 20) -> bool:
+        now = 0.0
+        comes = False
+        for _ in range(num):
+            comes = service.comes(now)
+            now += 100e-6
+            service.leaves(now)
+            now += away_s
+        return comes
+
+    def test_a_loop_that_does_nothing_serves_itself_until_it_does_something(self, intake: Any) -> None:
+        service = SelfService(intake, None)
+        assert not self.loop(service, 5e-6, num=8)
+        assert self.loop(service, 5e-6)
+        assert intake.is_self_service
+        assert not self.loop(service, 50e-6, num=2)
+        assert not intake.is_self_service
+
+    def test_not_while_workers_do_better(self, intake: Any) -> None:
+        turns: Any = SimpleNamespace(one_at_a_time=False)
+        service = SelfService(intake, turns)
+        assert not self.loop(service, 0.0)
+        turns.one_at_a_time = True
+        assert self.loop(service, 0.0)
+
+    @pytest.mark.parametrize("batch_s", [None, 2e-3])
+    def test_not_with_batches_that_take_long(self, intake: Any, batch_s: float | None) -> None:
+        intake.batch_s = batch_s
+        assert not self.loop(SelfService(intake, None), 0.0)
+
+    def test_not_in_inference_mode_which_tensors_would_keep(self, intake: Any) -> None:
+        with torch.inference_mode():
+            assert not self.loop(SelfService(intake, None), 0.0)
+
+
+class TestHow:
+    @pytest.fixture(params=[1, 3])
+    def loader(self, request: Any, records: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Iterator[loaderkit.Loader]:
+        """One that changes its mind at random."""
+        chance = random.Random(request.param)
+
+        def comes(self: SelfService, now: float) -> bool:
+            wanted = chance.random() < 0.8
+            self._intake.set_self_service(wanted)
+            return wanted
+
+        monkeypatch.setattr(SelfService, "comes", comes)
+        with loaderkit.build(records, overrides={"prefetch.concurrency": request.param}) as loader:
+            yield loader
+
+    def test_the_batches_are_the_same(self, loader: loaderkit.Loader, records: Pipeline) -> None:
+        with loaderkit.build(records, overrides={"prefetch.executor": "inline"}) as inline:
+            for _ in range(4):
+                for mine, theirs in zip(loader, inline, strict=True):
+                    assert mine["__key__"] == theirs["__key__"]
+                    assert torch.equal(mine["data"], theirs["data"])
+
+    def test_the_accounts_stay_whole(self, loader: loaderkit.Loader) -> None:
+        for _ in loader:
+            pass
+        before = loader.stats()
+        for _ in range(2):
+            for _ in loader:
+                pass
+        stats = loader.stats(since=before).to_dict()
+        slots_s = sum(stage["slot_s"] for stage in stats["stages"])
+        assert slots_s == pytest.approx(stats["stages"][0]["workers"] * stats["wall_s"], rel=0.05)
+        assert sum(stats["stall"]["by_stage"].values()) == pytest.approx(stats["stall"]["total_s"], rel=0.01)
+        assert sum(stage["num_items"] for stage in stats["stages"]) >= 2 * 2 * 2000
+
+    def test_nothing_is_left_after_a_break_or_a_seek(self, loader: loaderkit.Loader) -> None:
+        for n in range(30):
+            for number, _ in enumerate(loader):
+                if number == n % 7:
+                    break
+            if n % 3 == 0:
+                loader.set_epoch(n)
+        loader.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit-read")]
+
+
+def test_whoever_is_asked_to_stop_meanwhile_stops(records: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker whose account is lent sleeps through `close`, and is woken when the account comes back."""
+    monkeypatch.setattr(SelfService, "comes", lambda self, now: self._intake.set_self_service(True) or True)
+    with loaderkit.build(records, overrides={"prefetch.concurrency": 1}) as loader:
+        batches = iter(loader)
+        next(batches)
+        engine: Any = loader._engine
+        while engine.intake.borrow() is None:  # what was read ahead comes first
+            next(batches)
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        while not engine.is_closed:
+            pass
+        engine.intake.give_back()
+        closing.join(20)
+        assert not closing.is_alive()
+
+
+def test_other_peoples_code_runs_in_workers_only(records: Pipeline) -> None:
+    called = records.config.stages
+    assert called
+    with loaderkit.build(records) as loader:
+        loader.start()
+        assert loader._engine._self_service is not None  # type: ignore[union-attr]
+    data_set = Pipeline.dataset(list(range(100))).read().batch(4)
+    with loaderkit.build(data_set) as loader:
+        loader.start()
+        assert loader._engine._self_service is None  # type: ignore[union-attr]

@@ -74,10 +74,10 @@ def _offer_ffmpeg(folder: Path) -> None:
     for path in folder.glob("lib/python*/site-packages/av.libs/lib*.so*"):
         place = folder / "ffmpeg"
         place.mkdir(exist_ok=True)
-        (place / path.name).symlink_to(path)
+        (place / path.name).symlink_to(Path("..") / path.relative_to(folder))
         match = re.fullmatch(r"(lib(?:av|sw)\w+)-[0-9a-f]+\.so\.(\d+)[.\d]*", path.name)
         if match:
-            (place / f"{match[1]}.so.{match[2]}").symlink_to(path)
+            (place / f"{match[1]}.so.{match[2]}").symlink_to(path.name)
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ import torch
 from loaderkit.errors import ClosedError
 from loaderkit.order import Schedule
 from loaderkit.prefetch import stalls, wire
-from loaderkit.prefetch.arena import Allocator, Arena
+from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
 from loaderkit.prefetch.late import LateStages
 from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
@@ -80,16 +80,17 @@ class ProcessEngine:
         self._check_usable()
         if self._link is not None or self._failure is not None:
             return
-        arena = Arena.create()
-        try:
-            allocator = Allocator(arena)
-            self._link = Link(arena, allocator, self._preload)
-            self._send_job(self._link, arena, allocator)
-        except BaseException as error:
-            self._failure = error
-            raise
-        finally:
-            arena.release_descriptor()
+        with stdio_occupied():
+            arena = Arena.create()
+            try:
+                allocator = Allocator(arena)
+                self._link = Link(arena, allocator, self._preload)
+                self._send_job(self._link, arena, allocator)
+            except BaseException as error:
+                self._failure = error
+                raise
+            finally:
+                arena.release_descriptor()
         self._ledger = Ledger(arena, pinned=self._pinned)
         receiver = Receiver(self._link, self._ledger)
         self._inbox = receiver if self._late is None else self._late.follow(receiver)

@@ -16,6 +16,7 @@ from of_numbers import Numbers, build, is_running, numbers, pid_of, wait_for
 
 from loaderkit import Pipeline
 from loaderkit.errors import WorkerDiedError
+from loaderkit.prefetch import child
 from loaderkit.prefetch.link import describe_death
 
 # ------------------------------------------------------------------------------------------------ deaths
@@ -75,6 +76,32 @@ class TestDeaths:
         error = describe_death(123, code)
         assert error.exit_code == code
         assert "pid 123" in str(error)
+
+
+class TestNotStarting:
+    @pytest.mark.parametrize(
+        ("boot", "says"),
+        [
+            (
+                "import os; os._exit(4)",
+                r"could not start: it left with exit code 4 before it was ready: see what it printed",
+            ),
+            (
+                "import os; os.kill(os.getpid(), 11)",
+                r"could not start: it was killed by SIGSEGV.*while it was imported",
+            ),
+            (
+                child.BOOT.replace("from loaderkit.prefetch.child", "from nowhere"),
+                r"could not start: it left with exit code 1 .*\(ModuleNotFoundError: No module named 'nowhere'\)",
+            ),
+        ],
+    )
+    def test_no_stage_is_blamed(self, boot: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(child, "BOOT", boot)
+        with build(numbers()) as loader, pytest.raises(WorkerDiedError, match=says) as caught:
+            next(iter(loader))
+        assert "stage" not in str(caught.value)
+        del caught
 
 
 PARENT = """

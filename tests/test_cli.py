@@ -267,6 +267,11 @@ class TestExitCodes:
             assert process.stderr.read() == ""
         assert process.returncode == 1
 
+    def test_python_m_is_the_command(self) -> None:
+        done = subprocess.run([sys.executable, "-m", "loaderkit", "run", "nothing.yaml"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "nothing.yaml" in done.stderr
+
     def test_help_does_not_import_torch(self) -> None:
         program = "import sys; from loaderkit.cli import main; main(['--help']); assert 'torch' not in sys.modules"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

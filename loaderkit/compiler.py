@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from loaderkit.config import PipelineConfig, StageConfig
-from loaderkit.errors import ConfigError, LoaderkitError, StageError
+from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES, StageKind
@@ -199,7 +199,7 @@ class Compiler:
                 if self.device.type == "cuda":
                     # What ran on the worker's stream must be there for whatever stream the consumer works on.
                     torch.cuda.current_stream(self.device).synchronize()
-            except Exception as error:
+            except USER_ERRORS as error:
                 reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
                 raise _batch_error(config.name, context.epoch, context.step, reason, context.keys) from error
 

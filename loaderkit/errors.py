@@ -25,6 +25,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+"""What a user's function may raise that is a failure of its sample. KeyboardInterrupt is not: it ends the loop."""
+
 
 class LoaderkitError(Exception):
     """Base of all errors raised by loaderkit on purpose."""

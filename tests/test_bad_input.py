@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -352,6 +353,16 @@ def other_fields(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "extra": 1} if sample["__key__"].endswith("07.jpg") else sample
 
 
+def leave(sample: dict[str, Any]) -> None:
+    if sample["__key__"].endswith("07.jpg"):
+        sys.exit("a library gave up")
+
+
+def end_generator(sample: dict[str, Any]) -> None:
+    if sample["__key__"].endswith("07.jpg"):
+        raise GeneratorExit
+
+
 def called(folder: Path, function: Callable[..., Any], executor: str, **errors: Any) -> Pipeline:
     made = (
         Pipeline.files(folder, label="parent")
@@ -371,13 +382,15 @@ def called(folder: Path, function: Callable[..., Any], executor: str, **errors: 
     [
         (raise_for_seven, "mine", "seven", UnluckyError),
         (key_error, "mine", "KeyError('depth')", KeyError),
+        (leave, "mine", "SystemExit('a library gave up')", SystemExit),
+        (end_generator, "mine", "GeneratorExit()", GeneratorExit),
         (no_dict, "mine", "returned Tensor; it must return a dict", TypeError),
         (other_shape, "batch", "[3, 10, 32]", ValueError),
         (other_fields, "batch", "'extra'", ValueError),
     ],
 )
 def test_a_call_that_fails_on_a_sample(
-    function: Callable[..., Any], stage: str, said: str, cause: type[Exception], executor: str, folder: Path
+    function: Callable[..., Any], stage: str, said: str, cause: type[BaseException], executor: str, folder: Path
 ) -> None:
     error = failure(loaderkit.build(called(folder, function, executor)))
     assert_names(error, stage, "b/07.jpg", folder / "b" / "07.jpg", said)
@@ -399,6 +412,23 @@ def test_a_call_that_fails_on_a_batch(executor: str, folder: Path) -> None:
     assert "batch 2 of epoch 0" in str(error)
     assert "seven" in str(error)
     assert isinstance(error.__cause__, UnluckyError)
+
+
+def leave_on_batch(batch: dict[str, Any]) -> None:
+    if "b/07.jpg" in batch["__key__"]:
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("executor", THREADS)
+def test_a_call_that_leaves_on_a_batch(executor: str, folder: Path) -> None:
+    error = failure(loaderkit.build(files(folder, executor).call(leave_on_batch, name="late")))
+    assert error.stage == "late"
+    assert "SystemExit(0)" in str(error)
+
+
+def test_what_leaves_is_skipped_like_any_bad_sample(folder: Path) -> None:
+    with loaderkit.build(called(folder, leave, "thread", on_bad_sample="skip")) as loader:
+        assert "b/07.jpg" not in [key for batch in loader for key in batch["__key__"]]
 
 
 def test_a_call_that_cannot_be_imported(folder: Path) -> None:
@@ -426,6 +456,25 @@ def test_a_data_set_object_that_raises(executor: str) -> None:
     error = failure(loaderkit.build(made))
     assert_names(error, "read", "13", "Items", "item 13")
     assert isinstance(error.__cause__, UnluckyError)
+
+
+class Leaving(Items):
+    def __getitem__(self, index: int) -> Any:
+        return sys.exit() if index == 13 else super().__getitem__(index)
+
+
+class LeavingTogether(Leaving):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("executor", [*THREADS, "process"])
+@pytest.mark.parametrize("items", [Leaving, LeavingTogether])
+def test_a_data_set_object_that_leaves(items: type[Items], executor: str) -> None:
+    made = Pipeline.dataset(items()).shuffle("none").read().batch(6).prefetch(executor=executor)
+    error = failure(loaderkit.build(made))
+    assert_names(error, "read", "13", items.__name__, "SystemExit")
+    assert isinstance(error.__cause__, SystemExit)
 
 
 def test_data_set_objects_of_no_use() -> None:

@@ -268,7 +268,9 @@ class TestExitCodes:
         assert process.returncode == 1
 
     def test_python_m_is_the_command(self) -> None:
-        done = subprocess.run([sys.executable, "-m", "loaderkit", "run", "nothing.yaml"], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "loaderkit", "run", "nothing.yaml"], capture_output=True, text=True
+        )
         assert done.returncode == 2
         assert "nothing.yaml" in done.stderr
 

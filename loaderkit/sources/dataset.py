@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, field_serializer, field_validator
 
 from loaderkit.catalog import numbered
-from loaderkit.errors import ConfigError, SourceError
+from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
 
@@ -106,7 +106,7 @@ class DatasetSource:
         try:
             found = self._get_many(indices)
             return found if isinstance(found, list) and len(found) == len(indices) else None
-        except Exception:
+        except USER_ERRORS:
             return None  # one of them is bad: asked one by one they say which
 
     def sample(self, item: Any) -> Sample:

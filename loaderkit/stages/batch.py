@@ -77,9 +77,9 @@ def as_tensor(value: Any) -> torch.Tensor:
             value = value.copy()
         return torch.from_numpy(value)
     if isinstance(value, (bool, int, np.generic)):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
 
 
@@ -231,7 +231,7 @@ def _write_arrays(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> b
 def _write_numbers(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> bool:
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
-        target.copy_(torch.tensor(values, dtype=spec.dtype))
+        target.copy_(torch.tensor(values, dtype=spec.dtype, device="cpu"))
     return fits
 
 
@@ -271,8 +271,8 @@ def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.
     for tensor in tensors:
         if tensor.ndim != first.ndim or tensor.dtype != first.dtype:
             raise ValueError(f"cannot pad {describe(tensor)} together with {describe(first)}: rank or dtype differ")
-    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64)
-    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype)
+    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
+    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device="cpu")
     for slot, tensor in zip(padded, tensors, strict=True):
         slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded, sizes[:, 0] if first.ndim == 1 else sizes

@@ -81,7 +81,7 @@ class Compiler:
         dtype = torch.float32 if self._normalized_in_slots is not None else None
         try:
             specs = specs_of(sample, key, args.ragged, dtype)
-        except (ValueError, TypeError) as error:
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
         for name in self._config.output or ():

@@ -596,6 +596,16 @@ def test_skip_of_a_whole_batch(executor: str, folder: Path) -> None:
     assert threads_of_ours() == []
 
 
+def test_skip_of_what_cannot_be_padded() -> None:
+    class Mixed(Items):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.zeros(index, dtype=torch.int64 if index == 7 else torch.float32)}
+
+    made = Pipeline.dataset(Mixed()).shuffle("none").read().batch(6, ragged={"x": "pad"}).errors(on_bad_sample="skip")
+    with loaderkit.build(made.epochs(1)) as loader:
+        assert [key for batch in loader for key in batch["__key__"]] == [str(n) for n in range(NUM) if n != 7]
+
+
 def test_skip_with_padding_and_lists(folder: Path) -> None:
     class Words(Items):
         def __getitem__(self, index: int) -> Any:

@@ -453,6 +453,17 @@ stages: [read, batch: {size: 4}]
         "order.shuffle",
         ["bytes", "global or none"],
     ),
+    "one name for two fields of an object": (
+        """\
+source:
+  kind: dataset
+  object: "test_config:Letters"
+  fields: [x, y, x]  # <<
+stages: [read, batch: {size: 4}]
+""",
+        "source.fields",
+        ["expected names that differ", "'y'"],
+    ),
     "two stages of one name": (
         """\
 source: {kind: files, url: data}
@@ -1222,6 +1233,12 @@ def test_what_no_file_can_name() -> None:
         assert isinstance(made.config, PipelineConfig)
         with pytest.raises(ConfigError, match="cannot be written"):
             made.to_yaml()
+
+
+def test_arguments_of_an_object_that_is_ready() -> None:
+    with pytest.raises(ConfigError, match=r"source\.args: expected no arguments, as `object` is not the name.*'num'"):
+        _ = Pipeline.dataset(Letters(), args={"num": 3}).read().batch(2).config
+    assert Pipeline.dataset(Letters(), args={}).read().batch(2).config
 
 
 def test_a_function_is_written_by_its_name(write: Callable[[str], Path]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, field_serializer, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
 from loaderkit.catalog import numbered
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
@@ -37,6 +37,20 @@ class DatasetArgs(SourceArgs):
                 raise ValueError(f'"package.module:name", not {value!r}')
         elif not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
             raise ValueError(f"an object with __len__ and __getitem__, not {type(value).__name__}")
+        return value
+
+    @field_validator("args")
+    @classmethod
+    def _are_used(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if value and not isinstance(info.data.get("object", ""), str):
+            raise ValueError("no arguments, as `object` is not the name of a function that would get them")
+        return value
+
+    @field_validator("fields")
+    @classmethod
+    def _differ(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and len(set(value)) < len(value):
+            raise ValueError("names that differ, as each is a field of its own")
         return value
 
     @field_serializer("object")

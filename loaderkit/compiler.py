@@ -148,8 +148,9 @@ class Compiler:
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:
             return bind(args)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {error}") from error
+        except USER_ERRORS as error:
+            reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
+            raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin

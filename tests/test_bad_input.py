@@ -492,10 +492,61 @@ def raising_factory() -> Items:
     raise UnluckyError("no data today")
 
 
-def test_a_factory_that_raises() -> None:
-    """Its own error comes through unchanged (decided in tests/test_loader.py), and leaves nothing behind."""
-    with pytest.raises(UnluckyError, match="no data today"):
-        loaderkit.build(Pipeline.dataset("test_bad_input:raising_factory").read().batch(4))
+def leaving_factory() -> Items:
+    sys.exit(3)
+
+
+class Sized(Items):
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        if self.size is None:
+            raise UnluckyError("who knows")
+        return self.size  # type: ignore[no-any-return]
+
+
+READY = Items()
+OWN = "test_bad_input"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said", "cause"),
+    [
+        (f"{OWN}:raising_factory", {}, r"called with \(\), failed: UnluckyError: no data today", UnluckyError),
+        (f"{OWN}:leaving_factory", {}, "SystemExit: 3", SystemExit),
+        (f"{OWN}:Sized", {"sise": 3}, r"called with \(sise=3\), failed: TypeError.*'sise'", TypeError),
+        (f"{OWN}:Sized", {"size": -1}, r"len\(\) of the Sized failed \(ValueError", ValueError),
+        (f"{OWN}:Sized", {"size": 2.5}, r"len\(\) of the Sized failed \(TypeError", TypeError),
+        (f"{OWN}:Sized", {"size": None}, r"len\(\) of the Sized failed \(UnluckyError: who knows", UnluckyError),
+        (f"{OWN}:READY", {"num": 3}, r"source\.args: .* is a ready Items.*num", type(None)),
+        (".mod:x", {}, "cannot be imported: TypeError", TypeError),
+        ("raising_module:make", {}, "cannot be imported: ValueError: not today", ValueError),
+        ("broken_module:make", {}, "cannot be imported: SyntaxError", SyntaxError),
+        ("leaving_module:make", {}, "cannot be imported: SystemExit", SystemExit),
+    ],
+)
+def test_objects_that_cannot_be_made(
+    name: str,
+    args: dict[str, Any],
+    said: str,
+    cause: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One kind of error, with the cause chained, whatever the user's code raises."""
+    (tmp_path / "raising_module.py").write_text("raise ValueError('not today')")
+    (tmp_path / "broken_module.py").write_text("def make(:")
+    (tmp_path / "leaving_module.py").write_text("import sys; sys.exit(1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=said) as caught:
+        loaderkit.build(Pipeline.dataset(name, args=args).read().batch(4))
+    assert "source." in str(caught.value)
+    assert name in str(caught.value) or "Sized" in str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+    if "module" in name or name.startswith("."):
+        with pytest.raises(ConfigError, match=r"stages\.mine\.function.*cannot be imported"):
+            loaderkit.build(Pipeline.dataset(READY).read().call(name, name="mine").batch(4))
 
 
 @pytest.mark.parametrize("executor", THREADS)

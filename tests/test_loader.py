@@ -372,8 +372,8 @@ class TestDatasetObject:
             "source": {"kind": "dataset", "object": "builtins:range", "args": {}},
             "stages": ["read", {"batch": {"size": 2}}],
         }
-        with pytest.raises(TypeError):
-            loaderkit.build(pipeline)  # range() without arguments: the user's own error, unchanged
+        with pytest.raises(ConfigError, match=r"source\.object: 'builtins:range', called with \(\), failed: TypeError"):
+            loaderkit.build(pipeline)
 
 
 class TestClosing:

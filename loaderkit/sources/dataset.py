@@ -72,16 +72,39 @@ def open_object(args: DatasetArgs) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"source.object: {args.object!r} cannot be imported: {error}") from error
+    except USER_ERRORS as error:
+        raise ConfigError(
+            f"source.object: {args.object!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     is_ready = hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, type)
+    if is_ready and args.args:
+        raise ConfigError(
+            f"source.args: {args.object!r} is a ready {type(found).__name__}, so nobody would get the arguments "
+            f"{', '.join(args.args)}: leave them out, or name a function that takes them"
+        )
     if not is_ready and callable(found):
-        found = found(**args.args)
+        try:
+            found = found(**args.args)
+        except USER_ERRORS as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in args.args.items())
+            raise ConfigError(
+                f"source.object: {args.object!r}, called with ({given}), failed: {type(error).__name__}: {error}"
+            ) from error
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise ConfigError(
             f"source.object: {args.object!r} gives {type(found).__name__}, which has no __len__ and __getitem__"
         )
     return found
+
+
+def _size_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except USER_ERRORS as error:
+        raise ConfigError(
+            f"source.object: len() of the {type(dataset).__qualname__} failed ({type(error).__name__}: {error}): a data set "
+            "has to know how many items it has, a whole number"
+        ) from error
 
 
 class DatasetSource:
@@ -93,7 +116,7 @@ class DatasetSource:
         self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
         self._name = type(dataset).__qualname__
         self._get_many = getattr(dataset, "__getitems__", None)
-        size = len(dataset)
+        size = _size_of(dataset)
         if size == 0:
             raise SourceError(f"the data set {self._name} has no items: len() is 0")
         self._size = size if args.limit is None else min(size, args.limit)

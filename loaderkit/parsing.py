@@ -91,8 +91,14 @@ def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]
     return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output)
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Mapping[str, Any], reader: Problems) -> None:
+def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> None:
+    if not isinstance(overrides, Mapping):
+        reader.complain((), f"overrides are a mapping such as {{'stages.batch.size': 32}}, not {overrides!r}")
+        return
     for dotted, value in overrides.items():
+        if not isinstance(dotted, str):
+            reader.complain((), f"override {dotted!r}: a dotted key is text, such as 'stages.batch.size'")
+            continue
         section, *rest = dotted.split(".")
         if section not in _SECTIONS:
             reader.complain((), f"override {dotted!r}: unknown key {section!r}; {nearest(section, _SECTIONS)}")

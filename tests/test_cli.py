@@ -193,6 +193,7 @@ class TestExitCodes:
             (["run", "P", "--save-state", "no/folder.json"], "there is no folder"),
             (["run", "P", "--set", "stages.batch.size"], "is not KEY=VALUE"),
             (["run", "P", "--set", "stages.batch.size=["], "is not YAML"),
+            (["run", "P", "--set", "name=2024-13-45"], "is not YAML"),
             (["run", "P", "--set", "stages.bath.size=2"], "did you mean 'batch'"),
             (["check", "P", "--set", "stages.batch.size=0"], "expected greater than 0"),
             (["explain", "nothing.yaml"], "No such file"),

@@ -628,6 +628,30 @@ def test_invalid_yaml(write: Callable[[str], Path]) -> None:
             load_yaml(write(text))
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("version: 1\nname: a\0b\n", 2, "special characters are not allowed ('\\x00')"),
+        ("version: 1\n[1, 2]: x\n", 2, "the key [1, 2] is not text"),
+        ("version: 1\n? {a: b}\n: x\n", 2, "the key {'a': 'b'} is not text"),
+        ("version: 1\nname: " + "[" * 3000 + "]" * 3000 + "\n", 2, "nested too deeply"),
+        ("version: 1\nname: 2024-13-45\n", 2, "'2024-13-45' is no value of its kind"),
+        ("version: 1\n!!int x: y\n", 2, "'x' is no value of its kind"),
+    ],
+)
+def test_yaml_that_its_reader_stumbles_over(text: str, line: int, said: str, write: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(write(text))
+    assert f"line {line}: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_variable_that_looks_like_a_wrong_date(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "2024-13-45")
+    text = "name: ${NAME}\nsource: {kind: files, url: data}\nstages: [read, batch: {size: 4}]\n"
+    assert load_yaml(write(text)).name == "2024-13-45"
+
+
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "text\n", "3\n", "null\n"])
 def test_yaml_that_is_no_mapping(text: str, write: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match=r"a pipeline is a mapping with at least `source` and `stages`"):
@@ -974,9 +998,11 @@ def test_overrides(write: Callable[[str], Path], tmp_path: Path, monkeypatch: py
         ({"name.first": "x"}, ["name"]),
         ({"version.x": 1}, ["version"]),
         ({"stages": "read"}, ["`stages` is 'read'"]),
+        ("abc", ["overrides are a mapping", "'abc'"]),
+        ({5: 1}, ["override 5", "text"]),
     ],
 )
-def test_wrong_overrides(overrides: dict[str, Any], said: list[str], write: Callable[[str], Path]) -> None:
+def test_wrong_overrides(overrides: Any, said: list[str], write: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_yaml(write(FULL), overrides=overrides)
     for part in said:
@@ -1113,7 +1139,7 @@ SOURCES: st.SearchStrategy[dict[str, Any]] = st.one_of(
     some({"kind": st.just("tar"), "url": st.just("s3://b/${X}")},
          fields=st.just({"image": "jpg;png", "é": "txt"}), limit=st.integers(1, 10**9)),
     some({"kind": st.just("dataset"), "object": st.just("test_config:Letters")}, args=st.dictionaries(TEXTS, JSON, max_size=2),
-         fields=st.none() | st.lists(TEXTS, min_size=1, max_size=3)),
+         fields=st.none() | st.lists(TEXTS, min_size=1, max_size=3, unique=True)),
 )  # fmt: skip
 
 

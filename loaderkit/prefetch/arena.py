@@ -76,10 +76,12 @@ class Arena:
             return cls(descriptor)
         except OSError as error:
             os.close(descriptor)
+            if error.errno == errno.EMFILE:
+                raise
             raise OSError(
                 error.errno,
                 f"{say_bytes(size)} of addresses for shared memory were refused ({error.strerror}): raise `ulimit -v` "
-                "and `ulimit -f`, or use prefetch.executor: thread",
+                "and `ulimit -f`",
             ) from error
 
     def fileno(self) -> int:

@@ -59,7 +59,9 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[torch.Tensor, torc
     for name, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, num_channels):
             raise ValueError(f"{name} has {len(values)} numbers, the images {num_channels} channels")
-    means, stds = (torch.tensor(values, dtype=torch.float64, device="cpu").expand(num_channels) for values in (mean, std))
+    means, stds = (
+        torch.tensor(values, dtype=torch.float64, device="cpu").expand(num_channels) for values in (mean, std)
+    )
     return (1.0 / (255.0 * stds)).float(), (-means / stds).float()
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,25 @@ class TestDeaths:
         assert "pid 123" in str(error)
 
 
+@contextmanager
+def descriptors_left(num_left: int) -> Iterator[None]:
+    """Only so many more can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(num_left):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
 class TestNotStarting:
     @pytest.mark.parametrize(
         ("boot", "says"),
@@ -102,6 +124,25 @@ class TestNotStarting:
             next(iter(loader))
         assert "stage" not in str(caught.value)
         del caught
+
+    def test_without_descriptors(self) -> None:
+        """However many there are left, it starts, or says what is short and leaves nothing."""
+        for num_left in range(24):
+            loader = build(numbers())
+            before = resources()
+            failed = None
+            with descriptors_left(num_left):
+                try:
+                    next(iter(loader))
+                except WorkerDiedError as error:
+                    failed = error
+            if failed is None:
+                loader.close()
+                break
+            assert resources() == before, num_left
+            loader.close()
+            assert "could not be started: Too many open files: this process may have 256 descriptors" in str(failed)
+        assert 5 <= num_left < 20
 
 
 PARENT = """

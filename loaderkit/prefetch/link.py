@@ -56,7 +56,11 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
         life.started.put(error)
         return
     life.started.put(process.pid)
-    life.exit_code = process.wait()
+    try:
+        _, status = os.waitpid(process.pid, 0)
+        life.exit_code = process.returncode = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:  # it has ended, but the system told nobody, or somebody else; Popen.wait would say 0
+        process.returncode = 0  # its destructor asks for one
     life.ended.set()
 
 
@@ -176,7 +180,13 @@ class Link:
         if not self._life.ended.wait(_PATIENCE_S):
             self.kill()
             self._life.ended.wait(_PATIENCE_S)
-        return describe_death(self.pid, self._life.exit_code, is_early=not self._has_heard, reason=self._reason)
+        return describe_death(
+            self.pid,
+            self._life.exit_code,
+            has_ended=self._life.ended.is_set(),
+            is_early=not self._has_heard,
+            reason=self._reason,
+        )
 
     def kill(self) -> None:
         """End the process at once."""
@@ -238,9 +248,20 @@ def _wait(end: socket.socket, timeout_s: float) -> bool:
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
-def describe_death(pid: int, exit_code: int | None, *, is_early: bool = False, reason: str = "") -> WorkerDiedError:
-    """The error that says how a process ended, what that means and what to do. `is_early`: before it was ready to work."""
-    if exit_code is None:
+def describe_death(
+    pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
+) -> WorkerDiedError:
+    """The error that says how a process ended, what that means and what to do.
+
+    `exit_code` is None where it is not known; `is_early`: it ended before it was ready to work.
+    """
+    if exit_code is None and has_ended:
+        what = "ended, and its exit code is lost, as SIGCHLD is ignored or something else in this process waited for it"
+        fix = (
+            "if nobody killed it, the system was out of memory (dmesg says so), or a library crashed or gave up (see what "
+            "it printed on stderr)"
+        )
+    elif exit_code is None:
         what, fix = "does not answer and was killed", "look for a stage that stops the whole interpreter"
     elif exit_code >= 0:
         what = f"left with exit code {exit_code}"

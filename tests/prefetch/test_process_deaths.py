@@ -63,6 +63,23 @@ class TestDeaths:
             assert next(key for batch in loader for key in batch["__key__"]) == str(state["position"])
         assert kept["filling"][3].tolist() == [3] * 1000
 
+    def test_where_nobody_is_told_of_deaths(self) -> None:
+        """With SIGCHLD ignored the exit code is lost, but not the death."""
+        told = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            with build(numbers(640)) as loader:
+                stream = iter(loader)
+                keys = next(stream)["__key__"]
+                os.kill(pid_of(loader), signal.SIGKILL)
+                with pytest.raises(WorkerDiedError, match="its exit code is lost, as SIGCHLD is ignored") as caught:
+                    for batch in stream:
+                        keys += batch["__key__"]
+            assert keys == [str(n) for n in range(len(keys))]
+            assert caught.value.exit_code is None
+            del caught
+        finally:
+            signal.signal(signal.SIGCHLD, told)
+
     def test_when_it_does_not_answer(self) -> None:
         """A process that is stopped is ended by force; statistics say what was known last."""
         with build(numbers()) as loader:
@@ -79,6 +96,11 @@ class TestDeaths:
         error = describe_death(123, code)
         assert error.exit_code == code
         assert "pid 123" in str(error)
+        assert (
+            describe_death(123, None, has_ended=False)
+            .args[0]
+            .startswith("the process that loads (pid 123) does not answer")
+        )
 
 
 @contextmanager

@@ -275,6 +275,17 @@ class TestExitCodes:
         assert done.returncode == 2
         assert "nothing.yaml" in done.stderr
 
+    @pytest.mark.parametrize(
+        ("closed", "code", "said"), [(">&-", 1, "error: stdout is closed, and that"), ("2>&-", 0, "")]
+    )
+    def test_closed_streams(self, pipeline: Path, closed: str, code: int, said: str) -> None:
+        command = f'exec "$1" run "$2" --batches 2 {closed}'
+        done = subprocess.run(["sh", "-c", command, "sh", SCRIPT, pipeline], capture_output=True, text=True)
+        assert done.returncode == code
+        assert done.stderr.startswith(said)
+        assert done.stderr.count("\n") == bool(said)
+        assert ("2 batches" in done.stdout) == (code == 0)
+
     def test_help_does_not_import_torch(self) -> None:
         program = "import sys; from loaderkit.cli import main; main(['--help']); assert 'torch' not in sys.modules"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -453,6 +453,81 @@ stages: [read, batch: {size: 4}]
         "order.shuffle",
         ["bytes", "global or none"],
     ),
+    "value next to one of a fixed list": (
+        """\
+source:
+  kind: array
+  url: tokens.bin
+  dtype: unit16  # <<
+stages: [read, batch: {size: 4}]
+""",
+        "source.dtype",
+        ["or 'complex128', not 'unit16'; did you mean 'uint16'?"],
+    ),
+    "number for a list": (
+        """\
+source:
+  kind: array
+  url: tokens.bin
+  dtype: uint16
+  shape: 4  # <<
+stages: [read, batch: {size: 4}]
+""",
+        "source.shape",
+        ["expected a list, not 4"],
+    ),
+    "list that is too short": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - resize:
+      size: [3]  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.resize.size",
+        ["expected a valid integer or a list of 2 items, not [3]"],
+    ),
+    "list that is empty": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - resize:
+      size: []  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.resize.size",
+        ["expected a valid integer or a list of 2 items, not []"],
+    ),
+    "list that is too long": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - resize:
+      size: [3, 4, 5]  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.resize.size",
+        ["expected a valid integer or a list of at most 2 items"],
+    ),
+    "one bound of two": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - color_jitter:
+      brightness: [1]  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.color_jitter.brightness",
+        ["expected a list of 2 items, not [1]"],
+    ),
     "one name for two fields of an object": (
         """\
 source:
@@ -571,7 +646,7 @@ source:
 stages: [read, batch: {size: 4}]
 """,
         "source.fields",
-        ["'jpg'", "'a'", "'b'"],
+        ["expected each extension once, not 'jpg' for both 'a' and 'b'"],
     ),
     "label twice": (
         """\
@@ -616,6 +691,31 @@ def test_what_is_wrong_is_named(name: str, write: Callable[[str], Path]) -> None
         assert part in str(of_dict.value) or name == "key that is no text"
     with pytest.raises(ConfigError):
         loaderkit.build(data)
+
+
+@pytest.mark.parametrize(
+    ("source", "stages", "said"),
+    [
+        ({"kind": "array", "url": "x.raw"}, [], "source: `dtype` is missing: 'x.raw' is no .npy file"),
+        (
+            {"kind": "files", "url": "data", "label": "parent", "fields": {"label": "cls"}},
+            [],
+            "source: `label: parent` and a field called label: which of the two is the label?",
+        ),
+        ({"kind": "tar", "url": "a.tar", "include": "*.tar"}, [], "source: `url` names the archives already"),
+        (
+            {"kind": "files", "url": "data"},
+            ["decode", {"batch": {"size": 4}}, {"normalize": {"mean": [1, 2], "std": [1, 2, 3]}}],
+            "stages.3.normalize: `mean` and `std` have to be for the same number of channels",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_said_as_it_is(source: dict[str, Any], stages: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"source": source, "stages": ["read", *(stages or [{"batch": {"size": 4}}])]})
+    assert str(caught.value).startswith(f"the pipeline: {said}")
+    assert "expected" not in str(caught.value)
+    assert "{" not in str(caught.value)
 
 
 def test_invalid_yaml(write: Callable[[str], Path]) -> None:

@@ -48,7 +48,7 @@ class NormalizeArgs(StageArgs):
     def _channels_agree(self) -> NormalizeArgs:
         lengths = {3 if values == "imagenet" else len(values) for values in (self.mean, self.std)} - {1}
         if len(lengths) > 1:
-            raise ValueError("mean and std for the same number of channels")
+            raise ValueError("`mean` and `std` have to be for the same number of channels")
         return self
 
 

@@ -1,6 +1,8 @@
 """`python -m loaderkit` is the command `loaderkit`."""
 
+import sys
+
 from loaderkit.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

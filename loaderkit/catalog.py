@@ -276,7 +276,7 @@ def _checked_patterns(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
     try:
         Patterns(value)
     except re.error as error:
-        raise ValueError(f"not a pattern ({error}): {value!r}") from None
+        raise ValueError(f"a pattern, not {value!r} ({error})") from None
     return value
 
 
@@ -296,10 +296,10 @@ def _checked_fields(value: dict[str, str]) -> dict[str, str]:
     for name, listed in value.items():
         extensions = _split_extensions(listed)
         if not name or not all(extensions):
-            raise ValueError(f"{name!r}: {listed!r} should be extensions separated by ';', such as 'jpg;jpeg'")
+            raise ValueError(f"extensions separated by ';', such as 'jpg;jpeg', not {name!r}: {listed!r}")
         for extension in extensions:
             if owner.setdefault(extension, name) != name:
-                raise ValueError(f"the extension {extension!r} belongs to both {owner[extension]!r} and {name!r}")
+                raise ValueError(f"each extension once, not {extension!r} for both {owner[extension]!r} and {name!r}")
     return value
 
 

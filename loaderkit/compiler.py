@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from loaderkit.config import PipelineConfig, StageConfig
-from loaderkit.errors import ConfigError, LoaderkitError, StageError
+from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES, StageKind
@@ -81,7 +81,7 @@ class Compiler:
         dtype = torch.float32 if self._normalized_in_slots is not None else None
         try:
             specs = specs_of(sample, key, args.ragged, dtype)
-        except (ValueError, TypeError) as error:
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
         for name in self._config.output or ():
@@ -148,8 +148,9 @@ class Compiler:
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:
             return bind(args)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {error}") from error
+        except USER_ERRORS as error:
+            reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
+            raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin
@@ -199,7 +200,7 @@ class Compiler:
                 if self.device.type == "cuda":
                     # What ran on the worker's stream must be there for whatever stream the consumer works on.
                     torch.cuda.current_stream(self.device).synchronize()
-            except Exception as error:
+            except USER_ERRORS as error:
                 reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
                 raise _batch_error(config.name, context.epoch, context.step, reason, context.keys) from error
 

@@ -12,7 +12,7 @@
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
-    ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself
+    ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself, or could not start
     ├── RemoteError            stands for an exception of that process which cannot be pickled
     ├── StateError             a saved state belongs to another pipeline or data set
     └── ClosedError            a closed loader, or one carried across a fork, was used
@@ -24,6 +24,9 @@ so that they may cross a process boundary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+"""What a user's function may raise that is a failure of its sample. KeyboardInterrupt is not: it ends the loop."""
 
 
 class LoaderkitError(Exception):
@@ -115,7 +118,10 @@ class TooManyBadSamplesError(StageError):
 
 
 class WorkerDiedError(LoaderkitError, RuntimeError):
-    """The process that loads was killed, crashed or left by itself. `exit_code` is its own, or minus the signal's number."""
+    """The process that loads was killed, crashed, left by itself or could not be started.
+
+    `exit_code` is its own, or minus the signal's number; None if there is none, or nobody knows.
+    """
 
     def __init__(self, message: str, *, exit_code: int | None = None) -> None:
         super().__init__(message)

@@ -85,4 +85,4 @@ def _planes(pixels: Pixels) -> torch.Tensor:
 
 
 def _column(values: Factors) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
+    return torch.tensor(values, dtype=torch.float32, device="cpu").reshape(-1, 1, 1)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
@@ -220,6 +220,12 @@ class Loader:
         return (
             f"<Loader {self._parts.config.name!r}: {len(self._parts.source)} samples, {len(self)} batches of "
             f"{schedule.batch_size} on rank {schedule.rank} of {schedule.world_size}, epoch {self._epoch}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Loader cannot be pickled or copied, as its threads and memory belong to one process: send the Pipeline, or "
+            "the path of its YAML file, build there, and go on with load_state_dict(loader.state_dict())"
         )
 
     # ------------------------------------------------------------------------------------------------------ closing

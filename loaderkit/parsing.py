@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from loaderkit.config import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig, escape
 from loaderkit.errors import ConfigError
-from loaderkit.problems import KeyPath, Problems, nearest
+from loaderkit.problems import KeyPath, Problems, nearest, say_expected, say_unmet
 from loaderkit.registry import SOURCES, STAGES
 from loaderkit.schema import Model, SourceArgs, StageArgs
 from loaderkit.structure import check_structure
@@ -91,8 +91,14 @@ def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any]
     return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output)
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Mapping[str, Any], reader: Problems) -> None:
+def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> None:
+    if not isinstance(overrides, Mapping):
+        reader.complain((), f"overrides are a mapping such as {{'stages.batch.size': 32}}, not {overrides!r}")
+        return
     for dotted, value in overrides.items():
+        if not isinstance(dotted, str):
+            reader.complain((), f"override {dotted!r}: a dotted key is text, such as 'stages.batch.size'")
+            continue
         section, *rest = dotted.split(".")
         if section not in _SECTIONS:
             reader.complain((), f"override {dotted!r}: unknown key {section!r}; {nearest(section, _SECTIONS)}")
@@ -244,27 +250,36 @@ def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, reader: Proble
     except ValidationError as error:
         if _restore_texts(raw, error, path, reader):
             return _validate(model, raw, path, reader)
-        expected: dict[KeyPath, list[str]] = {}
-        for item in error.errors(include_url=False):
-            inner, _ = _follow(raw, item["loc"])
-            if item["type"] == "extra_forbidden":
-                known = _model_at(model, inner[:-1]).model_fields
-                reader.complain((*path, *inner), f"unknown key {inner[-1]!r}; {nearest(str(inner[-1]), known)}")
-            elif item["type"] == "missing":
-                name = str(item["loc"][-1])
-                field = _model_at(model, inner).model_fields.get(name)
-                meaning = f": {field.description}" if field is not None and field.description else ""
-                reader.complain((*path, *inner), f"{name!r} is missing{meaning}")
-            else:
-                text = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-                texts = expected.setdefault(inner, [])
-                if text not in texts:
-                    texts.append(text)
-        for inner, texts in expected.items():
-            stated = " or ".join(texts)
-            given = "" if ", not " in stated else f", not {_follow(raw, inner)[1]!r}"
-            reader.complain((*path, *inner), f"expected {stated}{given}")
+        _complain_of(error, model, raw, path, reader)
         return None
+
+
+def _complain_of(
+    error: ValidationError, model: type[Model], raw: dict[str, Any], path: KeyPath, reader: Problems
+) -> None:
+    expected: dict[KeyPath, list[str]] = {}
+    for item in error.errors(include_url=False):
+        loc = item["loc"]
+        inner, _ = _follow(raw, loc)
+        if not loc:  # of the model as a whole: a sentence of its own
+            reader.complain(path, item["msg"].removeprefix("Value error, "))
+        elif item["type"] == "extra_forbidden":
+            known = _model_at(model, inner[:-1]).model_fields
+            reader.complain((*path, *inner), f"unknown key {inner[-1]!r}; {nearest(str(inner[-1]), known)}")
+        elif item["type"] == "missing" and isinstance(loc[-1], str):
+            field = _model_at(model, inner).model_fields.get(loc[-1])
+            meaning = f": {field.description}" if field is not None and field.description else ""
+            reader.complain((*path, *inner), f"{loc[-1]!r} is missing{meaning}")
+        elif item["type"] == "missing":  # from a list of a fixed length: the last one tells it
+            expected[inner] = [text for text in expected.get(inner, []) if not text.startswith("a list of")]
+            expected[inner].append(f"a list of {int(loc[-1]) + 1} items")
+        else:
+            text = say_expected(item["type"], item["msg"], item.get("ctx", {}))
+            texts = expected.setdefault(inner, [])
+            if text not in texts:
+                texts.append(text)
+    for inner, texts in expected.items():
+        reader.complain((*path, *inner), say_unmet(texts, _follow(raw, inner)[1]))
 
 
 def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, reader: Problems) -> bool:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from loaderkit.errors import ConfigError, Problem
 
 KeyPath = tuple[str | int, ...]
+_IN_YAML: Mapping[str, str] = MappingProxyType(
+    {
+        "bool_type": "true or false",
+        "callable_type": "a function",
+        "dict_type": "a mapping",
+        "model_type": "a mapping",
+        "string_type": "text",
+        "tuple_type": "a list",
+    }
+)
 
 
 class Problems:
@@ -51,8 +64,34 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
+def say_expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    """What pydantic's complaint of a `kind` expected, in the words of YAML instead of Python's."""
+    if kind in ("too_short", "too_long"):
+        what = "a mapping" if context["field_type"] == "Dictionary" else "a list"
+        bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"{what} of {bound} items"
+    if kind == "string_pattern_mismatch":
+        return f"text that matches {context['pattern']}"
+    return _IN_YAML.get(kind) or message.removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+def say_unmet(expected: Sequence[str], value: Any) -> str:
+    """That `value` is none of what was expected, and which fixed value is the nearest."""
+    stated = " or ".join(expected)
+    if ", not " in stated:
+        return f"expected {stated}"
+    fixed = re.findall(r"'([^']*)'", stated)
+    near = _near(value, fixed) if isinstance(value, str) and len(fixed) > 1 else None
+    hint = f"; did you mean {near!r}?" if near is not None else ""
+    return f"expected {stated}, not {value!r}{hint}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """', did you mean ...?' or what there is."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+    near = _near(name, names)
+    return f"did you mean {near!r}?" if near is not None else f"expected one of {', '.join(names)}"
+
+
+def _near(name: str, names: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, names, 1, 0.6)), None)

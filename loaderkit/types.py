@@ -245,7 +245,8 @@ class RecordSource(Protocol):
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """What one field of a batch looks like. `shape` is one sample's; `kind` decides how slots are filled.
+    """What one field of a batch looks like. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides
+    how slots are filled.
 
     slab: fixed shape and dtype, written into memory given in advance. list: any Python values. pad, ragged: tensors
     of differing shapes, padded to the batch's largest or handed over as a list.

@@ -11,13 +11,19 @@ import yaml
 from loaderkit.problems import KeyPath, Problems
 
 _MAX_NODES = 100_000
+_NO_VALUE = (ValueError, TypeError, KeyError, OverflowError)  # what PyYAML lets through of what it calls
 _WORD = re.compile(r"[\w.+-]+")
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 
 def read_yaml(text: str, reader: Problems) -> Any:
     """The values of a YAML document; `reader` learns the lines of keys, and of keys that stand twice."""
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        reader.complain((), f"not valid YAML: {error.reason} ({chr(error.character)!r})", line=line)
+        return None
     num_nodes = 0
 
     def build(node: yaml.Node, path: KeyPath) -> Any:
@@ -33,12 +39,13 @@ def read_yaml(text: str, reader: Problems) -> Any:
             own_keys: set[Any] = set()
             for place, (key_node, value_node) in enumerate(node.value):
                 is_merged = place < len(node.value) - own
-                key = loader.construct_object(key_node, deep=True)
+                key = _value_of(key_node, loader)
                 line = key_node.start_mark.line + 1
                 reader.lines[(*path, str(key))] = line
                 if not isinstance(key, str):
                     reader.complain(path, f"the key {key!r} is not text", line=line)
-                elif key in own_keys:
+                    continue
+                if key in own_keys:
                     reader.complain((*path, key), "this key stands here twice", line=line)
                 if not is_merged:
                     own_keys.add(key)
@@ -46,7 +53,7 @@ def read_yaml(text: str, reader: Problems) -> Any:
             return mapping
         if isinstance(node, yaml.SequenceNode):
             return [build(item, (*path, number)) for number, item in enumerate(node.value)]
-        return loader.construct_object(node, deep=True)
+        return _value_of(node, loader)
 
     try:
         root = loader.get_single_node()
@@ -56,8 +63,19 @@ def read_yaml(text: str, reader: Problems) -> Any:
         problem = getattr(error, "problem", None) or str(error)
         reader.complain((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
         return None
+    except RecursionError:
+        reader.complain((), "not valid YAML: nested too deeply", line=loader.line + 1)
+        return None
     finally:
         loader.dispose()
+
+
+def _value_of(node: yaml.Node, loader: yaml.SafeLoader) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except _NO_VALUE as error:  # such as the 13th month
+        problem = f"{str(node.value)!r} is no value of its kind ({type(error).__name__}: {error})"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
 
 def expand_variables(value: Any, path: KeyPath, reader: Problems) -> Any:
@@ -83,7 +101,10 @@ def expand_variables(value: Any, path: KeyPath, reader: Problems) -> Any:
             return expanded
         # A value that is one variable and nothing else is a number or a truth value where one is expected.
         reader.texts[path] = expanded
-        parsed = yaml.safe_load(expanded)
+        try:
+            parsed = yaml.safe_load(expanded)
+        except (yaml.YAMLError, *_NO_VALUE):
+            return expanded
         return parsed if isinstance(parsed, (bool, int, float)) else expanded
     if isinstance(value, dict):
         return {key: expand_variables(item, (*path, key), reader) for key, item in value.items()}

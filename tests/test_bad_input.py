@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -352,6 +353,16 @@ def other_fields(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "extra": 1} if sample["__key__"].endswith("07.jpg") else sample
 
 
+def leave(sample: dict[str, Any]) -> None:
+    if sample["__key__"].endswith("07.jpg"):
+        sys.exit("a library gave up")
+
+
+def end_generator(sample: dict[str, Any]) -> None:
+    if sample["__key__"].endswith("07.jpg"):
+        raise GeneratorExit
+
+
 def called(folder: Path, function: Callable[..., Any], executor: str, **errors: Any) -> Pipeline:
     made = (
         Pipeline.files(folder, label="parent")
@@ -371,13 +382,15 @@ def called(folder: Path, function: Callable[..., Any], executor: str, **errors: 
     [
         (raise_for_seven, "mine", "seven", UnluckyError),
         (key_error, "mine", "KeyError('depth')", KeyError),
+        (leave, "mine", "SystemExit('a library gave up')", SystemExit),
+        (end_generator, "mine", "GeneratorExit()", GeneratorExit),
         (no_dict, "mine", "returned Tensor; it must return a dict", TypeError),
         (other_shape, "batch", "[3, 10, 32]", ValueError),
         (other_fields, "batch", "'extra'", ValueError),
     ],
 )
 def test_a_call_that_fails_on_a_sample(
-    function: Callable[..., Any], stage: str, said: str, cause: type[Exception], executor: str, folder: Path
+    function: Callable[..., Any], stage: str, said: str, cause: type[BaseException], executor: str, folder: Path
 ) -> None:
     error = failure(loaderkit.build(called(folder, function, executor)))
     assert_names(error, stage, "b/07.jpg", folder / "b" / "07.jpg", said)
@@ -399,6 +412,23 @@ def test_a_call_that_fails_on_a_batch(executor: str, folder: Path) -> None:
     assert "batch 2 of epoch 0" in str(error)
     assert "seven" in str(error)
     assert isinstance(error.__cause__, UnluckyError)
+
+
+def leave_on_batch(batch: dict[str, Any]) -> None:
+    if "b/07.jpg" in batch["__key__"]:
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("executor", THREADS)
+def test_a_call_that_leaves_on_a_batch(executor: str, folder: Path) -> None:
+    error = failure(loaderkit.build(files(folder, executor).call(leave_on_batch, name="late")))
+    assert error.stage == "late"
+    assert "SystemExit(0)" in str(error)
+
+
+def test_what_leaves_is_skipped_like_any_bad_sample(folder: Path) -> None:
+    with loaderkit.build(called(folder, leave, "thread", on_bad_sample="skip")) as loader:
+        assert "b/07.jpg" not in [key for batch in loader for key in batch["__key__"]]
 
 
 def test_a_call_that_cannot_be_imported(folder: Path) -> None:
@@ -428,6 +458,25 @@ def test_a_data_set_object_that_raises(executor: str) -> None:
     assert isinstance(error.__cause__, UnluckyError)
 
 
+class Leaving(Items):
+    def __getitem__(self, index: int) -> Any:
+        return sys.exit() if index == 13 else super().__getitem__(index)
+
+
+class LeavingTogether(Leaving):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("executor", [*THREADS, "process"])
+@pytest.mark.parametrize("items", [Leaving, LeavingTogether])
+def test_a_data_set_object_that_leaves(items: type[Items], executor: str) -> None:
+    made = Pipeline.dataset(items()).shuffle("none").read().batch(6).prefetch(executor=executor)
+    error = failure(loaderkit.build(made))
+    assert_names(error, "read", "13", items.__name__, "SystemExit")
+    assert isinstance(error.__cause__, SystemExit)
+
+
 def test_data_set_objects_of_no_use() -> None:
     class Empty(Items):
         def __len__(self) -> int:
@@ -443,10 +492,61 @@ def raising_factory() -> Items:
     raise UnluckyError("no data today")
 
 
-def test_a_factory_that_raises() -> None:
-    """Its own error comes through unchanged (decided in tests/test_loader.py), and leaves nothing behind."""
-    with pytest.raises(UnluckyError, match="no data today"):
-        loaderkit.build(Pipeline.dataset("test_bad_input:raising_factory").read().batch(4))
+def leaving_factory() -> Items:
+    sys.exit(3)
+
+
+class Sized(Items):
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        if self.size is None:
+            raise UnluckyError("who knows")
+        return self.size  # type: ignore[no-any-return]
+
+
+READY = Items()
+OWN = "test_bad_input"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said", "cause"),
+    [
+        (f"{OWN}:raising_factory", {}, r"called with \(\), failed: UnluckyError: no data today", UnluckyError),
+        (f"{OWN}:leaving_factory", {}, "SystemExit: 3", SystemExit),
+        (f"{OWN}:Sized", {"sise": 3}, r"called with \(sise=3\), failed: TypeError.*'sise'", TypeError),
+        (f"{OWN}:Sized", {"size": -1}, r"len\(\) of the Sized failed \(ValueError", ValueError),
+        (f"{OWN}:Sized", {"size": 2.5}, r"len\(\) of the Sized failed \(TypeError", TypeError),
+        (f"{OWN}:Sized", {"size": None}, r"len\(\) of the Sized failed \(UnluckyError: who knows", UnluckyError),
+        (f"{OWN}:READY", {"num": 3}, r"source\.args: .* is a ready Items.*num", type(None)),
+        (".mod:x", {}, "cannot be imported: TypeError", TypeError),
+        ("raising_module:make", {}, "cannot be imported: ValueError: not today", ValueError),
+        ("broken_module:make", {}, "cannot be imported: SyntaxError", SyntaxError),
+        ("leaving_module:make", {}, "cannot be imported: SystemExit", SystemExit),
+    ],
+)
+def test_objects_that_cannot_be_made(
+    name: str,
+    args: dict[str, Any],
+    said: str,
+    cause: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One kind of error, with the cause chained, whatever the user's code raises."""
+    (tmp_path / "raising_module.py").write_text("raise ValueError('not today')")
+    (tmp_path / "broken_module.py").write_text("def make(:")
+    (tmp_path / "leaving_module.py").write_text("import sys; sys.exit(1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=said) as caught:
+        loaderkit.build(Pipeline.dataset(name, args=args).read().batch(4))
+    assert "source." in str(caught.value)
+    assert name in str(caught.value) or "Sized" in str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+    if "module" in name or name.startswith("."):
+        with pytest.raises(ConfigError, match=r"stages\.mine\.function.*cannot be imported"):
+            loaderkit.build(Pipeline.dataset(READY).read().call(name, name="mine").batch(4))
 
 
 @pytest.mark.parametrize("executor", THREADS)
@@ -545,6 +645,16 @@ def test_skip_of_a_whole_batch(executor: str, folder: Path) -> None:
     with pytest.raises(StageError, match=r"all 6 samples of batch 1 of epoch 0 were bad"):
         next(iterator)
     assert threads_of_ours() == []
+
+
+def test_skip_of_what_cannot_be_padded() -> None:
+    class Mixed(Items):
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.zeros(index, dtype=torch.int64 if index == 7 else torch.float32)}
+
+    made = Pipeline.dataset(Mixed()).shuffle("none").read().batch(6, ragged={"x": "pad"}).errors(on_bad_sample="skip")
+    with loaderkit.build(made.epochs(1)) as loader:
+        assert [key for batch in loader for key in batch["__key__"]] == [str(n) for n in range(NUM) if n != 7]
 
 
 def test_skip_with_padding_and_lists(folder: Path) -> None:

@@ -193,6 +193,7 @@ class TestExitCodes:
             (["run", "P", "--save-state", "no/folder.json"], "there is no folder"),
             (["run", "P", "--set", "stages.batch.size"], "is not KEY=VALUE"),
             (["run", "P", "--set", "stages.batch.size=["], "is not YAML"),
+            (["run", "P", "--set", "name=2024-13-45"], "is not YAML"),
             (["run", "P", "--set", "stages.bath.size=2"], "did you mean 'batch'"),
             (["check", "P", "--set", "stages.batch.size=0"], "expected greater than 0"),
             (["explain", "nothing.yaml"], "No such file"),
@@ -266,6 +267,24 @@ class TestExitCodes:
             process.stdout.close()
             assert process.stderr.read() == ""
         assert process.returncode == 1
+
+    def test_python_m_is_the_command(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "loaderkit", "run", "nothing.yaml"], capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert "nothing.yaml" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("closed", "code", "said"), [(">&-", 1, "error: stdout is closed, and that"), ("2>&-", 0, "")]
+    )
+    def test_closed_streams(self, pipeline: Path, closed: str, code: int, said: str) -> None:
+        command = f'exec "$1" run "$2" --batches 2 {closed}'
+        done = subprocess.run(["sh", "-c", command, "sh", SCRIPT, pipeline], capture_output=True, text=True)
+        assert done.returncode == code
+        assert done.stderr.startswith(said)
+        assert done.stderr.count("\n") == bool(said)
+        assert ("2 batches" in done.stdout) == (code == 0)
 
     def test_help_does_not_import_torch(self) -> None:
         program = "import sys; from loaderkit.cli import main; main(['--help']); assert 'torch' not in sys.modules"

@@ -453,6 +453,92 @@ stages: [read, batch: {size: 4}]
         "order.shuffle",
         ["bytes", "global or none"],
     ),
+    "value next to one of a fixed list": (
+        """\
+source:
+  kind: array
+  url: tokens.bin
+  dtype: unit16  # <<
+stages: [read, batch: {size: 4}]
+""",
+        "source.dtype",
+        ["or 'complex128', not 'unit16'; did you mean 'uint16'?"],
+    ),
+    "number for a list": (
+        """\
+source:
+  kind: array
+  url: tokens.bin
+  dtype: uint16
+  shape: 4  # <<
+stages: [read, batch: {size: 4}]
+""",
+        "source.shape",
+        ["expected a list, not 4"],
+    ),
+    "list that is too short": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - resize:
+      size: [3]  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.resize.size",
+        ["expected a valid integer or a list of 2 items, not [3]"],
+    ),
+    "list that is empty": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - resize:
+      size: []  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.resize.size",
+        ["expected a valid integer or a list of 2 items, not []"],
+    ),
+    "list that is too long": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - resize:
+      size: [3, 4, 5]  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.resize.size",
+        ["expected a valid integer or a list of at most 2 items"],
+    ),
+    "one bound of two": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - decode
+  - color_jitter:
+      brightness: [1]  # <<
+  - batch: {size: 4}
+""",
+        "stages.2.color_jitter.brightness",
+        ["expected a list of 2 items, not [1]"],
+    ),
+    "one name for two fields of an object": (
+        """\
+source:
+  kind: dataset
+  object: "test_config:Letters"
+  fields: [x, y, x]  # <<
+stages: [read, batch: {size: 4}]
+""",
+        "source.fields",
+        ["expected names that differ", "'y'"],
+    ),
     "two stages of one name": (
         """\
 source: {kind: files, url: data}
@@ -560,7 +646,7 @@ source:
 stages: [read, batch: {size: 4}]
 """,
         "source.fields",
-        ["'jpg'", "'a'", "'b'"],
+        ["expected each extension once, not 'jpg' for both 'a' and 'b'"],
     ),
     "label twice": (
         """\
@@ -607,6 +693,31 @@ def test_what_is_wrong_is_named(name: str, write: Callable[[str], Path]) -> None
         loaderkit.build(data)
 
 
+@pytest.mark.parametrize(
+    ("source", "stages", "said"),
+    [
+        ({"kind": "array", "url": "x.raw"}, [], "source: `dtype` is missing: 'x.raw' is no .npy file"),
+        (
+            {"kind": "files", "url": "data", "label": "parent", "fields": {"label": "cls"}},
+            [],
+            "source: `label: parent` and a field called label: which of the two is the label?",
+        ),
+        ({"kind": "tar", "url": "a.tar", "include": "*.tar"}, [], "source: `url` names the archives already"),
+        (
+            {"kind": "files", "url": "data"},
+            ["decode", {"batch": {"size": 4}}, {"normalize": {"mean": [1, 2], "std": [1, 2, 3]}}],
+            "stages.3.normalize: `mean` and `std` have to be for the same number of channels",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_said_as_it_is(source: dict[str, Any], stages: list[Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"source": source, "stages": ["read", *(stages or [{"batch": {"size": 4}}])]})
+    assert str(caught.value).startswith(f"the pipeline: {said}")
+    assert "expected" not in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
 def test_invalid_yaml(write: Callable[[str], Path]) -> None:
     path = write("source: {kind: files\nstages: [read\n")
     with pytest.raises(ConfigError, match=r"line \d+: not valid YAML") as caught:
@@ -615,6 +726,30 @@ def test_invalid_yaml(write: Callable[[str], Path]) -> None:
     for text in ("\tsource: x\n", "a: b: c\n", "x: !!python/name:os.system ''\n", "--- a\n--- b\n", "x: *nowhere\n"):
         with pytest.raises(ConfigError, match="not valid YAML"):
             load_yaml(write(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("version: 1\nname: a\0b\n", 2, "special characters are not allowed ('\\x00')"),
+        ("version: 1\n[1, 2]: x\n", 2, "the key [1, 2] is not text"),
+        ("version: 1\n? {a: b}\n: x\n", 2, "the key {'a': 'b'} is not text"),
+        ("version: 1\nname: " + "[" * 3000 + "]" * 3000 + "\n", 2, "nested too deeply"),
+        ("version: 1\nname: 2024-13-45\n", 2, "'2024-13-45' is no value of its kind"),
+        ("version: 1\n!!int x: y\n", 2, "'x' is no value of its kind"),
+    ],
+)
+def test_yaml_that_its_reader_stumbles_over(text: str, line: int, said: str, write: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(write(text))
+    assert f"line {line}: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_variable_that_looks_like_a_wrong_date(write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NAME", "2024-13-45")
+    text = "name: ${NAME}\nsource: {kind: files, url: data}\nstages: [read, batch: {size: 4}]\n"
+    assert load_yaml(write(text)).name == "2024-13-45"
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n- b\n", "text\n", "3\n", "null\n"])
@@ -963,9 +1098,11 @@ def test_overrides(write: Callable[[str], Path], tmp_path: Path, monkeypatch: py
         ({"name.first": "x"}, ["name"]),
         ({"version.x": 1}, ["version"]),
         ({"stages": "read"}, ["`stages` is 'read'"]),
+        ("abc", ["overrides are a mapping", "'abc'"]),
+        ({5: 1}, ["override 5", "text"]),
     ],
 )
-def test_wrong_overrides(overrides: dict[str, Any], said: list[str], write: Callable[[str], Path]) -> None:
+def test_wrong_overrides(overrides: Any, said: list[str], write: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_yaml(write(FULL), overrides=overrides)
     for part in said:
@@ -1102,7 +1239,7 @@ SOURCES: st.SearchStrategy[dict[str, Any]] = st.one_of(
     some({"kind": st.just("tar"), "url": st.just("s3://b/${X}")},
          fields=st.just({"image": "jpg;png", "é": "txt"}), limit=st.integers(1, 10**9)),
     some({"kind": st.just("dataset"), "object": st.just("test_config:Letters")}, args=st.dictionaries(TEXTS, JSON, max_size=2),
-         fields=st.none() | st.lists(TEXTS, min_size=1, max_size=3)),
+         fields=st.none() | st.lists(TEXTS, min_size=1, max_size=3, unique=True)),
 )  # fmt: skip
 
 
@@ -1222,6 +1359,12 @@ def test_what_no_file_can_name() -> None:
         assert isinstance(made.config, PipelineConfig)
         with pytest.raises(ConfigError, match="cannot be written"):
             made.to_yaml()
+
+
+def test_arguments_of_an_object_that_is_ready() -> None:
+    with pytest.raises(ConfigError, match=r"source\.args: expected no arguments, as `object` is not the name.*'num'"):
+        _ = Pipeline.dataset(Letters(), args={"num": 3}).read().batch(2).config
+    assert Pipeline.dataset(Letters(), args={}).read().batch(2).config
 
 
 def test_a_function_is_written_by_its_name(write: Callable[[str], Path]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import json
+import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -372,8 +374,17 @@ class TestDatasetObject:
             "source": {"kind": "dataset", "object": "builtins:range", "args": {}},
             "stages": ["read", {"batch": {"size": 2}}],
         }
-        with pytest.raises(TypeError):
-            loaderkit.build(pipeline)  # range() without arguments: the user's own error, unchanged
+        with pytest.raises(ConfigError, match=r"source\.object: 'builtins:range', called with \(\), failed: TypeError"):
+            loaderkit.build(pipeline)
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_is_not_copied(way: Callable[[Any], Any], photos: Path) -> None:
+    with (
+        loaderkit.build(augmented(photos)) as loader,
+        pytest.raises(TypeError, match=r"send the Pipeline.*build there"),
+    ):
+        way(loader)
 
 
 class TestClosing:

@@ -79,6 +79,9 @@ def demo(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; `arguments` default to the process's. Returns the exit code, never raises."""
+    if sys.stdout is None:
+        console.say("error: stdout is closed, and that is where the result goes: redirect it, to /dev/null if need be")
+        return 1
     settings = Settings()
     try:
         with _plain_warnings():

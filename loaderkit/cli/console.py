@@ -28,8 +28,9 @@ def stderr() -> Console:
 
 def say(message: str) -> None:
     """One line on stderr, never wrapped."""
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:  # it may be closed
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
 
 
 def tell(message: str = "") -> None:

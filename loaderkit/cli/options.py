@@ -55,7 +55,7 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
         try:
             # YAML would take the star of "*.jpg" for a reference, and the others for signs that mean nothing here.
             found[key.strip()] = text if text.startswith(("*", "&", "!", "%", "@")) else yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
             problem = getattr(error, "problem", None) or error
             raise typer.BadParameter(f"the value of {key} is not YAML: {problem}", param_hint="--set") from error
     return found

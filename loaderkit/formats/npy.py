@@ -213,7 +213,8 @@ def _member_of(info: zipfile.ZipInfo, read: Read, size: int) -> NpzMember:
 
 
 def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
-    """The bytes of the `.npy` file that a member is, from those of the archive: a view unless it is packed.
+    """The bytes of the `.npy` file that a member is, from those of the archive: a view unless it is packed. Raises
+    FormatError, which leaves it to the caller to name the array.
 
     What is packed is checked by its CRC, as unpacking costs more; what is stored is not, as an `.npy` file has none.
     """
@@ -224,11 +225,10 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
     try:
         unpacked = unpacker.decompress(stored, member.size + 1)
     except zlib.error as error:
-        raise FormatError(f"array {member.name!r} of the .npz archive cannot be unpacked: {error}") from None
+        raise FormatError(f"it cannot be unpacked: {error}") from None
     if len(unpacked) != member.size or zlib.crc32(unpacked) != member.crc:
         raise FormatError(
-            f"array {member.name!r} of the .npz archive is damaged: it unpacks to {len(unpacked)} bytes of "
-            f"{member.size}, or to others than were packed"
+            f"it is damaged: it unpacks to {len(unpacked)} bytes of {member.size}, or to others than were packed"
         )
     return memoryview(bytearray(unpacked))  # to be written to, as other arrays; a twentieth of unpacking
 

@@ -15,6 +15,8 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -24,6 +26,22 @@ from loaderkit.prefetch.slabs import Bytes
 from loaderkit.schema import say_bytes
 
 _MAX_SPARE = 16
+
+
+@contextmanager
+def stdio_occupied() -> Iterator[None]:
+    """Descriptors opened meanwhile are 3 or higher, also where stdin, stdout or stderr is closed.
+
+    Else the system would hand out those numbers, and whatever prints would write into the memory of batches.
+    """
+    places: list[int] = []
+    try:
+        while not places or places[-1] <= 2:
+            places.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+        yield
+    finally:
+        for place in places:
+            os.close(place)
 
 
 class Extent(NamedTuple):
@@ -58,10 +76,12 @@ class Arena:
             return cls(descriptor)
         except OSError as error:
             os.close(descriptor)
+            if error.errno == errno.EMFILE:
+                raise
             raise OSError(
                 error.errno,
                 f"{say_bytes(size)} of addresses for shared memory were refused ({error.strerror}): raise `ulimit -v` "
-                "and `ulimit -f`, or use prefetch.executor: thread",
+                "and `ulimit -f`",
             ) from error
 
     def fileno(self) -> int:

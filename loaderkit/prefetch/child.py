@@ -35,13 +35,17 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
 
-BOOT = """import json, os, sys
+BOOT = """import json, os, pickle, sys
 *numbers, start, size = map(int, sys.argv[1:])
-sys.path[:], sys.argv[:], preload = json.loads(os.pread(numbers[3], size, start))
-from loaderkit.prefetch.child import main
-main(numbers, preload)"""
+try:
+    sys.path[:], sys.argv[:], preload = json.loads(os.pread(numbers[3], size, start))
+    from loaderkit.prefetch.child import main
+    main(numbers, preload)
+except BaseException as error:
+    os.write(numbers[1], pickle.dumps(f"{type(error).__name__}: {error}"[:1000]))
+    raise"""
 """What the interpreter is given with -c. Its arguments are those of `main`, and where in the arena the rest lies, which
-may be too long for a command line."""
+may be too long for a command line. What keeps it from starting is sent as a text."""
 
 
 def main(numbers: Sequence[int], preload: str) -> NoReturn:

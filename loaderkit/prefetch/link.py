@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -49,13 +49,28 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)  # noqa: S603 - ourselves
+        process = subprocess.Popen(  # noqa: S603 - ourselves
+            command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=_inherited(1), stderr=_inherited(2)
+        )
     except BaseException as error:
         life.started.put(error)
         return
     life.started.put(process.pid)
-    life.exit_code = process.wait()
+    try:
+        _, status = os.waitpid(process.pid, 0)
+        life.exit_code = process.returncode = os.waitstatus_to_exitcode(status)
+    except ChildProcessError:  # it has ended, but the system told nobody, or somebody else; Popen.wait would say 0
+        process.returncode = 0  # its destructor asks for one
     life.ended.set()
+
+
+def _inherited(descriptor: int) -> int | None:
+    """What Popen is to be given for stdout or stderr: null where a process would find it closed, and open something else
+    under its number."""
+    try:
+        return None if os.get_inheritable(descriptor) else subprocess.DEVNULL
+    except OSError:
+        return subprocess.DEVNULL
 
 
 class Link:
@@ -67,8 +82,6 @@ class Link:
             raise ConfigError(
                 "prefetch.executor: process needs a Python interpreter of its own, and sys.executable is empty"
             )
-        self._outbox, theirs_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control, theirs_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._life = _Life()
         self._asking = threading.Lock()
         self._receiving = (
@@ -77,26 +90,23 @@ class Link:
         self._serial = 0
         self._is_closed = False
         self._has_heard = False
-        descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena.fileno())
-        numbers = (os.getpid(), *descriptors, *_hand_over(arena, allocator, preload))
-        options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
-        command = [sys.executable, "-P", *options, "-c", child.BOOT, *map(str, numbers)]
-        self._keeper = threading.Thread(
-            target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
-        )
-        try:
+        self._reason = ""  # why it could not start, if it could say so
+        with ExitStack() as ours, ExitStack() as theirs:
+            self._outbox, theirs_out = _pair(ours, theirs)
+            self._control, theirs_control = _pair(ours, theirs)
+            descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena.fileno())
+            numbers = (os.getpid(), *descriptors, *_hand_over(arena, allocator, preload))
+            options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
+            command = [sys.executable, "-P", *options, "-c", child.BOOT, *map(str, numbers)]
+            self._keeper = threading.Thread(
+                target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
+            )
             self._keeper.start()
             started = self._life.started.get()
             if isinstance(started, BaseException):
                 raise started
             self.pid = started
-        except BaseException:
-            self._outbox.close()
-            self._control.close()
-            raise
-        finally:
-            theirs_out.close()
-            theirs_control.close()
+            ours.pop_all()
 
     # ------------------------------------------------------------------------------------------------- talking
 
@@ -156,8 +166,12 @@ class Link:
             packet = b""
         if not packet:
             raise EOFError
+        message = pickle.loads(packet)  # noqa: S301 - of our own process
+        if isinstance(message, str):
+            self._reason = message
+            raise EOFError
         self._has_heard = True
-        return pickle.loads(packet)  # noqa: S301 - of our own process
+        return message
 
     # -------------------------------------------------------------------------------------------------- ending
 
@@ -166,7 +180,13 @@ class Link:
         if not self._life.ended.wait(_PATIENCE_S):
             self.kill()
             self._life.ended.wait(_PATIENCE_S)
-        return describe_death(self.pid, self._life.exit_code)
+        return describe_death(
+            self.pid,
+            self._life.exit_code,
+            has_ended=self._life.ended.is_set(),
+            is_early=not self._has_heard,
+            reason=self._reason,
+        )
 
     def kill(self) -> None:
         """End the process at once."""
@@ -208,6 +228,11 @@ class Link:
         return messages
 
 
+def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
+    end, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return ours.enter_context(end), theirs.enter_context(other_end)
+
+
 def _hand_over(arena: Arena, allocator: Allocator, preload: str) -> Extent:
     """Write what the interpreter there needs to be like this one."""
     path = [place for place in sys.path if isinstance(place, str)]
@@ -223,13 +248,30 @@ def _wait(end: socket.socket, timeout_s: float) -> bool:
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
-def describe_death(pid: int, exit_code: int | None) -> WorkerDiedError:
-    """The error that says how a process ended, what that means and what to do."""
-    if exit_code is None:
+def describe_death(
+    pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
+) -> WorkerDiedError:
+    """The error that says how a process ended, what that means and what to do.
+
+    `exit_code` is None where it is not known; `is_early`: it ended before it was ready to work.
+    """
+    if exit_code is None and has_ended:
+        what = "ended, and its exit code is lost, as SIGCHLD is ignored or something else in this process waited for it"
+        fix = (
+            "if nobody killed it, the system was out of memory (dmesg says so), or a library crashed or gave up (see what "
+            "it printed on stderr)"
+        )
+    elif exit_code is None:
         what, fix = "does not answer and was killed", "look for a stage that stops the whole interpreter"
     elif exit_code >= 0:
         what = f"left with exit code {exit_code}"
-        fix = "a stage or a data set ended it (os._exit, or a library that gives up); see what it printed"
+        if is_early:
+            fix = (
+                f"see what it printed on stderr; {sys.executable} must be able to import there what it can import here, or "
+                "use prefetch.executor: thread"
+            )
+        else:
+            fix = "a stage or a data set ended it (os._exit, or a library that gives up); see what it printed"
     else:
         try:
             name = signal.Signals(-exit_code).name
@@ -241,11 +283,15 @@ def describe_death(pid: int, exit_code: int | None) -> WorkerDiedError:
                 "if nobody did that, the system was out of memory (dmesg says so): make prefetch.memory, "
                 "prefetch.concurrency or the data set's own memory smaller"
             )
+        elif is_early:
+            fix = "a C library crashed while it was imported; its stack is on stderr"
         else:
             fix = (
                 "a C library crashed, probably on one sample; its stack is on stderr: make it happen again with "
                 "prefetch.concurrency: 1, or leave that sample out"
             )
+    if is_early:
+        what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
     return WorkerDiedError(
         f"the process that loads (pid {pid}) {what}: {fix}. The loader's state is unharmed: iterating again starts "
         "another one, with the next epoch; load_state_dict goes on where this one stopped",

@@ -10,8 +10,10 @@ No thread of this process works on batches, unless stages must run here: those t
 from __future__ import annotations
 
 import _thread
+import errno
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -20,10 +22,10 @@ from typing import Any
 
 import torch
 
-from loaderkit.errors import ClosedError
+from loaderkit.errors import ClosedError, WorkerDiedError
 from loaderkit.order import Schedule
 from loaderkit.prefetch import stalls, wire
-from loaderkit.prefetch.arena import Allocator, Arena
+from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
 from loaderkit.prefetch.late import LateStages
 from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
@@ -80,19 +82,29 @@ class ProcessEngine:
         self._check_usable()
         if self._link is not None or self._failure is not None:
             return
-        arena = Arena.create()
         try:
-            allocator = Allocator(arena)
-            self._link = Link(arena, allocator, self._preload)
-            self._send_job(self._link, arena, allocator)
+            arena, link = self._open()
+        except (OSError, RuntimeError) as error:
+            # Without the traceback: its frames would hold the arena open for as long as the error is kept.
+            self._failure = _not_started(error)
+            raise self._failure from error.with_traceback(None)
         except BaseException as error:
             self._failure = error
             raise
-        finally:
-            arena.release_descriptor()
         self._ledger = Ledger(arena, pinned=self._pinned)
-        receiver = Receiver(self._link, self._ledger)
+        receiver = Receiver(link, self._ledger)
         self._inbox = receiver if self._late is None else self._late.follow(receiver)
+
+    def _open(self) -> tuple[Arena, Link]:
+        with stdio_occupied():
+            arena = Arena.create()
+            try:
+                allocator = Allocator(arena)
+                self._link = link = Link(arena, allocator, self._preload)
+                self._send_job(link, arena, allocator)
+            finally:
+                arena.release_descriptor()
+        return arena, link
 
     def _send_job(self, link: Link, arena: Arena, allocator: Allocator) -> None:
         parcel, _ = wire.post((self._make_engine, torch.get_num_threads()), arena, allocator)
@@ -215,9 +227,9 @@ class ProcessEngine:
             if self._is_closed:
                 return
             self._is_closed = True
-        if os.getpid() != self._pid or self._link is None:
+        if os.getpid() != self._pid:
             return  # in a fork's child the process is not ours, nor is its memory
-        for message in self._link.close(join_s):
+        for message in self._link.close(join_s) if self._link is not None else ():
             if isinstance(message, wire.LogMessage):
                 relay(message)
         if self._inbox is not None:
@@ -241,3 +253,14 @@ class ProcessEngine:
                 "the loader was made before a fork and used after it, where its process answers only to the parent: build "
                 "one in each process"
             )
+
+
+def _not_started(error: OSError | RuntimeError) -> WorkerDiedError:
+    """What to raise where the system has not what a process and its sockets need."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        reason += f": this process may have {limit} descriptors (`ulimit -n`): raise that, or keep fewer files open"
+    return WorkerDiedError(
+        f"the process that loads could not be started: {reason}; or use prefetch.executor: thread, which needs no process"
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.errors import LoaderkitError, StageError
+from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
 from loaderkit.kernels import resample
 from loaderkit.keyed import generator, key_of, uniforms
 from loaderkit.types import Chunk, Sample, SampleFailure, Source
@@ -25,7 +25,7 @@ class FailureNamer:
     source: Source
     describe: Callable[[str], str]
 
-    def __call__(self, chunk: Chunk, place: int, error: Exception) -> None:
+    def __call__(self, chunk: Chunk, place: int, error: BaseException) -> None:
         index = int(chunk.indices[place])
         key, origin = self.source.key(index), self.describe(self.source.origin(index))
         reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
@@ -87,7 +87,7 @@ def each_sample(
                     left = function(sample, draws[place], scratches[place] if reuse else None)
                     if left:
                         jobs += left
-                except Exception as error:
+                except USER_ERRORS as error:
                     failed(chunk, place, error)
         if jobs:
             chunk.place = None
@@ -112,7 +112,7 @@ def each_call(
                 rng = generator(keys[chunk.epoch], index) if keys is not None else None
                 try:
                     chunk.samples[place] = call(sample, source.key(index), rng)
-                except Exception as error:
+                except USER_ERRORS as error:
                     failed(chunk, place, error)
 
     return run

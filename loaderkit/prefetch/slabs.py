@@ -146,7 +146,7 @@ class SlabPool:
         if self._allocate_memory is not None:
             return self._allocate_memory(size)
         if self._pinned:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT
         return memory[offset : offset + size]

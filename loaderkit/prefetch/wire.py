@@ -51,7 +51,7 @@ def _open_storage(memory: Any) -> torch.Tensor:
 def _open_tensor(
     storage: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage.untyped_storage(), 0, size, stride)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage.untyped_storage(), 0, size, stride)
 
 
 class _Pickler(pickle.Pickler):
@@ -72,7 +72,7 @@ class _Pickler(pickle.Pickler):
         span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         place = (value.data_ptr(), span * value.itemsize)
         if place not in self._storages:
-            flat = torch.empty(0, dtype=value.dtype).set_(
+            flat = torch.empty(0, dtype=value.dtype, device="cpu").set_(
                 value.untyped_storage(), value.storage_offset(), (span,), (1,)
             )
             self._storages[place] = _Storage(flat.view(torch.uint8).numpy())

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, field_serializer, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
 from loaderkit.catalog import numbered
-from loaderkit.errors import ConfigError, SourceError
+from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
 
@@ -39,6 +39,20 @@ class DatasetArgs(SourceArgs):
             raise ValueError(f"an object with __len__ and __getitem__, not {type(value).__name__}")
         return value
 
+    @field_validator("args")
+    @classmethod
+    def _are_used(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if value and not isinstance(info.data.get("object", ""), str):
+            raise ValueError("no arguments, as `object` is not the name of a function that would get them")
+        return value
+
+    @field_validator("fields")
+    @classmethod
+    def _differ(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and len(set(value)) < len(value):
+            raise ValueError("names that differ, as each is a field of its own")
+        return value
+
     @field_serializer("object")
     def _to_path(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -58,16 +72,39 @@ def open_object(args: DatasetArgs) -> Any:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"source.object: {args.object!r} cannot be imported: {error}") from error
+    except USER_ERRORS as error:
+        raise ConfigError(
+            f"source.object: {args.object!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     is_ready = hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, type)
+    if is_ready and args.args:
+        raise ConfigError(
+            f"source.args: {args.object!r} is a ready {type(found).__name__}, so nobody would get the arguments "
+            f"{', '.join(args.args)}: leave them out, or name a function that takes them"
+        )
     if not is_ready and callable(found):
-        found = found(**args.args)
+        try:
+            found = found(**args.args)
+        except USER_ERRORS as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in args.args.items())
+            raise ConfigError(
+                f"source.object: {args.object!r}, called with ({given}), failed: {type(error).__name__}: {error}"
+            ) from error
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
         raise ConfigError(
             f"source.object: {args.object!r} gives {type(found).__name__}, which has no __len__ and __getitem__"
         )
     return found
+
+
+def _size_of(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except USER_ERRORS as error:
+        raise ConfigError(
+            f"source.object: len() of the {type(dataset).__qualname__} failed ({type(error).__name__}: {error}): a data set "
+            "has to know how many items it has, a whole number"
+        ) from error
 
 
 class DatasetSource:
@@ -79,7 +116,7 @@ class DatasetSource:
         self._single = "0" if args.fields is None else args.fields[0] if len(args.fields) == 1 else None
         self._name = type(dataset).__qualname__
         self._get_many = getattr(dataset, "__getitems__", None)
-        size = len(dataset)
+        size = _size_of(dataset)
         if size == 0:
             raise SourceError(f"the data set {self._name} has no items: len() is 0")
         self._size = size if args.limit is None else min(size, args.limit)
@@ -106,7 +143,7 @@ class DatasetSource:
         try:
             found = self._get_many(indices)
             return found if isinstance(found, list) and len(found) == len(indices) else None
-        except Exception:
+        except USER_ERRORS:
             return None  # one of them is bad: asked one by one they say which
 
     def sample(self, item: Any) -> Sample:

@@ -46,8 +46,9 @@ def specs_of(
 
 def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype | None) -> FieldSpec:
     if ragged is not None:
-        num_bytes = as_tensor(value).nbytes
-        return FieldSpec("pad" if ragged == "pad" else "ragged", example_key=key, num_bytes=num_bytes)
+        tensor = as_tensor(value)
+        kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
+        return FieldSpec(kind, tuple(tensor.shape), tensor.dtype, example_key=key, num_bytes=tensor.nbytes)
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         dtype = torch.uint8 if value.mask or image_dtype is None else image_dtype
@@ -77,9 +78,9 @@ def as_tensor(value: Any) -> torch.Tensor:
             value = value.copy()
         return torch.from_numpy(value)
     if isinstance(value, (bool, int, np.generic)):
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, device="cpu")
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
 
 
@@ -127,7 +128,7 @@ def _keep(chunk: Chunk, name: str, spec: FieldSpec, failed: Callable[[Chunk, int
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                values[chunk.lo + place] = _owned(sample[name], spec)
+                values[chunk.lo + place] = _owned(sample[name], name, spec)
             except Exception as error:
                 failed(chunk, place, error)
 
@@ -231,7 +232,7 @@ def _write_arrays(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> b
 def _write_numbers(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> bool:
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
-        target.copy_(torch.tensor(values, dtype=spec.dtype))
+        target.copy_(torch.tensor(values, dtype=spec.dtype, device="cpu"))
     return fits
 
 
@@ -254,7 +255,7 @@ def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
     )
 
 
-def _owned(value: Any, spec: FieldSpec) -> Any:
+def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
     """The value in memory of its own: what a stage reuses must not reach the user."""
     if spec.kind == "list":
         if isinstance(value, Encoded):
@@ -262,17 +263,21 @@ def _owned(value: Any, spec: FieldSpec) -> Any:
         if isinstance(value, np.ndarray) and value.base is not None:
             return value.copy()
         return bytes(value) if isinstance(value, memoryview) else value
-    return as_tensor(value).detach().clone()
+    tensor = as_tensor(value)
+    if spec.kind == "pad" and (tensor.dtype != spec.dtype or tensor.ndim != len(spec.shape)):
+        example = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+        raise ValueError(
+            f"its field {name!r} is {describe(value)} and cannot be padded together with {example} (from sample "
+            f"{spec.example_key!r}): give all samples one type and number of dimensions, or say `ragged: {{{name}: list}}`"
+        )
+    return tensor.detach().clone()
 
 
 def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensors of equal rank and dtype in one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
     first = tensors[0]
-    for tensor in tensors:
-        if tensor.ndim != first.ndim or tensor.dtype != first.dtype:
-            raise ValueError(f"cannot pad {describe(tensor)} together with {describe(first)}: rank or dtype differ")
-    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64)
-    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype)
+    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
+    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device="cpu")
     for slot, tensor in zip(padded, tensors, strict=True):
         slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded, sizes[:, 0] if first.ndim == 1 else sizes

@@ -45,7 +45,7 @@ def _ordered(value: Any, low: float, high: float) -> Any:
         if not low <= first <= second <= high:
             raise ValueError(f"[low, high] with {low:g} <= low <= high <= {high:g}, not {list(value)}")
         return (first, second)
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 Factor = Annotated[tuple[float, float], BeforeValidator(_factor_range)]

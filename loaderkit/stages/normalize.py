@@ -48,7 +48,7 @@ class NormalizeArgs(StageArgs):
     def _channels_agree(self) -> NormalizeArgs:
         lengths = {3 if values == "imagenet" else len(values) for values in (self.mean, self.std)} - {1}
         if len(lengths) > 1:
-            raise ValueError("mean and std for the same number of channels")
+            raise ValueError("`mean` and `std` have to be for the same number of channels")
         return self
 
 
@@ -59,7 +59,9 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[torch.Tensor, torc
     for name, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, num_channels):
             raise ValueError(f"{name} has {len(values)} numbers, the images {num_channels} channels")
-    means, stds = (torch.tensor(values, dtype=torch.float64).expand(num_channels) for values in (mean, std))
+    means, stds = (
+        torch.tensor(values, dtype=torch.float64, device="cpu").expand(num_channels) for values in (mean, std)
+    )
     return (1.0 / (255.0 * stds)).float(), (-means / stds).float()
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+from loaderkit.errors import USER_ERRORS
 from loaderkit.native import kernels
 from loaderkit.ranges import bulk_method
 from loaderkit.schema import StageArgs
@@ -33,7 +34,7 @@ class ReadArgs(StageArgs):
     """Read each sample from its source."""
 
 
-SampleErrors = Callable[[Chunk, int, Exception], None]
+SampleErrors = Callable[[Chunk, int, BaseException], None]
 Fetch = Callable[[Chunk, int, FieldRange], Any]
 """Reads one field of the sample at a place of a chunk on a way of its own; None if it has to go the ordinary one."""
 
@@ -202,7 +203,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
                 try:
                     for chunk.place in range(len(items), len(indices)):
                         items.append(dataset[indices[chunk.place]])
-                except Exception as error:
+                except USER_ERRORS as error:
                     failed(chunk, len(items), error)
                     items.append(None)
         if is_last and chunk.destination.specs and not chunk.failures:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import loaderkit
 from loaderkit import Loader, Pipeline
@@ -132,3 +134,30 @@ def test_leaving_at_any_point_leaves_nothing(make: Callable[..., Loader]) -> Non
     del loader, stream
     gc.collect()
     assert threading.active_count() == before
+
+
+class Mixed:
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = torch.ones(index % 3 + 1, device="cpu")
+        picture = torch.full((3, 4, 5), index, dtype=torch.uint8, device="cpu")
+        return {"int": index, "float": 0.5, "numpy": np.float32(index), "words": words, "picture": picture}
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_the_default_device_is_the_models(executor: str, photos: Path) -> None:
+    """Batches are made on the CPU wherever the trainer makes its own tensors."""
+    mixed = Pipeline.dataset(Mixed()).shuffle("none").read().batch(4, ragged={"words": "pad"})
+    images = Pipeline.files(photos).shuffle("none").read().decode().resize([8, 8]).batch(4).normalize()
+    torch.set_default_device("meta")
+    try:
+        for pipeline in (mixed.normalize(fields=["picture"]), images):
+            with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:
+                batch = next(iter(loader))
+            tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+            assert {tensor.device.type for tensor in tensors} == {"cpu"}
+            assert all(torch.isfinite(tensor.double()).all() for tensor in tensors)
+    finally:
+        torch.set_default_device(None)

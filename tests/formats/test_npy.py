@@ -244,7 +244,7 @@ PACKED_DIRECTORY = PACKED.index(b"PK\1\2")
         (patched(ONE, DIRECTORY + 42, b"\xff\xff"), "damaged"),
         (patched(ONE, DIRECTORY + 24, b"\1"), "cannot be"),
         (patched(PACKED, PACKED_DIRECTORY + 24, b"\xff\xff\xff\x7f"), "cannot be 2147483647 bytes"),
-        (patched(PACKED, PACKED_DIRECTORY + 24, b"\xff"), "is damaged: it unpacks to"),
+        (patched(PACKED, PACKED_DIRECTORY + 24, b"\xff"), "^array 'a': it is damaged: it unpacks to"),
         (patched(PACKED, PACKED_DIRECTORY + 16, b"\0\0"), "or to others than were packed"),
         (patched(PACKED, 40, b"\xff\xff\xff"), r"'a'.*(cannot be unpacked|is damaged)"),
         (patched(ONE, 40, b"X"), "array 'a': not an .npy file"),

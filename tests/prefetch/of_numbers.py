@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -59,3 +61,10 @@ def hang(sample: dict[str, Any]) -> None:
     """Never comes back from sample 20."""
     if sample["__key__"] == "20":
         threading.Event().wait(600)
+
+
+def shout(batch: dict[str, Any]) -> None:
+    """Writes to stdout and stderr as a C library would, past Python's `sys.stdout`."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            os.write(descriptor, b"loads" * 2000)

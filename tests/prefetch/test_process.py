@@ -67,6 +67,29 @@ class TestLiving:
         assert ran.stdout.split() == ["begin", "2"]
         assert ran.stderr == ""
 
+    @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+    def test_with_stdio_closed(self, closed: str, tmp_path: Path) -> None:
+        """Neither prints of the trainer nor those of the process that loads end in the memory of batches."""
+        script = tmp_path / "train.py"
+        script.write_text(
+            "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+            "from contextlib import suppress\n"
+            "import of_numbers\n"
+            "loader = of_numbers.build(of_numbers.numbers().call(of_numbers.shout))\n"
+            "with loader:\n"
+            "    found = []\n"
+            "    for batch in loader:\n"
+            "        for number in (1, 2):\n"
+            "            with suppress(OSError): os.write(number, b'trainer' * 2000)\n"
+            "        found += [(x, *set(row)) for x, row in zip(batch['x'].tolist(), batch['filling'].tolist())]\n"
+            "open(sys.argv[2], 'w').write(repr(found))\n"
+        )
+        command = f'"$1" "$2" "$3" "$4" {closed}'
+        result = tmp_path / "result"
+        arguments = [sys.executable, str(script), str(Path(__file__).parent), str(result)]
+        subprocess.run(["sh", "-c", command, "sh", *arguments], capture_output=True, timeout=60)
+        assert result.read_text() == repr([(n, n) for n in range(64)])
+
     @settings(max_examples=4, deadline=None, derandomize=True)
     @given(
         batch=st.integers(3, 20),

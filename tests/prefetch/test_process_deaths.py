@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from of_numbers import Numbers, build, is_running, numbers, pid_of, wait_for
 
 from loaderkit import Pipeline
 from loaderkit.errors import WorkerDiedError
+from loaderkit.prefetch import child
 from loaderkit.prefetch.link import describe_death
 
 # ------------------------------------------------------------------------------------------------ deaths
@@ -59,6 +63,23 @@ class TestDeaths:
             assert next(key for batch in loader for key in batch["__key__"]) == str(state["position"])
         assert kept["filling"][3].tolist() == [3] * 1000
 
+    def test_where_nobody_is_told_of_deaths(self) -> None:
+        """With SIGCHLD ignored the exit code is lost, but not the death."""
+        told = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            with build(numbers(640)) as loader:
+                stream = iter(loader)
+                keys = next(stream)["__key__"]
+                os.kill(pid_of(loader), signal.SIGKILL)
+                with pytest.raises(WorkerDiedError, match="its exit code is lost, as SIGCHLD is ignored") as caught:
+                    for batch in stream:
+                        keys += batch["__key__"]
+            assert keys == [str(n) for n in range(len(keys))]
+            assert caught.value.exit_code is None
+            del caught
+        finally:
+            signal.signal(signal.SIGCHLD, told)
+
     def test_when_it_does_not_answer(self) -> None:
         """A process that is stopped is ended by force; statistics say what was known last."""
         with build(numbers()) as loader:
@@ -75,6 +96,75 @@ class TestDeaths:
         error = describe_death(123, code)
         assert error.exit_code == code
         assert "pid 123" in str(error)
+        assert (
+            describe_death(123, None, has_ended=False)
+            .args[0]
+            .startswith("the process that loads (pid 123) does not answer")
+        )
+
+
+@contextmanager
+def descriptors_left(num_left: int) -> Iterator[None]:
+    """Only so many more can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(num_left):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+class TestNotStarting:
+    @pytest.mark.parametrize(
+        ("boot", "says"),
+        [
+            (
+                "import os; os._exit(4)",
+                r"could not start: it left with exit code 4 before it was ready: see what it printed",
+            ),
+            (
+                "import os; os.kill(os.getpid(), 11)",
+                r"could not start: it was killed by SIGSEGV.*while it was imported",
+            ),
+            (
+                child.BOOT.replace("from loaderkit.prefetch.child", "from nowhere"),
+                r"could not start: it left with exit code 1 .*\(ModuleNotFoundError: No module named 'nowhere'\)",
+            ),
+        ],
+    )
+    def test_no_stage_is_blamed(self, boot: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(child, "BOOT", boot)
+        with build(numbers()) as loader, pytest.raises(WorkerDiedError, match=says) as caught:
+            next(iter(loader))
+        assert "stage" not in str(caught.value)
+        del caught
+
+    def test_without_descriptors(self) -> None:
+        """However many there are left, it starts, or says what is short and leaves nothing."""
+        for num_left in range(24):
+            loader = build(numbers())
+            before = resources()
+            failed = None
+            with descriptors_left(num_left):
+                try:
+                    next(iter(loader))
+                except WorkerDiedError as error:
+                    failed = error
+            if failed is None:
+                loader.close()
+                break
+            assert resources() == before, num_left
+            loader.close()
+            assert "could not be started: Too many open files: this process may have 256 descriptors" in str(failed)
+        assert 5 <= num_left < 20
 
 
 PARENT = """

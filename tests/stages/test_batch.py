@@ -217,14 +217,19 @@ def test_padding_in_two_dimensions(shapes: list[tuple[int, int]], value: int) ->
 
 
 def test_what_cannot_be_padded_together() -> None:
-    for other in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)):
-        with pytest.raises((ValueError, StageError), match="cannot pad"):
+    for other in (torch.zeros(2, 2, dtype=torch.int64), np.zeros(2, np.float32), 3):
+        with pytest.raises(
+            StageError, match=r"'1'.*cannot be padded together with int64 \[2\] \(from sample '0'\)"
+        ) as caught:
             batch_of([{"x": torch.arange(2)}, {"x": other}], ragged={"x": "pad"})
+        assert (caught.value.stage, caught.value.key) == ("batch", "1")
 
 
 def test_ragged_of_what_is_no_tensor_or_no_field() -> None:
     with pytest.raises(StageError, match=r"'0'.*str"):
         batch_of([{"x": "text"}], ragged={"x": "pad"})
+    with pytest.raises(StageError, match="cannot hold sample '0'"):
+        batch_of([{"x": 2**70}], ragged={"x": "pad"})
     with pytest.raises(StageError, match=r"'y'.*samples have x"):
         batch_of([{"x": 1}], ragged={"y": "list"})
 

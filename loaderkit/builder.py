@@ -166,6 +166,7 @@ def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[d
             pinned=bool(late_stages),
             memory_bytes=prefetch.memory,
             timeout_s=prefetch.timeout,
+            raises=prefetch.on_timeout == "raise",
         )
 
     return pools, make_executor

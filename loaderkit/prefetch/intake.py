@@ -207,9 +207,10 @@ class Intake:
     # ------------------------------------------------------------------------------------------------- the workers
 
     def take(self, account: Account) -> Chunk | None:
-        """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed."""
+        """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed, or when this worker
+        is not wanted."""
         with self._lock:
-            while not self._is_closed and self._failure is None:
+            while not self.is_over and account.is_wanted:
                 if self._chunks:
                     chunk = self._chunks.popleft()
                     chunk.marks.append((self._clock(), stalls.QUEUED))
@@ -223,7 +224,26 @@ class Intake:
                     if self._inline or account is self._lent:
                         return None
                     self._rest(account)
+            if self._resting and not account.is_wanted:
+                self._room.notify()  # it may have been woken in another one's place
             return None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come: closed, or failed."""
+        return self._is_closed or self._failure is not None
+
+    def resize(self, num_workers: int) -> None:
+        """There are so many workers in all from now on; whoever waits looks again."""
+        with self._lock:
+            self._num_workers = num_workers
+            self._room.notify_all()
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
+        with self._lock:
+            self._plan.set_depth(num_batches, memory_bytes)
+            self._room.notify_all()
 
     def _may_open(self, account: Account) -> bool:
         return not self.is_self_service or account is self._lent or self._is_waited_for

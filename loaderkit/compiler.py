@@ -11,6 +11,7 @@ import torch
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
+from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES, StageKind
 from loaderkit.sources.array import ArraySource
@@ -147,10 +148,11 @@ class Compiler:
 
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:
-            return bind(args)
+            function, wants_rng = bind(args)
         except USER_ERRORS as error:
             reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
+        return (function if args.timeout is None else partial(TimeLimit(name, args.timeout), function)), wants_rng
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin

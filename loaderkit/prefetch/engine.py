@@ -90,7 +90,15 @@ class Engine:
         self._timeout_s = timeout_s
         self._raises = raises
         num_workers = sum(pool.num_workers for pool in pools)
-        self.intake = Intake(plan, self.states, clock, num_workers=num_workers, inline=inline, is_whole=len(pools) == 1)
+        self.intake = Intake(
+            plan,
+            self.states,
+            clock,
+            num_workers=num_workers,
+            inline=inline,
+            is_whole=len(pools) == 1,
+            one_works=self.pools[0].one_works,
+        )
         self._sizing = threading.Condition()  # of pools; workers that are not wanted wait on it
         may_serve_itself = self_service and not inline and len(pools) == 1
         self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None

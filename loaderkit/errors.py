@@ -12,7 +12,7 @@
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
-    ├── StallTimeout           no batch came within `prefetch.timeout`, and `on_timeout: raise` was asked for (also a TimeoutError)
+    ├── StallTimeout           no batch within `prefetch.timeout`, and `on_timeout: raise` was asked for (also a TimeoutError)
     ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself, or could not start
     ├── RemoteError            stands for an exception of that process which cannot be pickled
     ├── StateError             a saved state belongs to another pipeline or data set

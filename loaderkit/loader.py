@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """Bad samples: counted and written down as their batches are delivered, and tried again later.
 
-    delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──> read_quarantine ──> try_again
+delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──> read_quarantine ──> try_again
 """
 
 from __future__ import annotations
@@ -124,9 +124,7 @@ def read_quarantine(path: Path) -> list[Quarantined]:
     return list(found)
 
 
-def try_again(
-    recipe: Recipe, places: Mapping[Quarantined, int]
-) -> Iterator[tuple[Quarantined, StageError | None]]:
+def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tuple[Quarantined, StageError | None]]:
     """Take every sample through its stages as in the epoch in which it was bad, up to its place in a batch.
 
     `places` are those of the samples that are still there. Yields each of these with the error it has now, None if it is good.

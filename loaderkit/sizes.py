@@ -26,7 +26,9 @@ class Sizes:
             known = ", ".join(name for pool in pools for name in pool["stages"])
             raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
         if self.tuning["executor"] == "inline" or "process" in pool:
-            where = "with executor: inline the loop's own thread runs" if "process" not in pool else "one thread beside the loop runs"
+            where = (
+                "one thread beside the loop runs" if "process" in pool else "with executor: inline your own thread runs"
+            )
             raise ConfigError(f"resize: {where} {stage!r}, so it has no workers to be more or fewer")
         if engine is not None:
             engine.resize(stage, workers)

@@ -43,7 +43,7 @@ def run(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="Instead: try the samples of this quarantine file again, each as in its epoch. Exit code 1 if one is still bad.",
+            help="Instead: try the samples of this quarantine file again, each as in its epoch. Exit code 1 if one is bad.",
         ),
     ] = None,
     assignments: Assignments = None,
@@ -53,8 +53,11 @@ def run(
     """Iterate over pipeline P, show the speed, and in the end what the loop waited for."""
     if only_quarantined is not None:
         if batches is not None or resume is not None or save_state is not None or epochs != 1 or step_time != "0s":
-            raise typer.BadParameter("goes with no other option of the loop: there is none", param_hint="--only-quarantined")
-        return _try_again(pipeline, only_quarantined, assignments, as_json)
+            raise typer.BadParameter(
+                "goes with no other option of the loop: there is none", param_hint="--only-quarantined"
+            )
+        _try_again(pipeline, only_quarantined, assignments, as_json)
+        return
     step_s = parse_duration(step_time, "--step-time")
     if save_state is not None and not save_state.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {save_state.absolute().parent}", param_hint="--save-state")

@@ -127,7 +127,9 @@ class Engine:
         """
         self._check_usable()
         if self.inline:
-            raise ConfigError(f"stage {stage!r} has no workers to resize: prefetch.executor is inline; use thread or process")
+            raise ConfigError(
+                f"stage {stage!r} has no workers to resize: prefetch.executor is inline; use thread or process"
+            )
         pool = self._pool_of(stage)
         with self._sizing:
             pool.num_workers = num_workers
@@ -296,6 +298,9 @@ class Engine:
                     stack = watch.stack_of(thread)
                     logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
         self.intake.clear()
+        for stage in self.stages:
+            if stage.close is not None:
+                stage.close()
 
     def abandon(self) -> None:
         """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -26,17 +27,23 @@ class TimeLimit:
     def __init__(self, stage: str, limit_s: float) -> None:
         self._stage = stage
         self._limit_s = limit_s
+        self._lock = threading.Lock()
         self._own = threading.local()
+        self._companions: WeakSet[_Companion] = WeakSet()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns or raises. Raises TimeoutError if it does neither in time; it may go on then."""
-        companion: _Companion | None = getattr(self._own, "companion", None)
+        own = self._own
+        companion: _Companion | None = getattr(own, "companion", None)
         if companion is None:
-            companion = self._own.companion = _Companion(f"loaderkit-{self._stage}-limited")
+            companion = own.companion = _Companion(f"loaderkit-{self._stage}-limited")
+            with self._lock:
+                self._companions.add(companion)
         try:
             result, error = companion.call(function, arguments, self._limit_s)
         except BaseException as interruption:  # its answer may come later, and is nobody's
-            del self._own.companion
+            del own.companion
+            companion.end()
             if not isinstance(interruption, Empty):
                 raise
             raise TimeoutError(
@@ -46,6 +53,14 @@ class TimeLimit:
         if error is not None:
             raise error
         return result
+
+    def close(self) -> None:
+        """End all companions, those that hang once they come back. It may be called again after that."""
+        with self._lock:
+            for companion in self._companions:
+                companion.end()
+            self._companions.clear()
+            self._own = threading.local()
 
 
 class _Companion:
@@ -63,8 +78,11 @@ class _Companion:
         self._orders.put((function, arguments))
         return self._answers.get(timeout=limit_s)
 
-    def __del__(self) -> None:
+    def end(self) -> None:
+        """Let the thread end once it has done what it does."""
         self._orders.put(None)
+
+    __del__ = end
 
 
 def _serve(orders: SimpleQueue[Order | None], answers: SimpleQueue[Answer]) -> None:

@@ -39,11 +39,7 @@ class SelfService:
             and now - self._left_s < _TIGHT * quick_s < _TIGHT * _QUICK_S
         )
         self._num_tight = self._num_tight + 1 if is_tight else 0
-        wanted = (
-            self._num_tight >= _NUM_TIGHT
-            and self._one_works()
-            and not torch.is_inference_mode_enabled()
-        )
+        wanted = self._num_tight >= _NUM_TIGHT and self._one_works() and not torch.is_inference_mode_enabled()
         if wanted != self._intake.is_self_service:
             self._intake.set_self_service(wanted)
         return wanted

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from of_numbers import PROCESS, Numbers, hang, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.prefetch.limits import TimeLimit
-from of_numbers import PROCESS, Numbers, hang, wait_for
 
 
 def companions() -> list[threading.Thread]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from of_numbers import PROCESS, Numbers, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
-from of_numbers import PROCESS, Numbers, numbers, wait_for
 
 
 class Crowd:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from of_numbers import PROCESS, Numbers, hang
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import LoaderkitError, StallTimeout
 from loaderkit.prefetch.watch import Patience, Report
-from of_numbers import PROCESS, Numbers, hang
 
 REPORT = Report("where everything is", "decode", "cat/007.jpg")
 
@@ -43,7 +43,7 @@ class TestPatience:
         assert (error.waited_s, error.stage, error.key) == (60.0, "decode", "cat/007.jpg")
         assert isinstance(error, LoaderkitError)
         assert isinstance(error, TimeoutError)
-        again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        again = pickle.loads(pickle.dumps(error))
         assert (str(again), again.waited_s, again.stage, again.key) == (str(error), 60.0, "decode", "cat/007.jpg")
 
 

@@ -53,13 +53,13 @@ class Assembly:
         """Where `transfer` brings batches."""
         return self._compiler.device
 
-    def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
-        """An engine that has not begun; `allocate` gives it memory for its slabs."""
+    def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
+        """The plan of the batches; `allocate` gives memory for slabs."""
         config, source = self._recipe.config, self._recipe.source
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
         errors = config.errors
-        plan = BatchPlan(
+        return BatchPlan(
             source=source,
             order=_order(config, source),
             schedule=self._recipe.schedule,
@@ -72,14 +72,18 @@ class Assembly:
             pinned=self.device.type == "cuda",
             allocate=allocate,
         )
-        inline = config.prefetch.executor == "inline"
+
+    def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
+        """An engine that has not begun."""
+        prefetch = self._recipe.config.prefetch
         return Engine(
-            plan,
+            self.make_plan(allocate),
             self.stages,
             self.pools,
-            inline=inline,
+            inline=prefetch.executor == "inline",
             self_service=self._runs_no_other_code(),
-            timeout_s=config.prefetch.timeout,
+            timeout_s=prefetch.timeout,
+            raises=prefetch.on_timeout == "raise",
             clock=clock,
         )
 
@@ -90,14 +94,14 @@ class Assembly:
 
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""
-        workers = {n: pool.num_workers for pool in self.pools for n in (*pool.sample_stages, *pool.batch_stages)}
+        workers = {n: pool.num_workers for pool in self.pools for n in pool.stages}
         return [StageStats(stage.name, workers[number]) for number, stage in enumerate(self.stages)]
 
     def described_pools(self) -> list[dict[str, Any]]:
         """Which stages share how many workers."""
         return [
             {
-                "stages": [self.stages[n].name for n in (*pool.sample_stages, *pool.batch_stages)],
+                "stages": [self.stages[n].name for n in pool.stages],
                 "workers": pool.num_workers,
             }
             for pool in self.pools

@@ -166,6 +166,7 @@ def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[d
             pinned=bool(late_stages),
             memory_bytes=prefetch.memory,
             timeout_s=prefetch.timeout,
+            raises=prefetch.on_timeout == "raise",
         )
 
     return pools, make_executor
@@ -211,7 +212,7 @@ def _fingerprint(config: PipelineConfig, source: Source) -> dict[str, str]:
             args = {
                 name: value
                 for name, value in stage.args
-                if name not in ("workers", "name", "max_pixels")
+                if name not in ("workers", "name", "timeout", "max_pixels")
                 and value != type(stage.args).model_fields[name].default
             }
             found[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"

@@ -11,6 +11,7 @@ import torch
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator
+from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES, StageKind
 from loaderkit.sources.array import ArraySource
@@ -36,6 +37,7 @@ class Compiler:
         self._seed = config.order.seed
         self._border = [stage.kind for stage in config.stages].index("batch")
         self._sample_runs: list[Callable[[Chunk], Any]] = []
+        self._limits: dict[str, TimeLimit] = {}  # by stage
         self.device = torch.device("cpu")
         wanted = next((stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)), None)
         if wanted is not None:
@@ -65,10 +67,15 @@ class Compiler:
                 run = self._sample_run(config) if not in_slots else self._slot_normalize(config)
                 if number < self._border:
                     self._sample_runs.append(run)
-                found.append(Stage(config.name, config.kind, "sample", run, workers))
+                found.append(Stage(config.name, config.kind, "sample", run, workers, self._close_of(config)))
             else:
-                late.append(Stage(config.name, config.kind, "batch", self._batch_run(config), workers))
+                act = self._batch_run(config)
+                late.append(Stage(config.name, config.kind, "batch", act, workers, self._close_of(config)))
         return found + late
+
+    def _close_of(self, config: StageConfig) -> Callable[[], None] | None:
+        limit = self._limits.get(config.name)
+        return None if limit is None else limit.close
 
     def run_sample_stages(self, chunk: Chunk) -> None:
         """Everything before `batch`, for samples outside the stream: the probe, and replacements."""
@@ -147,10 +154,14 @@ class Compiler:
 
     def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
         try:
-            return bind(args)
+            function, wants_rng = bind(args)
         except USER_ERRORS as error:
             reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
             raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
+        if args.timeout is None:
+            return function, wants_rng
+        limit = self._limits[name] = TimeLimit(name, args.timeout)
+        return partial(limit, function), wants_rng
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin

@@ -47,7 +47,12 @@ class PrefetchArgs(Model):
         "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
     )
     processes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="how many, with `executor: process`")
-    timeout: Duration = Field(60.0, description="a wait this long is reported with the stage, the sample and stacks")
+    timeout: Duration = Field(
+        60.0, description="a wait this long is reported with the stage, the sample and stacks; first at a quarter of it"
+    )
+    on_timeout: Literal["warn", "raise"] = Field(
+        "warn", description="after `timeout`: go on waiting, or end with StallTimeout (not with `executor: inline`)"
+    )
 
 
 class ErrorsArgs(Model):

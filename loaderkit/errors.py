@@ -12,6 +12,7 @@
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
+    ├── StallTimeout           no batch within `prefetch.timeout`, and `on_timeout: raise` was asked for (also a TimeoutError)
     ├── WorkerDiedError        the process that loads (`executor: process`) ended by itself, or could not start
     ├── RemoteError            stands for an exception of that process which cannot be pickled
     ├── StateError             a saved state belongs to another pipeline or data set
@@ -115,6 +116,24 @@ class StageError(LoaderkitError):
 
 class TooManyBadSamplesError(StageError):
     """More samples of one epoch were bad than `errors.max_bad_samples` allows."""
+
+
+class StallTimeout(LoaderkitError, TimeoutError):  # noqa: N818 - its name in the public interface
+    """No batch came within `prefetch.timeout`; the message has where every chunk of it is, and the workers' stacks.
+
+    `waited_s` is how long; `stage` and `key` say where the chunk is that is the least far: None in a queue, or not known.
+    """
+
+    def __init__(
+        self, message: str, *, waited_s: float = 0.0, stage: str | None = None, key: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.waited_s = waited_s
+        self.stage = stage
+        self.key = key
+
+    def __str__(self) -> str:  # OSError's own would print an errno tuple
+        return str(self.args[0]) if self.args else type(self).__name__
 
 
 class WorkerDiedError(LoaderkitError, RuntimeError):

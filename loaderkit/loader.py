@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import logging
 import operator
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,15 +12,15 @@ from typing import Any, NoReturn
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
-from loaderkit.errors import ClosedError, ConfigError, ConnectorError, TooManyBadSamplesError
+from loaderkit.errors import ClosedError, ConfigError, StallTimeout
 from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
 from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.stats import Stats
-from loaderkit.types import Connector, Delivery
-
-logger = logging.getLogger("loaderkit")
+from loaderkit.quarantine import BadSamples
+from loaderkit.sizes import Sizes
+from loaderkit.types import Connector
 
 
 def build(
@@ -76,7 +72,8 @@ class Loader:
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
         self._run = 0
-        self._bad = _BadSamples(parts)
+        self._bad = BadSamples(parts.config.errors)
+        self._sizes = Sizes(parts.tuning)
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -111,6 +108,7 @@ class Loader:
         if self._engine is None:
             self._engine = self._parts.make_executor()
             self._finalizer = weakref.finalize(self, self._engine.abandon)
+            self._sizes.apply(self._engine)
         self._engine.seek(epoch, position)
         return self._engine
 
@@ -123,8 +121,8 @@ class Loader:
             if destination.error is not None:
                 raise destination.error
             batch = self._output(destination.result)
-        except Exception:
-            self._stop_engine()
+        except Exception as error:
+            self._stop_engine(join_s=1.0 if isinstance(error, StallTimeout) else 10.0)
             raise
         except BaseException:  # Ctrl-C: end at once, do not wait for a stage that hangs
             self._stop_engine(join_s=1.0)
@@ -143,7 +141,7 @@ class Loader:
 
     def _stop_engine(self, join_s: float = 10.0) -> None:
         if self._engine is not None:
-            self._last_stats = self._engine.stats(self._parts.tuning, self._run)
+            self._last_stats = self._engine.stats(self._sizes.tuning, self._run)
             self._engine.close(join_s)
             self._engine = None
             self._run += 1
@@ -204,15 +202,37 @@ class Loader:
         self._iteration += 1
         self._epoch, self._position = self._next = (restored.epoch, restored.position)
 
+    def resize(
+        self,
+        stage: str | None = None,
+        *,
+        workers: int | None = None,
+        batches: int | None = None,
+        memory: int | str | None = None,
+    ) -> None:
+        """Change, while it runs, how many workers run `stage` (and what shares its pool), how many `batches` are read ahead,
+        or in how much `memory` (bytes, or "2GiB"). From any thread.
+
+        Nothing is dropped: workers that are too many rest after their chunk, batches that are too many are delivered first.
+        Raises ConfigError for a stage there is not, and for memory that holds not even one batch.
+        """
+        self._check_open()
+        if (stage is None) != (workers is None):
+            raise ConfigError("resize: give a stage together with its workers")
+        if stage is not None and workers is not None:
+            self._sizes.set_workers(stage, workers, self._engine)
+        if batches is not None or memory is not None:
+            self._sizes.set_depth(batches, memory, self._engine)
+
     # ----------------------------------------------------------------------------------------------------- watching
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
         engine = self._engine
         if engine is not None:
-            now = engine.stats(self._parts.tuning, self._run)
+            now = engine.stats(self._sizes.tuning, self._run)
         else:
-            now = self._last_stats or self._parts.make_executor().stats(self._parts.tuning, self._run)
+            now = self._last_stats or self._parts.make_executor().stats(self._sizes.tuning, self._run)
         return now if since is None else now.since(since)
 
     def __repr__(self) -> str:
@@ -277,72 +297,3 @@ class _Epoch(Iterator[Any]):
             raise
         self._num_left -= 1
         return batch
-
-
-class _BadSamples:
-    """Counts and records the bad samples of delivered batches, so that both are the same however far was read ahead."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._errors = parts.config.errors
-        self._source = parts.source
-        self._epoch = -1
-        self._seen: set[int] = set()
-        self._file: int | None = None
-        path = self._errors.quarantine
-        if path is not None:
-            folder = os.path.dirname(path)
-            is_writable = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK)
-            if os.path.isdir(path) or not os.path.isdir(folder) or not is_writable:
-                raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
-
-    def note(self, destination: Delivery) -> None:
-        """Write new bad samples down; raise TooManyBadSamplesError when there are more than allowed."""
-        if destination.epoch != self._epoch:
-            self._epoch, self._seen = destination.epoch, set()
-        for failure in destination.failures:
-            if failure.sample in self._seen:
-                continue
-            self._seen.add(failure.sample)
-            error = failure.error
-            self._write(
-                {
-                    "key": error.key,
-                    "source": error.origin,
-                    "stage": error.stage,
-                    "error": str(error),
-                    "epoch": destination.epoch,
-                    "position": failure.position,
-                }
-            )
-            if self._errors.on_bad_sample != "raise" and len(self._seen) > self._errors.max_bad_samples:
-                raise TooManyBadSamplesError(
-                    f"more than errors.max_bad_samples = {self._errors.max_bad_samples} samples of epoch {destination.epoch} "
-                    f"were bad; the last: {error}",
-                    stage=error.stage,
-                    key=error.key,
-                    origin=error.origin,
-                    epoch=destination.epoch,
-                    position=failure.position,
-                ) from error
-            if self._errors.on_bad_sample != "raise":
-                logger.warning("bad sample (%s): %s", self._errors.on_bad_sample, error)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._errors.quarantine is None:
-            return
-        path, data = self._errors.quarantine, json.dumps(line).encode() + b"\n"
-        try:
-            if self._file is None:
-                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            if os.write(self._file, data) < len(data):  # one write a line: ranks may share the file
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise ConnectorError(
-                f"errors.quarantine: {path} cannot be written ({error.strerror}), so bad sample {line['key']!r} would go "
-                "unrecorded: make room, or name another file"
-            ) from error
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None

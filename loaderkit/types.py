@@ -415,6 +415,7 @@ class Stage:
     scope: Literal["sample", "batch"]
     run: Callable[..., Any]
     workers: int | None = None  # None: shares the automatic pool
+    close: Callable[[], None] | None = None  # let go of what it holds; it may run again after that
 
 
 def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:

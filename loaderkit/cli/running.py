@@ -37,11 +37,27 @@ def run(
     save_state: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the state to this file in the end, also after Ctrl-C.")
     ] = None,
+    only_quarantined: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Instead: try the samples of this quarantine file again, each as in its epoch. Exit code 1 if one is bad.",
+        ),
+    ] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Iterate over pipeline P, show the speed, and in the end what the loop waited for."""
+    if only_quarantined is not None:
+        if batches is not None or resume is not None or save_state is not None or epochs != 1 or step_time != "0s":
+            raise typer.BadParameter(
+                "goes with no other option of the loop: there is none", param_hint="--only-quarantined"
+            )
+        _try_again(pipeline, only_quarantined, assignments, as_json)
+        return
     step_s = parse_duration(step_time, "--step-time")
     if save_state is not None and not save_state.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {save_state.absolute().parent}", param_hint="--save-state")
@@ -78,6 +94,35 @@ def run(
         console.tell_json(result)
     else:
         _tell(result, step_s)
+
+
+def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
+    from loaderkit.assembly import Recipe
+    from loaderkit.quarantine import places_of, read_quarantine, try_again
+
+    lines = read_quarantine(quarantine)
+    parts = open_parts(pipeline, [*(assignments or []), "prefetch.executor=inline"])
+    places = places_of(parts.source, lines)
+    recipe = Recipe(parts.config, parts.source, parts.connector, parts.schedule, 1)
+    found: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
+    found["gone"] = [line._asdict() for line in lines if line not in places]
+    for line, error in try_again(recipe, places):
+        if error is None:
+            found["good"].append(line._asdict())
+        else:
+            found["bad"].append({**line._asdict(), "stage": error.stage, "error": str(error)})
+    if as_json:
+        console.tell_json({"pipeline": parts.config.name, **found})
+    else:
+        for one in found["bad"]:
+            console.tell(f"bad   {one['key']} (epoch {one['epoch']}): {one['error']}")
+        for one in found["good"]:
+            console.tell(f"good  {one['key']} (epoch {one['epoch']})")
+        for one in found["gone"]:
+            console.tell(f"gone  {one['key']}: the data set has it no more")
+        console.tell(", ".join(f"{len(some)} {state}" for state, some in found.items()))
+    if found["bad"]:
+        raise typer.Exit(1)
 
 
 def plan_passes(parts: Parts, loader: Loader, num_epochs: int) -> list[int]:

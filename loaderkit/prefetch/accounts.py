@@ -75,6 +75,7 @@ class Account:
         "_clock",
         "_cpu_since",
         "_sequence",
+        "is_wanted",
         "marks",
         "num_stages",
         "open_state",
@@ -87,6 +88,7 @@ class Account:
         self._clock = clock
         self._sequence = 0
         self._cpu_since = 0.0
+        self.is_wanted = True  # False: its worker is to rest, since there are to be fewer
         self.num_stages = states.num_stages
         self.state_s = [0.0] * states.num_states
         self.stages = [StageTotals() for _ in range(states.num_stages)]

@@ -24,7 +24,7 @@ class Buffer(Generic[T]):
         self._lock = threading.Lock()
         self._not_empty = threading.Condition(self._lock)
         self._not_full = threading.Condition(self._lock)
-        self._is_closed = False
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self._items)
@@ -32,31 +32,41 @@ class Buffer(Generic[T]):
     def put(self, item: T, account: Account) -> bool:
         """Wait for room (blocked) and append; False if the buffer was closed."""
         with self._lock:
-            while len(self._items) >= self.capacity and not self._is_closed:
+            while len(self._items) >= self.capacity and not self.is_closed:
                 account.enter(self._states.blocked)
                 self._not_full.wait()
-            if self._is_closed:
+            if self.is_closed:
                 return False
             self._items.append(item)
             self._not_empty.notify()
             return True
 
     def get(self, account: Account) -> T | None:
-        """Wait for an item (starved) and take it; None once the buffer is closed."""
+        """Wait for an item (starved) and take it; None once the buffer is closed, or this worker is not wanted."""
         with self._lock:
-            while not self._items and not self._is_closed:
+            while not self._items and account.is_wanted and not self.is_closed:
                 account.enter(self._states.starved)
                 self._not_empty.wait()
-            if self._is_closed:
+            if self.is_closed:
+                return None
+            if not account.is_wanted:
+                self._not_empty.notify()  # it may have been woken in another one's place
                 return None
             item = self._items.popleft()
             self._not_full.notify()
             return item
 
+    def resize(self, capacity: int) -> None:
+        """Hold so many items from now on; whoever waits looks again."""
+        with self._lock:
+            self.capacity = capacity
+            self._not_empty.notify_all()
+            self._not_full.notify_all()
+
     def close(self) -> None:
         """Wake everybody up; what is queued is dropped."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             self._items.clear()
             self._not_empty.notify_all()
             self._not_full.notify_all()

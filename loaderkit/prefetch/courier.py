@@ -20,6 +20,7 @@ from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.watch import Report
 from loaderkit.types import Destination
 
 _REPORT_CHARACTERS = 100_000
@@ -132,14 +133,27 @@ class Courier:
             self._generation = generation
             self._sent_s = None
 
+    def resize(self, stage: str, num_workers: int) -> None:
+        """Let so many threads run a stage."""
+        self._engine.resize(stage, num_workers)
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> ConfigError | None:
+        """Change how far is read ahead; the error, if that cannot be."""
+        try:
+            self._engine.set_depth(num_batches, memory_bytes)
+        except ConfigError as error:
+            return error
+        return None
+
     def stats(self, waiting_since_s: float | None) -> Stats:
         """The engine's accounts; `stall_s` is the wait the trainer is in, if any."""
         self._engine.waiting_since_s = waiting_since_s
         return self._engine.stats({}, 0)
 
-    def report(self) -> str:
+    def report(self) -> Report:
         """Where the chunks of the awaited batch are, and what the threads do."""
-        return self._engine.describe_wait()[:_REPORT_CHARACTERS]
+        found = self._engine.describe_wait()
+        return found._replace(text=found.text[:_REPORT_CHARACTERS])
 
     def close(self, join_s: float) -> None:
         """Stop the workers."""

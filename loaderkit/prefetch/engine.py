@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.errors import ClosedError
+from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
@@ -25,7 +25,7 @@ from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
 from loaderkit.prefetch.stats import Stats, collect
-from loaderkit.prefetch.turns import Turns
+from loaderkit.prefetch.turns import Ticket, Turns
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
 _JOIN_S = 10.0
@@ -38,10 +38,24 @@ class Pool:
     def __init__(self, number: int, plan: PoolPlan, states: States, clock: Clock) -> None:
         self.number = number
         self.plan = plan
+        self.num_workers = plan.num_workers  # that are wanted; others rest
         self.buffer: Buffer[Chunk | Destination] | None = Buffer(2 * plan.num_workers, states) if number else None
-        self.turns = Turns(clock) if plan.num_workers > 1 else None
+        self.turns = Turns(clock)
         self.accounts: list[Account] = []
         self.threads: list[threading.Thread] = []
+
+    def one_works(self) -> bool:
+        """Whether only one worker takes chunks at present."""
+        return self.num_workers == 1 or self.turns.one_at_a_time
+
+    def begin(self) -> Ticket | None:
+        """A worker begins with a chunk."""
+        return self.turns.begin() if self.num_workers > 1 else None
+
+    def end(self, ticket: Ticket | None, num_samples: int) -> None:
+        """It is done with it."""
+        if ticket is not None or self.num_workers > 1:
+            self.turns.end(ticket, num_samples)
 
 
 class Engine:
@@ -56,8 +70,10 @@ class Engine:
         inline: bool,
         self_service: bool = False,
         timeout_s: float,
+        raises: bool = False,
         clock: Clock = time.perf_counter,
     ) -> None:
+        """`raises`: a wait longer than `timeout_s` is an error, and not only reported."""
         self.plan = plan
         self.stages = stages
         self.states = States(len(stages))
@@ -72,12 +88,20 @@ class Engine:
         self.first_wait_s: float | None = None
         self.waiting_since_s: float | None = None
         self._timeout_s = timeout_s
-        self._num_workers = sum(pool.num_workers for pool in pools)
+        self._raises = raises
+        num_workers = sum(pool.num_workers for pool in pools)
         self.intake = Intake(
-            plan, self.states, clock, num_workers=self._num_workers, inline=inline, is_whole=len(pools) == 1
+            plan,
+            self.states,
+            clock,
+            num_workers=num_workers,
+            inline=inline,
+            is_whole=len(pools) == 1,
+            one_works=self.pools[0].one_works,
         )
+        self._sizing = threading.Condition()  # of pools; workers that are not wanted wait on it
         may_serve_itself = self_service and not inline and len(pools) == 1
-        self._self_service = SelfService(self.intake, self.pools[0].turns) if may_serve_itself else None
+        self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
         self._is_started = False
         self._is_closed = False
         self._pid = os.getpid()
@@ -93,10 +117,50 @@ class Engine:
         if self.inline:
             self.pools[0].accounts.append(Account(self.states, self.clock, first_state=self.states.blocked))
             return
+        with self._sizing:
+            self._start_missing_workers()
+
+    def resize(self, stage: str, num_workers: int) -> None:
+        """Let so many workers run `stage` and what shares its pool, from now on; from any thread.
+
+        Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not.
+        """
+        self._check_usable()
+        if self.inline:
+            raise ConfigError(
+                f"stage {stage!r} has no workers to resize: prefetch.executor is inline; use thread or process"
+            )
+        pool = self._pool_of(stage)
+        with self._sizing:
+            pool.num_workers = num_workers
+            for number, account in enumerate(pool.accounts):
+                account.is_wanted = number < num_workers
+            self._sizing.notify_all()
+            if self._is_started:
+                self._start_missing_workers()
+        self.intake.resize(sum(pool.num_workers for pool in self.pools))
+        if pool.buffer is not None:
+            pool.buffer.resize(2 * num_workers)
+
+    def _pool_of(self, stage: str) -> Pool:
+        for pool in self.pools:
+            if stage in (self.stages[number].name for number in pool.plan.stages):
+                return pool
+        raise ConfigError(f"there is no stage {stage!r} to resize; there are {', '.join(self._stage_names)}")
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how many batches are read ahead, and in how many bytes; None: as it is. From any thread."""
+        self._check_usable()
+        self.intake.set_depth(num_batches, memory_bytes)
+
+    def _start_missing_workers(self) -> None:
+        """Start as many threads as are wanted and not there; returns when all of them run. Under the lock of sizes."""
+        missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
         num_torch_threads = torch.get_num_threads()
-        ready = threading.Barrier(self._num_workers + 1)
+        ready = threading.Barrier(len(missing) + 1)
         try:
-            self._start_workers(ready)
+            for pool, number in missing:
+                self._start_worker(pool, number, ready)
             ready.wait()
         except BaseException as error:
             ready.abort()  # Ctrl-C, or no more threads to be had: let those go that run
@@ -106,20 +170,18 @@ class Engine:
             # torch keeps one number for threads to come besides one for each thread: put back what the workers set.
             torch.set_num_threads(num_torch_threads)
 
-    def _start_workers(self, ready: threading.Barrier) -> None:
-        for pool in self.pools:
-            for number in range(pool.plan.num_workers):
-                account = Account(self.states, self.clock, first_state=self.states.starved)
-                pool.accounts.append(account)
-                names = [self.stages[s].name for s in (*pool.plan.sample_stages, *pool.plan.batch_stages)]
-                thread = threading.Thread(
-                    target=self._work,
-                    args=(pool, account, ready),
-                    name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
-                    daemon=True,
-                )
-                thread.start()
-                pool.threads.append(thread)
+    def _start_worker(self, pool: Pool, number: int, ready: threading.Barrier) -> None:
+        account = Account(self.states, self.clock, first_state=self.states.starved)
+        names = [self.stages[stage].name for stage in pool.plan.stages]
+        thread = threading.Thread(
+            target=self._work,
+            args=(pool, account, ready),
+            name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
+            daemon=True,
+        )
+        pool.accounts.append(account)
+        thread.start()
+        pool.threads.append(thread)
 
     def next(self) -> Destination:
         """The next destination in order, complete; its error, if it has one, is still in it."""
@@ -184,13 +246,14 @@ class Engine:
             if found is not None:
                 return found
             works_itself = self._work_inline() if self.inline else self._work_for_a_worker()
+        patience = watch.Patience(self._timeout_s, self._raises)
         while True:
-            found = self.intake.wait_for_first(self._timeout_s)
+            found = self.intake.wait_for_first(patience.next_s)
             if found is not None:
                 return found
-            logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, self.describe_wait())
+            patience.ends(self.describe_wait)
 
-    def describe_wait(self) -> str:
+    def describe_wait(self) -> watch.Report:
         """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""
         return watch.describe_wait(
             self.intake.head(),
@@ -224,8 +287,9 @@ class Engine:
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
-            if pool.turns is not None:
-                pool.turns.close()
+            pool.turns.close()
+        with self._sizing:
+            self._sizing.notify_all()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
             if thread.ident != threading.get_ident():
@@ -234,6 +298,9 @@ class Engine:
                     stack = watch.stack_of(thread)
                     logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
         self.intake.clear()
+        for stage in self.stages:
+            if stage.close is not None:
+                stage.close()
 
     def abandon(self) -> None:
         """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one
@@ -263,25 +330,36 @@ class Engine:
         try:
             ready.wait()
             while True:
-                if pool.turns is not None:
+                if not account.is_wanted:
+                    self._rest(pool, account)
+                if pool.num_workers > 1:
                     pool.turns.wait(account, self.states.idle, self.intake.wake_worker)
                 item = self.intake.take(account) if pool.buffer is None else pool.buffer.get(account)
-                if item is None:
+                if item is not None:
+                    self._process(pool, account, item)
+                elif self.intake.is_over or (pool.buffer is not None and pool.buffer.is_closed):
                     return
-                self._process(pool, account, item)
                 del item  # or the worker would keep a delivered batch's memory while it waits
         except threading.BrokenBarrierError:
             return
         except BaseException as error:
             self.intake.fail(error)
 
+    def _rest(self, pool: Pool, account: Account) -> None:
+        """Return when this worker is wanted again, or nothing more will come."""
+        account.enter(self.states.idle)
+        pool.turns.leave(account)
+        with self._sizing:
+            while not account.is_wanted and not self._is_closed:
+                self._sizing.wait()
+
     def _work_for_a_worker(self) -> bool:
         """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""
-        turns = self.pools[0].turns
+        pool = self.pools[0]
         account = self.intake.borrow()
         if account is None:
             return False
-        ticket = turns.begin() if turns is not None else None
+        ticket = pool.begin()
         try:
             has_worked = self._work_inline(account)
             if not has_worked:  # no room: what else there is has to end first
@@ -289,8 +367,7 @@ class Engine:
             return has_worked
         finally:
             self.intake.give_back()
-            if turns is not None:
-                turns.end(ticket, self.plan.batch_size)
+            pool.end(ticket, self.plan.batch_size)
 
     def _work_inline(self, account: Account | None = None) -> bool:
         """Carry one chunk through every pool, in the consumer's thread; False if there is none."""
@@ -312,12 +389,11 @@ class Engine:
         return True
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
-        ticket = pool.turns.begin() if pool.turns is not None else None
+        ticket = pool.begin()
         try:
             onward = self._run(pool, account, item)
         finally:
-            if pool.turns is not None:
-                pool.turns.end(ticket, len(item))
+            pool.end(ticket, len(item))
         if onward is None:
             return
         if pool.number + 1 < len(self.pools):

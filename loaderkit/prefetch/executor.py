@@ -20,6 +20,12 @@ class Executor(Protocol):
     def next(self) -> Delivery:
         """The next batch, or the error in its place. Raises what made all work stop."""
 
+    def resize(self, stage: str, num_workers: int) -> None:
+        """Let so many workers run a stage, and what shares its pool, from now on. Raises ConfigError."""
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how many batches are read ahead, and in how many bytes; None: as it is. Raises ConfigError."""
+
     def stats(self, tuning: dict[str, Any], run: int) -> Stats:
         """The accounts up to now."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from loaderkit.errors import ClosedError
@@ -30,15 +31,25 @@ class Intake:
     """What is being filled, and what comes next."""
 
     def __init__(
-        self, plan: BatchPlan, states: States, clock: Clock, *, num_workers: int, inline: bool, is_whole: bool
+        self,
+        plan: BatchPlan,
+        states: States,
+        clock: Clock,
+        *,
+        num_workers: int,
+        inline: bool,
+        is_whole: bool,
+        one_works: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_whole`: whoever takes a chunk also delivers what it completes."""
+        """`is_whole`: whoever takes a chunk also delivers what it completes. `one_works`: whether only one worker takes
+        chunks at present."""
         self._plan = plan
         self._states = states
         self._clock = clock
         self._num_workers = num_workers
         self._inline = inline
         self._is_whole = is_whole
+        self._one_works = one_works
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
@@ -117,7 +128,7 @@ class Intake:
         self._num_ready -= 1
         if not keep:
             self.num_open -= 1
-            has_room = not self._is_quick() or self.num_open <= self._plan.room[0] // 2
+            has_room = not self._is_quick() or self.num_open <= self._plan.room[0] - self._burst()
             if has_room and self._resting and not self.is_self_service:
                 self._room.notify()
         return self._queue.popleft()
@@ -130,6 +141,12 @@ class Intake:
     def _is_quick(self) -> bool:
         # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
         return self._is_whole and self._sample_s is not None and self._sample_s * self._plan.batch_size < _QUICK_S
+
+    def _burst(self) -> int:
+        """How many quick batches are handed over at a time: half of what there is room for, so that both sides go on
+        meanwhile; all of it where only one thread can run anyway."""
+        room = self._plan.room[0]
+        return room if self._one_works() else -(-room // 2)
 
     def set_self_service(self, is_on: bool) -> None:
         """Whether the consumer makes its batches itself from now on, with `borrow`; workers rest meanwhile."""
@@ -207,9 +224,10 @@ class Intake:
     # ------------------------------------------------------------------------------------------------- the workers
 
     def take(self, account: Account) -> Chunk | None:
-        """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed."""
+        """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed, or when this worker
+        is not wanted."""
         with self._lock:
-            while not self._is_closed and self._failure is None:
+            while not self.is_over and account.is_wanted:
                 if self._chunks:
                     chunk = self._chunks.popleft()
                     chunk.marks.append((self._clock(), stalls.QUEUED))
@@ -223,7 +241,26 @@ class Intake:
                     if self._inline or account is self._lent:
                         return None
                     self._rest(account)
+            if self._resting and not account.is_wanted:
+                self._room.notify()  # it may have been woken in another one's place
             return None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come: closed, or failed."""
+        return self._is_closed or self._failure is not None
+
+    def resize(self, num_workers: int) -> None:
+        """There are so many workers in all from now on; whoever waits looks again."""
+        with self._lock:
+            self._num_workers = num_workers
+            self._room.notify_all()
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
+        with self._lock:
+            self._plan.set_depth(num_batches, memory_bytes)
+            self._room.notify_all()
 
     def _may_open(self, account: Account) -> bool:
         return not self.is_self_service or account is self._lent or self._is_waited_for
@@ -327,7 +364,7 @@ class Intake:
             destination.done_s = self._clock()
             destination.is_done = True
             self._num_ready += 1
-            if self._is_asleep or not self._is_quick() or 2 * self._num_ready >= self._plan.room[0]:
+            if self._is_asleep or not self._is_quick() or self._num_ready >= self._burst():
                 self._announce()
 
     def _announce(self) -> None:

@@ -123,12 +123,24 @@ class BatchPlan:
         layout = SlabLayout.of(self.specs, self._shape.size)
         loose = sum(spec.num_bytes for spec in self.specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
-        if self.batch_bytes > self.memory_bytes:
+        self._check_memory(self.memory_bytes)
+        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate)
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
+        if memory_bytes is not None:
+            self._check_memory(memory_bytes)
+            self.memory_bytes = memory_bytes
+        self._num_batches = num_batches or self._num_batches
+        if self.slabs is not None:
+            self.slabs.num_kept = self.max_open() + 2
+
+    def _check_memory(self, memory_bytes: int) -> None:
+        if self.batch_bytes > memory_bytes:
             raise ConfigError(
-                f"prefetch.memory is {say_bytes(self.memory_bytes)}, but one batch of {self._shape.size} takes "
+                f"prefetch.memory is {say_bytes(memory_bytes)}, but one batch of {self._shape.size} takes "
                 f"{say_bytes(self.batch_bytes)}: allow at least that much, or make stages.batch.size smaller"
             )
-        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate)
 
     def max_open(self) -> int:
         """How many destinations may be open at once: the depth asked for, as far as the budget holds them."""

@@ -17,6 +17,11 @@ class PoolPlan:
     num_workers: int
     lands: bool  # its last sample stage is the last of all: what leaves it has landed
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return (*self.sample_stages, *self.batch_stages)
+
 
 def plan_pools(stages: Sequence[Stage], num_workers: int) -> list[PoolPlan]:
     """Fuse neighbouring stages without workers of their own into pools, and share `num_workers` out among those.

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.errors import ClosedError, WorkerDiedError
+from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.order import Schedule
 from loaderkit.prefetch import stalls, wire
 from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
@@ -31,6 +31,7 @@ from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
 from loaderkit.prefetch.receiver import Inbox, Receiver, relay
 from loaderkit.prefetch.stats import StageStats, Stats, blank, peak_rss_bytes
+from loaderkit.prefetch.watch import Patience, Report
 from loaderkit.types import Stage
 
 logger = logging.getLogger("loaderkit")
@@ -52,6 +53,7 @@ class ProcessEngine:
         pinned: bool = False,
         memory_bytes: int,
         timeout_s: float,
+        raises: bool = False,
     ) -> None:
         self._make_engine = make_engine
         self._preload = preload
@@ -59,12 +61,14 @@ class ProcessEngine:
         self._late = LateStages(late_stages, time.perf_counter) if late_stages else None
         self._pinned = pinned
         self._timeout_s = timeout_s
+        self._raises = raises
         self._link: Link | None = None
         self._inbox: Inbox | None = None
         self._ledger: Ledger | None = None
         self._generation = 0
         self._place = (0, 0)  # of the batch that comes next
         self._failure: BaseException | None = None
+        self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
         self._is_closed = False
         self._closing = threading.Lock()
         self._pid = os.getpid()
@@ -120,6 +124,34 @@ class ProcessEngine:
                 "log_level": logger.getEffectiveLevel(),
             },
         )
+        for order in self._early:
+            link.tell(*order)
+
+    def resize(self, stage: str, num_workers: int) -> None:
+        """Let so many threads of the other process run a stage. Raises ConfigError for one it does not run."""
+        self._check_usable()
+        names = [row.name for row in self._latest.stages]
+        if stage not in names:
+            why = "runs in the trainer's process, by one thread" if self._late is not None else "does not exist"
+            raise ConfigError(f"stage {stage!r} {why} and cannot be resized; {', '.join(names)} can")
+        self._order("resize", stage, num_workers)
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how far is read ahead. Raises ConfigError if the memory holds not even one batch."""
+        self._check_usable()
+        link = self._link
+        if link is not None and link.is_awake:
+            refused = link.ask("set_depth", num_batches, memory_bytes)
+            if refused is not None:
+                raise refused
+        else:
+            self._order("set_depth", num_batches, memory_bytes)
+
+    def _order(self, *order: Any) -> None:
+        if self._link is not None:
+            self._link.tell(*order)
+        else:
+            self._early.append(order)
 
     def seek(self, epoch: int, position: int) -> None:
         """Go on from another place, unless the next batch is the one there."""
@@ -161,11 +193,12 @@ class ProcessEngine:
             arrived = inbox.take(self._generation, 0.0)
             if arrived is None:  # else `taken` says it as well: a message costs 0.1 ms, as it wakes the other process
                 inbox.give_back()
-                arrived = inbox.take(self._generation, self._timeout_s)
-            while arrived is None:
-                report = link.ask("report") or f"process {link.pid} is still starting, or does not answer"
-                logger.warning("no batch for %g s (prefetch.timeout)\n%s", self._timeout_s, report)
-                arrived = inbox.take(self._generation, self._timeout_s)
+                patience = Patience(self._timeout_s, self._raises)
+                silent = Report(f"process {link.pid} is still starting, or does not answer")
+                arrived = inbox.take(self._generation, patience.next_s)
+                while arrived is None:
+                    patience.ends(lambda: link.ask("report") or silent)
+                    arrived = inbox.take(self._generation, patience.next_s)
         except EOFError:
             if self._is_closed:
                 raise ClosedError("the loader was closed while a batch was awaited") from None

@@ -9,10 +9,11 @@ Only for pipelines that run no code but ours, and none that depends on the threa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from loaderkit.prefetch.intake import Intake
-from loaderkit.prefetch.turns import Turns
 
 _QUICK_S = 1e-3  # a batch that would be late by more is not risked
 _TIGHT = 0.25  # of a batch's time: a loop that takes no longer between two batches does nothing
@@ -20,11 +21,12 @@ _NUM_TIGHT = 8
 
 
 class SelfService:
-    """One loop's habit. All methods belong to the consumer's thread."""
+    """One loop's habit. All methods belong to the consumer's thread. `one_works`: only one worker makes batches, because
+    there is only one, or because that is better."""
 
-    def __init__(self, intake: Intake, turns: Turns | None) -> None:
+    def __init__(self, intake: Intake, one_works: Callable[[], bool]) -> None:
         self._intake = intake
-        self._turns = turns
+        self._one_works = one_works
         self._num_tight = 0  # batches in a row that the loop did nothing between
         self._left_s: float | None = None
 
@@ -37,11 +39,7 @@ class SelfService:
             and now - self._left_s < _TIGHT * quick_s < _TIGHT * _QUICK_S
         )
         self._num_tight = self._num_tight + 1 if is_tight else 0
-        wanted = (
-            self._num_tight >= _NUM_TIGHT
-            and (self._turns is None or self._turns.one_at_a_time)
-            and not torch.is_inference_mode_enabled()
-        )
+        wanted = self._num_tight >= _NUM_TIGHT and self._one_works() and not torch.is_inference_mode_enabled()
         if wanted != self._intake.is_self_service:
             self._intake.set_self_service(wanted)
         return wanted

@@ -98,7 +98,7 @@ class SlabPool:
     ) -> None:
         self.layout = layout
         self.num_allocated = 0
-        self._num_kept = num_kept
+        self.num_kept = num_kept
         self._pinned = pinned
         self._allocate_memory = allocate
         self._free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class SlabPool:
         """Tensors over a free slab, [num_slots, ...] each, uninitialised."""
         if not self.layout.fields:
             return {}
-        while self._free.qsize() > self._num_kept:
+        while self._free.qsize() > self.num_kept:
             self._free.get()
             self.num_allocated -= 1
         try:
@@ -131,11 +131,11 @@ class SlabPool:
         return tensors
 
     def _allocate(self) -> Slab:
-        if self.num_allocated >= 2 * self._num_kept + 8 and not self._is_warned:
+        if self.num_allocated >= 2 * self.num_kept + 8 and not self._is_warned:
             self._is_warned = True
             logger.warning(
                 "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
-                self.num_live + 1 - self._num_kept,
+                self.num_live + 1 - self.num_kept,
                 say_bytes(self.layout.num_bytes),
             )
         memory = self._new_memory(self.layout.num_bytes)

@@ -173,10 +173,10 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
     now = engine.clock()
     rows = [StageStats(stage.name, 0) for stage in engine.stages]
     for pool in engine.pools:
-        numbers = (*pool.plan.sample_stages, *pool.plan.batch_stages)
+        numbers = pool.plan.stages
         first, last = rows[numbers[0]], rows[numbers[-1]]
         for number in numbers:
-            rows[number].workers = pool.plan.num_workers
+            rows[number].workers = pool.num_workers
         for account in pool.accounts:
             # Inline, one account serves all pools; threads only ever enter their own pool's stages.
             add_account(rows, (first, last), account, engine.states, now)

@@ -65,6 +65,13 @@ class Turns:
                 self._change.wait()
             self._chosen = account if self.one_at_a_time else None
 
+    def leave(self, account: Account) -> None:
+        """This worker takes no more chunks: another one may have its turn."""
+        with self._change:
+            if self._chosen is account:
+                self._chosen = None
+                self._change.notify_all()
+
     def begin(self) -> Ticket | None:
         """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
         if self._num_left > _WINDOW:

@@ -1,13 +1,54 @@
-"""What to say when a wait gets long: where every unfinished chunk of the awaited batch is, and what the threads do."""
+"""What to do when a wait gets long: say where every unfinished chunk of the awaited batch is, and what the threads do."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from loaderkit.types import Destination
+from loaderkit.errors import StallTimeout
+from loaderkit.types import Chunk, Destination
+
+_WARN_SHARE = 0.25  # of the limit
+logger = logging.getLogger("loaderkit")
+
+
+class Report(NamedTuple):
+    """Several lines for people, and the stage and sample at which the chunk is that is the least far, where known."""
+
+    text: str
+    stage: str | None = None
+    key: str | None = None
+
+
+class Patience:
+    """One wait for a batch: how long to wait at a time, and what to do when nothing has come by then.
+
+    A quarter of the limit passes until the first warning, the limit until the second, which is the error if `raises`; then
+    a warning comes whenever the limit has passed again.
+    """
+
+    def __init__(self, limit_s: float, raises: bool) -> None:
+        self._limit_s = limit_s
+        self._raises = raises
+        self._waited_s = 0.0
+        self.next_s = _WARN_SHARE * limit_s
+
+    def ends(self, report: Callable[[], Report]) -> None:
+        """`next_s` has passed once more. Raises `StallTimeout` if that is asked for and it is time."""
+        self._waited_s += self.next_s
+        found = report()
+        where = f", it is in {found.stage}" if found.stage is not None else ""
+        where += f", at sample {found.key!r}" if found.key is not None else ""
+        text = f"no batch for {self._waited_s:g} s{where} (prefetch.timeout is {self._limit_s:g} s)\n{found.text}"
+        is_over = self._waited_s >= self._limit_s
+        if is_over and self._raises:
+            raise StallTimeout(text, waited_s=self._waited_s, stage=found.stage, key=found.key)
+        logger.warning("%s", text)
+        self.next_s = self._limit_s if is_over else self._limit_s - self._waited_s
 
 
 def describe_wait(
@@ -17,29 +58,38 @@ def describe_wait(
     stage_names: Sequence[str],
     key_of: Callable[[int], str],
     threads: Iterable[threading.Thread],
-) -> str:
-    """A report of several lines on the awaited batch, as it stands while its chunks move on."""
+) -> Report:
+    """A report on the awaited batch, as it stands while its chunks move on."""
     lines = []
+    stage = key = None
     if destination is None:
         lines.append("no batch has been opened yet")
     else:
         lines.append(
             f"awaited: batch {destination.step} of epoch {destination.epoch}, {destination.num_pending} chunks left"
         )
-        for chunk in destination.chunks:
-            if chunk.marks and chunk.samples:
-                since, state = chunk.marks[-1]
-                place = stage_names[state] if state >= 0 else "a queue"
-                at = chunk.place  # a worker writes it meanwhile
-                ends = (0, len(chunk) - 1) if at is None else (at,)
-                keys = " to ".join(repr(key_of(int(chunk.indices[n]))) for n in dict.fromkeys(ends))
-                lines.append(
-                    f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {keys}"
-                )
-            elif not chunk.marks:
-                lines.append(f"  slots {chunk.lo} to {chunk.hi}: taken by no worker yet")
+        inside = [chunk for chunk in destination.chunks if chunk.marks and chunk.samples]
+        for chunk in inside:
+            since, state = chunk.marks[-1]
+            place = stage_names[state] if state >= 0 else "a queue"
+            keys = " to ".join(map(repr, _keys_at(chunk, key_of)))
+            lines.append(f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {keys}")
+        lines += [f"  slots {c.lo} to {c.hi}: taken by no worker yet" for c in destination.chunks if not c.marks]
+        if inside:
+            last = min(inside, key=lambda chunk: len(chunk.marks))
+            state = last.marks[-1][1]
+            stage = stage_names[state] if state >= 0 else None
+            keys_at = _keys_at(last, key_of)
+            key = keys_at[0] if len(keys_at) == 1 else None
     lines += [stack_of(thread) for thread in threads]
-    return "\n".join(lines)
+    return Report("\n".join(lines), stage, key)
+
+
+def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
+    """The sample a stage is at, or where it takes all at once the first and the last."""
+    at = chunk.place  # a worker writes it meanwhile
+    ends = (0, len(chunk) - 1) if at is None else (at,)
+    return [key_of(int(chunk.indices[place])) for place in dict.fromkeys(ends)]
 
 
 def stack_of(thread: threading.Thread) -> str:

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, field_serializer, field_validator
 
 from loaderkit.images import as_image, to_tensor
-from loaderkit.schema import StageArgs
+from loaderkit.schema import Duration, StageArgs
 from loaderkit.types import Encoded, Image, Sample
 
 _KEY = "__key__"
@@ -30,6 +30,9 @@ class CallArgs(StageArgs):
         description='"package.module:function", or in Python the function itself'
     )
     args: dict[str, Any] = Field({}, description="keyword arguments for every call")
+    timeout: Duration | None = Field(
+        None, description="the longest a call may take; then its sample (or batch) has failed, and it is left behind"
+    )
 
     @field_validator("function")
     @classmethod

@@ -42,7 +42,7 @@ class TestWhen:
         return comes
 
     def test_a_loop_that_does_nothing_serves_itself_until_it_does_something(self, intake: Any) -> None:
-        service = SelfService(intake, None)
+        service = SelfService(intake, lambda: True)
         assert not self.loop(service, 5e-6, num=8)
         assert self.loop(service, 5e-6)
         assert intake.is_self_service
@@ -51,7 +51,7 @@ class TestWhen:
 
     def test_not_while_workers_do_better(self, intake: Any) -> None:
         turns: Any = SimpleNamespace(one_at_a_time=False)
-        service = SelfService(intake, turns)
+        service = SelfService(intake, lambda: turns.one_at_a_time)
         assert not self.loop(service, 0.0)
         turns.one_at_a_time = True
         assert self.loop(service, 0.0)
@@ -59,11 +59,11 @@ class TestWhen:
     @pytest.mark.parametrize("batch_s", [None, 2e-3])
     def test_not_with_batches_that_take_long(self, intake: Any, batch_s: float | None) -> None:
         intake.batch_s = batch_s
-        assert not self.loop(SelfService(intake, None), 0.0)
+        assert not self.loop(SelfService(intake, lambda: True), 0.0)
 
     def test_not_in_inference_mode_which_tensors_would_keep(self, intake: Any) -> None:
         with torch.inference_mode():
-            assert not self.loop(SelfService(intake, None), 0.0)
+            assert not self.loop(SelfService(intake, lambda: True), 0.0)
 
 
 class TestHow:

@@ -1,0 +1,168 @@
+"""Bad samples: counted and written down as their batches are delivered, and tried again later.
+
+delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──> read_quarantine ──> try_again
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaderkit.assembly import Assembly, Recipe
+from loaderkit.config import ErrorsArgs
+from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError
+from loaderkit.types import Chunk, Delivery, Destination, Source
+
+_BLOCK = 65_536  # keys looked through at a time
+logger = logging.getLogger("loaderkit")
+
+
+class BadSamples:
+    """Counts and records the bad samples of delivered batches, so that both are the same however far was read ahead."""
+
+    def __init__(self, errors: ErrorsArgs) -> None:
+        """Raises ConfigError if the quarantine file cannot be written."""
+        self._errors = errors
+        self._epoch = -1
+        self._seen: set[int] = set()
+        self._file: int | None = None
+        path = self._errors.quarantine
+        if path is not None:
+            folder = os.path.dirname(path)
+            is_writable = os.access(path, os.W_OK) if os.path.exists(path) else os.access(folder, os.W_OK)
+            if os.path.isdir(path) or not os.path.isdir(folder) or not is_writable:
+                raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
+
+    def note(self, destination: Delivery) -> None:
+        """Write new bad samples down; raise TooManyBadSamplesError when there are more than allowed."""
+        if destination.epoch != self._epoch:
+            self._epoch, self._seen = destination.epoch, set()
+        for failure in destination.failures:
+            if failure.sample in self._seen:
+                continue
+            self._seen.add(failure.sample)
+            error = failure.error
+            self._write(
+                {
+                    "key": error.key,
+                    "source": error.origin,
+                    "stage": error.stage,
+                    "error": str(error),
+                    "epoch": destination.epoch,
+                    "position": failure.position,
+                }
+            )
+            if self._errors.on_bad_sample != "raise" and len(self._seen) > self._errors.max_bad_samples:
+                raise TooManyBadSamplesError(
+                    f"more than errors.max_bad_samples = {self._errors.max_bad_samples} samples of epoch {destination.epoch} "
+                    f"were bad; the last: {error}",
+                    stage=error.stage,
+                    key=error.key,
+                    origin=error.origin,
+                    epoch=destination.epoch,
+                    position=failure.position,
+                ) from error
+            if self._errors.on_bad_sample != "raise":
+                logger.warning("bad sample (%s): %s", self._errors.on_bad_sample, error)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._errors.quarantine is None:
+            return
+        path, data = self._errors.quarantine, json.dumps(line).encode() + b"\n"
+        try:
+            if self._file is None:
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            if os.write(self._file, data) < len(data):  # one write a line: ranks may share the file
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ConnectorError(
+                f"errors.quarantine: {path} cannot be written ({error.strerror}), so bad sample {line['key']!r} would go "
+                "unrecorded: make room, or name another file"
+            ) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+# ---------------------------------------------------------------------------------------------------- and again
+
+
+class Quarantined(NamedTuple):
+    """One line of a quarantine file: which sample was bad in which epoch, and where it stood."""
+
+    key: str
+    source: str
+    epoch: int
+    position: int
+
+
+def read_quarantine(path: Path) -> list[Quarantined]:
+    """The lines of a quarantine file, each once. Raises ConfigError naming the line that is none, OSError."""
+    found: dict[Quarantined, None] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            parts = json.loads(line)
+            one = Quarantined(*(parts[name] for name in Quarantined._fields))
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{path}, line {number}: no line of a quarantine file, which is JSON with key, source, epoch and position: "
+                f"{line[:100].decode('utf-8', 'replace')}"
+            ) from None
+        found[one] = None
+    return list(found)
+
+
+def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tuple[Quarantined, StageError | None]]:
+    """Take every sample through its stages as in the epoch in which it was bad, up to its place in a batch.
+
+    `places` are those of the samples that are still there. Yields each of these with the error it has now, None if it is good.
+    """
+    errors = recipe.config.errors.model_copy(update={"on_bad_sample": "raise", "quarantine": None})
+    assembly = Assembly(replace(recipe, config=replace(recipe.config, errors=errors)))
+    plan = assembly.make_plan()
+    plan.prepare()
+    assert plan.specs is not None
+    assert plan.slabs is not None
+    stages = [stage for stage in assembly.stages if stage.scope == "sample"]
+    for line, index in places.items():
+        indices = np.array([index], np.int64)
+        destination = Destination(
+            epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
+        )
+        destination.specs = plan.specs
+        destination.fields = plan.slabs.take()
+        destination.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
+        chunk = Chunk(destination, 0, 1, line.epoch, indices)
+        for stage in stages:
+            stage.run(chunk)
+        yield line, next((failure.error for failure in destination.failures), None)
+
+
+def places_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, int]:
+    """The number of each sample that is still in the source. Keys may repeat in tar shards, so the object counts, too."""
+    wanted: dict[str, list[Quarantined]] = {}
+    for line in lines:
+        wanted.setdefault(line.key, []).append(line)
+    keys = getattr(source, "keys", None)
+    found = {}
+    for begin in range(0, len(source), _BLOCK):
+        indices = np.arange(begin, min(begin + _BLOCK, len(source)))
+        names = keys(indices) if keys is not None else map(source.key, indices.tolist())
+        for index, name in enumerate(names, begin):
+            for line in wanted.get(name, ()):
+                # The data may have moved since; only where a key repeats does it matter in which archive it was.
+                if line.source.endswith(source.origin(index)) or line not in found:
+                    found[line] = index
+    return {line: found[line] for line in lines if line in found}

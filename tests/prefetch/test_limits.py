@@ -1,0 +1,138 @@
+"""A function that does not come back in time is the failure of its sample, and nothing waits for it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from of_numbers import PROCESS, Numbers, hang, wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ConfigError, StageError
+from loaderkit.prefetch.limits import TimeLimit
+
+
+def companions() -> list[threading.Thread]:
+    gc.collect()
+    return [thread for thread in threading.enumerate() if thread.name.endswith("-limited")]
+
+
+class Trap:
+    """Holds on to whoever comes with one of `victims`, until it is opened."""
+
+    def __init__(self, *victims: str) -> None:
+        self.victims = victims
+        self.is_open = threading.Event()
+
+    def on_sample(self, sample: dict[str, Any]) -> None:
+        if sample["__key__"] in self.victims:
+            self.is_open.wait(60)
+
+    def on_batch(self, batch: dict[str, Any]) -> None:
+        if batch["__key__"][0] in self.victims:
+            self.is_open.wait(60)
+
+
+@pytest.fixture
+def trap() -> Iterator[Trap]:
+    found = Trap("20", "40")
+    yield found
+    found.is_open.set()
+    wait_for(lambda: not companions())
+
+
+def trapped(trap: Trap, **overrides: Any) -> loaderkit.Loader:
+    pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(trap.on_sample).batch(8)
+    return loaderkit.build(pipeline, overrides={"stages.call.timeout": "50ms", "prefetch.concurrency": 2, **overrides})
+
+
+class TestSamples:
+    @pytest.mark.parametrize("executor", ["inline", "thread"])
+    def test_the_sample_is_named(self, trap: Trap, executor: str) -> None:
+        with trapped(trap, **{"prefetch.executor": executor}) as loader:
+            batches = iter(loader)
+            next(batches)
+            next(batches)
+            with pytest.raises(StageError, match=r"did not return within 0.05s \(stages.call.timeout\)") as caught:
+                next(batches)
+            assert caught.value.key == "20"
+            assert isinstance(caught.value.__cause__, TimeoutError)
+
+    @pytest.mark.parametrize("executor", ["inline", "thread"])
+    def test_the_others_are_served(self, trap: Trap, executor: str) -> None:
+        with trapped(trap, **{"prefetch.executor": executor, "errors.on_bad_sample": "skip"}) as loader:
+            found = [key for batch in loader for key in batch["__key__"]]
+            assert found == [str(n) for n in range(64) if n not in (20, 40)]
+            assert len(companions()) >= 2, "the two that hang"
+        trap.is_open.set()
+        wait_for(lambda: not companions())
+
+    def test_in_another_process(self) -> None:
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+        overrides = {**PROCESS, "stages.call.timeout": "200ms", "errors.on_bad_sample": "skip"}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            assert [key for batch in loader for key in batch["__key__"]] == [str(n) for n in range(64) if n != 20]
+
+
+class TestBatches:
+    def test_the_batch_is_named(self) -> None:
+        trap = Trap("16")
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().batch(8).call(trap.on_batch)
+        with loaderkit.build(pipeline, overrides={"stages.call.timeout": "50ms"}) as loader:
+            batches = iter(loader)
+            next(batches)
+            next(batches)
+            with pytest.raises(StageError, match="batch 2 of epoch 0"):
+                next(batches)
+        trap.is_open.set()
+        wait_for(lambda: not companions())
+
+
+class TestLimit:
+    def test_results_and_errors_pass(self) -> None:
+        limit = TimeLimit("call", 60)
+        assert [limit(divmod, n, 3) for n in range(5)] == [divmod(n, 3) for n in range(5)]
+        with pytest.raises(ZeroDivisionError):
+            limit(divmod, 1, 0)
+        with pytest.raises(KeyboardInterrupt):
+            limit(interrupt)
+        assert limit(divmod, 7, 3) == (2, 1)
+        assert len(companions()) == 1
+        del limit
+        wait_for(lambda: not companions())
+
+    def test_a_late_answer_is_nobodys(self) -> None:
+        trap = threading.Event()
+        limit = TimeLimit("call", 0.01)
+        with pytest.raises(TimeoutError):
+            limit(trap.wait, 60)
+        trap.set()
+        assert TimeLimit("call", 60)(divmod, 7, 3) == (2, 1)
+        wait_for(lambda: len(companions()) == 0)
+
+    def test_every_thread_has_a_companion_of_its_own(self) -> None:
+        limit = TimeLimit("call", 60)
+        both = threading.Barrier(2)
+        threads = [threading.Thread(target=limit, args=(both.wait, 30)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not both.broken
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_only_functions_of_the_users_have_a_limit() -> None:
+    description: dict[str, Any] = {
+        "source": {"kind": "dataset", "object": Numbers()},
+        "stages": ["read", {"batch": {"size": 4, "timeout": "5s"}}],
+    }
+    with pytest.raises(ConfigError, match="timeout"):
+        loaderkit.build(description)

@@ -1,0 +1,206 @@
+"""Workers, batches and memory changed while it runs: as many work as are wanted, and the batches stay the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from of_numbers import PROCESS, Numbers, numbers, wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ConfigError
+
+
+class Crowd:
+    """Items that can be held up, to see how many threads are inside."""
+
+    def __init__(self, size: int = 1000) -> None:
+        self.size = size
+        self.is_open = threading.Event()
+        self.num_inside = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        with self._lock:
+            self.num_inside += 1
+        self.is_open.wait(60)
+        with self._lock:
+            self.num_inside -= 1
+        return index
+
+
+@pytest.fixture
+def crowd() -> Any:
+    found = Crowd()
+    yield found
+    found.is_open.set()
+
+
+def crowded(crowd: Crowd, workers: int) -> loaderkit.Loader:
+    pipeline = Pipeline.dataset(crowd).shuffle("none").read().batch(1)
+    overrides = {"prefetch.concurrency": workers, "prefetch.batches": 8}
+    crowd.is_open.set()  # for the sample that shows what a batch looks like
+    loader = loaderkit.build(pipeline, overrides=overrides)
+    next(iter(loader))
+    crowd.is_open.clear()
+    return loader
+
+
+def states(loader: loaderkit.Loader) -> list[int]:
+    engine: Any = loader._engine
+    return [account.open_state - engine.states.starved for account in engine.pools[0].accounts]  # 0, 1 or 2: idle
+
+
+class TestWorkers:
+    def test_more(self, crowd: Crowd) -> None:
+        with crowded(crowd, 1) as loader:
+            engine: Any = loader._engine
+            engine.set_depth(100, None)
+            wait_for(lambda: crowd.num_inside == 1)
+            loader.resize("read", workers=4)
+            wait_for(lambda: crowd.num_inside == 4)
+            assert loader.stats().stages[0].workers == 4
+            assert loader.stats().tuning["concurrency"] == 4
+            crowd.is_open.set()
+
+    def test_fewer_rest_and_come_back(self, crowd: Crowd) -> None:
+        with crowded(crowd, 4) as loader:
+            engine: Any = loader._engine
+            engine.set_depth(100, None)
+            wait_for(lambda: crowd.num_inside == 4)
+            loader.resize("batch", workers=1)  # a stage of the same pool
+            crowd.is_open.set()
+            batches = iter(loader)
+            for _ in range(300):
+                next(batches)
+            wait_for(lambda: states(loader)[1:] == [2, 2, 2])
+            crowd.is_open.clear()
+            for _ in range(60):
+                crowd.is_open.set()
+                next(batches)
+            assert states(loader)[1:] == [2, 2, 2]
+            loader.resize("read", workers=2)
+            wait_for(lambda: states(loader)[1] != 2 or loader.stats().stages[0].workers == 2)
+            assert states(loader)[2:] == [2, 2]
+
+    def test_the_batches_stay_the_same(self) -> None:
+        chance = random.Random(1)
+        pipeline = Pipeline.dataset(Numbers(200)).read().call(noop).batch(8)
+        with (
+            loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as inline,
+            loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2, "stages.call.workers": 2}) as loader,
+        ):
+            for _ in range(8):
+                for mine, theirs in zip(loader, inline, strict=True):
+                    assert mine["__key__"] == theirs["__key__"]
+                    loader.resize(chance.choice(["read", "call", "batch"]), workers=chance.randint(1, 5))
+                    loader.resize(batches=chance.randint(1, 6))
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+
+    def test_sizes_outlive_an_error(self) -> None:
+        pipeline = Pipeline.dataset(Numbers(64)).shuffle("none").read().call(fail_once).batch(8)
+        with loaderkit.build(pipeline, overrides={"prefetch.concurrency": 1}) as loader:
+            loader.resize("read", workers=3)
+            loader.resize(batches=2)
+            with pytest.raises(loaderkit.errors.StageError):
+                list(loader)
+            loader.set_epoch(5)
+            next(iter(loader))
+            assert loader.stats().stages[0].workers == 3
+            assert loader.stats().tuning["batches"] == 2
+
+
+def noop(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample
+
+
+def fail_once(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["x"] == 40 and not failed:
+        failed.append(1)
+        raise ValueError("once")
+    return sample
+
+
+failed: list[int] = []
+
+
+class TestDepth:
+    def test_less_is_read_ahead_from_then_on(self) -> None:
+        with loaderkit.build(numbers(800), overrides={"prefetch.batches": 8}) as loader:
+            batches = iter(loader)
+            next(batches)
+            engine: Any = loader._engine
+            wait_for(lambda: engine.intake.num_open == 8)
+            loader.resize(batches=2)
+            for _ in range(8):
+                next(batches)
+            wait_for(lambda: engine.intake.num_open == 2)
+            loader.resize(batches=6)
+            wait_for(lambda: engine.intake.num_open == 6)
+            loader.resize(memory=engine.plan.batch_bytes * 3)
+            for _ in range(6):
+                next(batches)
+            wait_for(lambda: engine.intake.num_open == 3)
+            assert engine.plan.memory_bytes == engine.plan.batch_bytes * 3
+
+    @pytest.mark.parametrize("executor", ["thread", "process"])
+    def test_memory_that_holds_no_batch_is_refused(self, executor: str) -> None:
+        with loaderkit.build(numbers(), overrides={"prefetch.executor": executor}) as loader:
+            batches = iter(loader)
+            next(batches)
+            with pytest.raises(ConfigError, match="one batch of 8 takes"):
+                loader.resize(memory="1KiB")
+            next(batches)
+
+
+class TestProcess:
+    def test_threads_of_another_process(self) -> None:
+        with loaderkit.build(numbers(800), overrides=PROCESS) as loader:
+            loader.resize("read", workers=3)
+            batches = iter(loader)
+            next(batches)
+            wait_for(lambda: loader.stats().stages[0].workers == 3)
+            loader.resize("read", workers=1)
+            loader.resize(batches=2, memory="100MiB")
+            wait_for(lambda: loader.stats().stages[0].workers == 1)
+            assert [batch["__key__"][0] for batch in batches] == [str(n) for n in range(8, 800, 8)]
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"stage": "reed", "workers": 2}, "no stage 'reed'; there are read, batch"),
+            ({"stage": "read"}, "a stage together with its workers"),
+            ({"workers": 2}, "a stage together with its workers"),
+            ({"stage": "read", "workers": 0}, "workers: expected a whole number from 1 on, not 0"),
+            ({"stage": "read", "workers": 1.5}, "workers: expected a whole number"),
+            ({"stage": "read", "workers": True}, "workers: expected a whole number"),
+            ({"batches": 0}, "batches: expected a whole number"),
+            ({"memory": -5}, "memory: expected a whole number"),
+            ({"memory": "much"}, "memory: expected a size such as 8MiB"),
+        ],
+    )
+    def test_say_what_is_wrong(self, arguments: dict[str, Any], message: str) -> None:
+        with loaderkit.build(numbers()) as loader, pytest.raises(ConfigError, match=message):
+            loader.resize(**arguments)
+
+    def test_inline_has_no_workers(self) -> None:
+        with (
+            loaderkit.build(numbers(), overrides={"prefetch.executor": "inline"}) as loader,
+            pytest.raises(ConfigError, match="inline"),
+        ):
+            loader.resize("read", workers=2)
+
+    def test_a_closed_loader_is_closed(self, tmp_path: Path) -> None:
+        loader = loaderkit.build(numbers())
+        loader.close()
+        with pytest.raises(loaderkit.errors.ClosedError):
+            loader.resize(batches=2)

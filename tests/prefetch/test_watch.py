@@ -1,0 +1,95 @@
+"""A wait that gets long is reported at a quarter of the limit and at the limit, and is an error if that is asked for."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from of_numbers import PROCESS, Numbers, hang
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import LoaderkitError, StallTimeout
+from loaderkit.prefetch.watch import Patience, Report
+
+REPORT = Report("where everything is", "decode", "cat/007.jpg")
+
+
+class TestPatience:
+    def test_a_quarter_then_the_rest_then_again_and_again(self, caplog: pytest.LogCaptureFixture) -> None:
+        patience = Patience(60.0, raises=False)
+        waits = []
+        with caplog.at_level(logging.WARNING, "loaderkit"):
+            for _ in range(4):
+                waits.append(patience.next_s)
+                patience.ends(lambda: REPORT)
+        assert waits == [15, 45, 60, 60]
+        messages = [record.getMessage() for record in caplog.records]
+        assert [message.partition(" s")[0] for message in messages] == [f"no batch for {n}" for n in (15, 60, 120, 180)]
+        assert all("it is in decode, at sample 'cat/007.jpg'" in message for message in messages)
+        assert all("where everything is" in message for message in messages)
+
+    def test_the_limit_is_an_error_if_asked_for(self, caplog: pytest.LogCaptureFixture) -> None:
+        patience = Patience(60.0, raises=True)
+        patience.ends(lambda: REPORT)
+        assert len(caplog.records) == 1
+        with pytest.raises(StallTimeout, match="no batch for 60 s") as caught:
+            patience.ends(lambda: REPORT)
+        error = caught.value
+        assert (error.waited_s, error.stage, error.key) == (60.0, "decode", "cat/007.jpg")
+        assert isinstance(error, LoaderkitError)
+        assert isinstance(error, TimeoutError)
+        again = pickle.loads(pickle.dumps(error))
+        assert (str(again), again.waited_s, again.stage, again.key) == (str(error), 60.0, "decode", "cat/007.jpg")
+
+
+class Stuck:
+    """Item 20 comes when it is let go."""
+
+    def __init__(self) -> None:
+        self.is_free = threading.Event()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        if index == 20:
+            self.is_free.wait(60)
+        return index
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    found = Stuck()
+    yield found
+    found.is_free.set()
+
+
+def test_a_sample_that_hangs_is_named(stuck: Stuck, caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = Pipeline.dataset(stuck).shuffle("none").read().batch(8)
+    overrides: dict[str, Any] = {"prefetch.timeout": "80ms", "prefetch.on_timeout": "raise"}
+    with loaderkit.build(pipeline, overrides=overrides) as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        with pytest.raises(StallTimeout, match="in read") as caught:
+            next(batches)
+        assert (caught.value.stage, caught.value.key) == ("read", "20")
+        assert "__getitem__" in str(caught.value), "the stacks of the workers"
+        assert loader.state_dict()["position"] == 16
+        stuck.is_free.set()
+        assert [batch["0"].tolist()[0] for batch in loader] == list(range(0, 64, 8))  # the next epoch, with new workers
+
+
+def test_a_sample_that_hangs_in_another_process_is_named() -> None:
+    pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+    overrides = {**PROCESS, "prefetch.timeout": "2s", "prefetch.on_timeout": "raise"}
+    with loaderkit.build(pipeline, overrides=overrides) as loader:
+        batches = iter(loader)
+        with pytest.raises(StallTimeout) as caught:
+            list(batches)
+        assert (caught.value.stage, caught.value.key) == ("call", "20")

@@ -1,0 +1,122 @@
+"""Samples of a quarantine file tried again: as they were, one by one, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.cli import main
+from loaderkit.errors import ConfigError
+from loaderkit.quarantine import read_quarantine
+
+STAGES = ["read", "decode", {"random_resized_crop": {"size": 16}}, {"batch": {"size": 8}}]
+
+
+@pytest.fixture
+def folder(photos: Path, tmp_path: Path) -> Path:
+    """Photographs of which three are damaged, each in a way of its own."""
+    found = tmp_path / "data"
+    shutil.copytree(photos, found)
+    (found / "ant" / "000.jpg").write_bytes(b"no picture")
+    whole = (found / "bee" / "001.jpg").read_bytes()
+    (found / "bee" / "001.jpg").write_bytes(whole[: len(whole) // 2])
+    (found / "cat" / "002.jpg").write_bytes(b"")
+    return found
+
+
+def quarantined(folder: Path, quarantine: Path, url: str | None = None) -> Path:
+    """A pipeline's file, after an epoch that wrote down what is bad."""
+    path = folder.parent / "pipeline.yaml"
+    description = {
+        "source": {"kind": "tar" if url else "files", "url": url or str(folder)},
+        "stages": STAGES,
+        "errors": {"on_bad_sample": "skip", "quarantine": str(quarantine)},
+        "order": {"epochs": 2},
+    }
+    path.write_text(json.dumps(description))
+    with loaderkit.build(path) as loader:
+        for _ in range(2):
+            list(loader)
+    return path
+
+
+def again(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, dict[str, Any]]:
+    code = main(["run", *map(str, arguments), "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def test_what_is_still_bad_is_reproduced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quarantine = folder.parent / "bad.jsonl"
+    pipeline = quarantined(folder, quarantine)
+    lines = [json.loads(line) for line in quarantine.read_text().splitlines()]
+    code, found = again(capsys, pipeline, "--only-quarantined", quarantine)
+    assert code == 1
+    assert sorted((one["key"], one["epoch"], one["error"]) for one in found["bad"]) == sorted(
+        (line["key"], line["epoch"], line["error"]) for line in lines
+    )
+    assert len(found["bad"]) == 6
+    assert found["good"] == found["gone"] == []
+    assert [json.loads(line) for line in quarantine.read_text().splitlines()] == lines, "nothing is written down again"
+
+
+def test_what_was_mended_is_good_and_what_was_removed_is_gone(folder: Path, photos: Path, capsys: Any) -> None:
+    quarantine = folder.parent / "bad.jsonl"
+    pipeline = quarantined(folder, quarantine)
+    shutil.copy(photos / "ant" / "000.jpg", folder / "ant" / "000.jpg")
+    (folder / "bee" / "001.jpg").unlink()
+    code, found = again(capsys, pipeline, "--only-quarantined", quarantine)
+    assert code == 1
+    assert {state: {one["key"] for one in found[state]} for state in ("bad", "good", "gone")} == {
+        "bad": {"cat/002.jpg"},
+        "good": {"ant/000.jpg"},
+        "gone": {"bee/001.jpg"},
+    }
+    (folder / "cat" / "002.jpg").unlink()
+    assert main(["run", str(pipeline), "--only-quarantined", str(quarantine)]) == 0
+    said = capsys.readouterr().out
+    assert "good  ant/000.jpg (epoch 0)" in said
+    assert "gone  cat/002.jpg" in said
+    assert said.endswith("0 bad, 2 good, 4 gone\n")
+
+
+def test_the_same_augmentation_as_in_its_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function that fails for some draws only fails for these again."""
+    quarantine = tmp_path / "bad.jsonl"
+    pipeline = Pipeline.dataset(list(range(40)), fields=["x"]).read().call("of_draws:unlucky").batch(4)
+    pipeline = pipeline.errors(on_bad_sample="skip", quarantine=str(quarantine)).epochs(4)
+    with loaderkit.build(pipeline) as loader:
+        for _ in range(4):
+            list(loader)
+    lines = [json.loads(line) for line in quarantine.read_text().splitlines()]
+    assert len({line["epoch"] for line in lines}) > 1
+    (tmp_path / "pipeline.yaml").write_text(
+        Pipeline.dataset("of_draws:numbers", fields=["x"]).read().call("of_draws:unlucky").batch(4).to_yaml()
+    )
+    code, found = again(capsys, tmp_path / "pipeline.yaml", "--only-quarantined", quarantine)
+    assert code == 1
+    assert [(one["key"], one["epoch"], one["error"]) for one in found["bad"]] == [
+        (line["key"], line["epoch"], line["error"]) for line in lines
+    ]
+    assert found["good"] == []
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"key": "a"}', "\x00", "3"])
+def test_a_file_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"key": "a", "source": "b", "epoch": 0, "position": 3, "stage": "read", "error": "c"}\n\n' + text)
+    with pytest.raises(ConfigError, match="line 3"):
+        read_quarantine(path)
+
+
+def test_it_goes_with_no_option_of_the_loop(folder: Path) -> None:
+    quarantine = folder.parent / "bad.jsonl"
+    pipeline = quarantined(folder, quarantine)
+    assert main(["run", str(pipeline), "--only-quarantined", str(quarantine), "--batches", "3"]) == 2
+    assert main(["run", str(pipeline), "--only-quarantined", str(folder / "none.jsonl")]) == 2

@@ -67,7 +67,7 @@ class Assembly:
             num_epochs=config.order.epochs,
             probe=self._compiler.run_sample_stages,
             specs_of=self._compiler.specs_of,
-            num_batches=config.prefetch.batches,
+            num_batches=config.prefetch.first_batches,
             memory_bytes=config.prefetch.memory,
             pinned=self.device.type == "cuda",
             allocate=allocate,

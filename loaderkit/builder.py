@@ -129,7 +129,7 @@ def make_parts(
     num_workers = num_cpus() if config.prefetch.concurrency == "auto" else config.prefetch.concurrency
     recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers)
     assembly = Assembly(recipe)
-    tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.batches}
+    tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
     if config.prefetch.executor == "process":
         pools, make_executor = _in_a_process(recipe, assembly, clock)
     else:

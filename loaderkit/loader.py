@@ -6,6 +6,7 @@ import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -17,9 +18,10 @@ from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
 from loaderkit.prefetch.executor import Executor
+from loaderkit.prefetch.monitor import Monitor, Series
 from loaderkit.prefetch.stats import Stats
 from loaderkit.quarantine import BadSamples
-from loaderkit.sizes import Sizes
+from loaderkit.sizes import Sizes, make_tuner
 from loaderkit.types import Connector
 
 
@@ -73,7 +75,9 @@ class Loader:
         self._iteration = 0
         self._run = 0
         self._bad = BadSamples(parts.config.errors)
-        self._sizes = Sizes(parts.tuning)
+        self._sizes = Sizes(parts.tuning, make_tuner(parts.config, parts.tuning))
+        self._series = Series()
+        self._monitor: Monitor | None = None
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -106,11 +110,23 @@ class Loader:
     def _running_engine(self, epoch: int, position: int) -> Executor:
         """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
         if self._engine is None:
-            self._engine = self._parts.make_executor()
-            self._finalizer = weakref.finalize(self, self._engine.abandon)
-            self._sizes.apply(self._engine)
+            self._engine = engine = self._parts.make_executor()
+            self._sizes.apply(engine)
+            self._monitor = self._make_monitor(engine)
+            self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
+            if self._monitor is not None:
+                self._monitor.start()
         self._engine.seek(epoch, position)
         return self._engine
+
+    def _make_monitor(self, engine: Executor) -> Monitor | None:
+        """What looks at an engine while it runs. It must not know this loader, or that would never be garbage."""
+        if self._parts.config.prefetch.executor == "inline":
+            return None
+        sizes, run = self._sizes, self._run
+        return Monitor(
+            lambda: engine.stats(sizes.tuning, run), self._series, sizes.tuner, lambda move: sizes.turn(move, engine)
+        )
 
     def _deliver(self) -> Any:
         """The next batch of the current epoch. After an error nothing is left running."""
@@ -141,9 +157,13 @@ class Loader:
 
     def _stop_engine(self, join_s: float = 10.0) -> None:
         if self._engine is not None:
-            self._last_stats = self._engine.stats(self._sizes.tuning, self._run)
+            self._last_stats = self.stats()
+            if self._monitor is not None:
+                self._monitor.stop()
             self._engine.close(join_s)
-            self._engine = None
+            if self._monitor is not None:
+                self._monitor.join()
+            self._engine = self._monitor = None
             self._run += 1
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -228,12 +248,23 @@ class Loader:
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
-        engine = self._engine
+        engine, monitor = self._engine, self._monitor
         if engine is not None:
             now = engine.stats(self._sizes.tuning, self._run)
         else:
             now = self._last_stats or self._parts.make_executor().stats(self._sizes.tuning, self._run)
+        if monitor is not None:
+            now = replace(now, lateness=monitor.lateness.copy())
         return now if since is None else now.since(since)
+
+    def series(self) -> list[dict[str, Any]]:
+        """How the accounts developed since the first batch, in at most 512 steps: JSON values, described in the guide. Empty
+        with `executor: inline`."""
+        return self._series.to_list()
+
+    def to_yaml(self) -> str:
+        """The description as it runs now, with the sizes that the tuner or `resize` has arrived at."""
+        return Pipeline.of(self._sizes.written_to(self._parts.config)).to_yaml()
 
     def __repr__(self) -> str:
         schedule = self._parts.schedule
@@ -273,6 +304,13 @@ class Loader:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the loader is closed: build another one")
+
+
+def _abandon(engine: Executor, monitor: Monitor | None) -> None:
+    """The loader is garbage: end what it had running."""
+    if monitor is not None:
+        monitor.stop()
+    engine.abandon()
 
 
 class _Epoch(Iterator[Any]):

@@ -1,45 +1,56 @@
-"""What `Loader.resize` was told: checked, given to the engine that runs, and kept for those to come after an error."""
+"""How many workers and batches there are now: as described, as `Loader.resize` was told, or as the tuner found.
+
+They are given to the engine that runs, and kept for those to come after an error.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
+from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
+from loaderkit.prefetch.tuner import Knob, Move, Tuner
 from loaderkit.schema import parse_bytes
 
 
 class Sizes:
     """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats."""
 
-    def __init__(self, tuning: dict[str, Any]) -> None:
-        self.tuning = tuning
+    def __init__(self, tuning: dict[str, Any], tuner: Tuner | None) -> None:
+        self._tuning = tuning
+        self.tuner = tuner
+        self._lock = threading.Lock()
         self._workers: dict[str, int] = {}
         self._depth: tuple[int | None, int | None] = (None, None)
 
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """How things stand: JSON values."""
+        if self.tuner is None:
+            return self._tuning
+        decisions = [decision.to_dict() for decision in list(self.tuner.decisions)]
+        return {**self._tuning, "auto": [knob.name for knob in self.tuner.knobs], "decisions": decisions}
+
     def set_workers(self, stage: str, workers: int, engine: Executor | None) -> None:
-        """Raises ConfigError for a stage there is not, and for one that this executor cannot resize."""
+        """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, and for one that
+        this executor cannot resize."""
         _check_count("workers", workers)
-        pools = self.tuning["pools"]
-        pool = next((pool for pool in pools if stage in pool["stages"]), None)
-        if pool is None:
-            known = ", ".join(name for pool in pools for name in pool["stages"])
-            raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
-        if self.tuning["executor"] == "inline" or "process" in pool:
-            where = (
-                "one thread beside the loop runs" if "process" in pool else "with executor: inline your own thread runs"
-            )
-            raise ConfigError(f"resize: {where} {stage!r}, so it has no workers to be more or fewer")
-        if engine is not None:
-            engine.resize(stage, workers)
-        self._workers[stage] = workers
-        pools = [{**one, "workers": workers} if one is pool else one for one in pools]
-        self.tuning = {**self.tuning, "pools": pools, "concurrency": sum(one["workers"] for one in pools)}
+        pool = self._pool_of(stage)
+        if self.tuner is not None:
+            self.tuner.forget(pool["stages"])
+        self._turn_workers(stage, pool["stages"], workers, engine)
 
     def set_depth(self, batches: int | None, memory: int | str | None, engine: Executor | None) -> None:
-        """Raises ConfigError, also for memory that holds not even one batch, if that is known already."""
+        """As a user wants it. Raises ConfigError, also for memory that holds not even one batch, if that is known already."""
         if batches is not None:
             _check_count("batches", batches)
+            if self.tuner is not None:
+                self.tuner.forget(())
         if isinstance(memory, str):
             try:
                 memory = parse_bytes(memory)
@@ -47,10 +58,15 @@ class Sizes:
                 raise ConfigError(f"resize: memory: expected {error}") from None
         if memory is not None:
             _check_count("memory", memory)
-        if engine is not None:
-            engine.set_depth(batches, memory)
-        self._depth = (batches or self._depth[0], memory or self._depth[1])
-        self.tuning = {**self.tuning, "batches": batches or self.tuning["batches"]}
+        self._turn_depth(batches, memory, engine)
+
+    def turn(self, move: Move, engine: Executor) -> None:
+        """As the tuner wants it. Raises ConfigError if that cannot be."""
+        stages = move.knob.stages
+        if stages:
+            self._turn_workers(stages[0], stages, move.value, engine)
+        else:
+            self._turn_depth(move.value, None, engine)
 
     def apply(self, engine: Executor) -> None:
         """Make an engine that has just been made as the last one was."""
@@ -58,6 +74,61 @@ class Sizes:
             engine.resize(stage, workers)
         if self._depth != (None, None):
             engine.set_depth(*self._depth)
+
+    def written_to(self, config: PipelineConfig) -> PipelineConfig:
+        """The description with the sizes as they are now. Several pools without workers of their own share `concurrency`
+        alike when it is read again, whatever each has now."""
+        tuning = self._tuning
+        memory = self._depth[1] or config.prefetch.memory
+        found: dict[str, Any] = {"batches": tuning["batches"], "memory": memory}
+        if tuning["executor"] != "inline":
+            found["concurrency"] = tuning["concurrency"]
+        return replace(config, prefetch=config.prefetch.model_copy(update=found))
+
+    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int, engine: Executor | None) -> None:
+        if engine is not None:
+            engine.resize(stage, workers)
+        with self._lock:
+            self._workers[stages[0]] = workers
+            pools = [
+                {**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]
+            ]
+            concurrency = sum(pool["workers"] for pool in pools)
+            self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
+
+    def _turn_depth(self, batches: int | None, memory: int | None, engine: Executor | None) -> None:
+        if engine is not None:
+            engine.set_depth(batches, memory)
+        with self._lock:
+            self._depth = (batches or self._depth[0], memory or self._depth[1])
+            self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
+
+    def _pool_of(self, stage: str) -> dict[str, Any]:
+        pools = self._tuning["pools"]
+        pool: dict[str, Any] | None = next((pool for pool in pools if stage in pool["stages"]), None)
+        if pool is None:
+            known = ", ".join(name for pool in pools for name in pool["stages"])
+            raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
+        if self._tuning["executor"] == "inline" or "process" in pool:
+            where = (
+                "one thread beside the loop runs" if "process" in pool else "with executor: inline your own thread runs"
+            )
+            raise ConfigError(f"resize: {where} {stage!r}, so it has no workers to be more or fewer")
+        return pool
+
+
+def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
+    """What turns the sizes that were left to it (`auto`); None if none were, and with `executor: inline`."""
+    if config.prefetch.executor == "inline":
+        return None
+    knobs = []
+    if config.prefetch.concurrency == "auto":
+        fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
+        own = [pool for pool in tuning["pools"] if fixed.isdisjoint(pool["stages"]) and "process" not in pool]
+        knobs = [Knob(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"]) for p in own]
+    if config.prefetch.batches == "auto":
+        knobs.append(Knob("batches", (), tuning["batches"]))
+    return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
 
 
 def _check_count(name: str, value: Any) -> None:

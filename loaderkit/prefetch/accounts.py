@@ -37,20 +37,33 @@ class Histogram:
 
     __slots__ = ("counts",)
 
-    def __init__(self, counts: list[int] | None = None) -> None:
-        self.counts = counts or [0] * _NUM_BUCKETS
+    def __init__(self, counts: dict[int, int] | None = None) -> None:
+        self.counts = counts or {}  # by bucket; most are empty, and 64 workers have 64 of these for every stage
 
     def add(self, seconds: float, count: int) -> None:
         bucket = int(math.log2(seconds * 1e9) * _BUCKETS_PER_OCTAVE) if seconds > 1e-9 else 0
-        self.counts[min(bucket, _NUM_BUCKETS - 1)] += count
+        bucket = min(bucket, _NUM_BUCKETS - 1)
+        self.counts[bucket] = self.counts.get(bucket, 0) + count
+
+    def copy(self) -> Histogram:
+        """As it is now; for any thread."""
+        return Histogram(self.counts.copy())
+
+    def plus(self, other: Histogram, sign: int = 1) -> Histogram:
+        """Both together, or with `sign` -1 what came since `other`; for any thread."""
+        counts = self.counts.copy()  # at once, while its worker may add to it
+        for bucket, count in other.counts.copy().items():
+            counts[bucket] = counts.get(bucket, 0) + sign * count
+        return Histogram(counts)
 
     def percentile(self, share: float) -> float | None:
         """The duration in seconds below which `share` of all lie; None without any."""
-        total = sum(self.counts)
+        counts = self.counts.copy()
+        total = sum(counts.values())
         if total == 0:
             return None
         reached = 0
-        for bucket, count in enumerate(self.counts):
+        for bucket, count in sorted(counts.items()):
             reached += count
             if reached >= share * total:
                 return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)

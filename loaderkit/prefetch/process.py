@@ -26,11 +26,12 @@ from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.order import Schedule
 from loaderkit.prefetch import stalls, wire
 from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
+from loaderkit.prefetch.host import host_stats
 from loaderkit.prefetch.late import LateStages
 from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
 from loaderkit.prefetch.receiver import Inbox, Receiver, relay
-from loaderkit.prefetch.stats import StageStats, Stats, blank, peak_rss_bytes
+from loaderkit.prefetch.stats import StageStats, Stats, blank
 from loaderkit.prefetch.watch import Patience, Report
 from loaderkit.types import Stage
 
@@ -248,7 +249,7 @@ class ProcessEngine:
             stages=[*latest.stages, *late],
             memory={
                 **latest.memory,
-                "rss_peak_bytes": peak_rss_bytes(),
+                "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": latest.memory["rss_peak_bytes"],
             },
             tuning=tuning,

@@ -7,12 +7,12 @@ that the rows of a pool sum to its workers' time. Stall time: what the consumer 
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
+from loaderkit.prefetch.host import HostStats, host_stats
 
 if TYPE_CHECKING:
     from loaderkit.prefetch.engine import Engine
@@ -32,6 +32,7 @@ class StageStats:
     starved_s: float = 0.0
     blocked_s: float = 0.0
     idle_s: float = 0.0
+    num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
 
     @property
@@ -50,7 +51,8 @@ class StageStats:
             self.starved_s - earlier.starved_s,
             self.blocked_s - earlier.blocked_s,
             self.idle_s - earlier.idle_s,
-            Histogram([a - b for a, b in zip(self.services.counts, earlier.services.counts, strict=True)]),
+            self.num_queued,
+            self.services.plus(earlier.services, -1),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class StageStats:
             "p50_s": self.services.percentile(0.5),
             "p99_s": self.services.percentile(0.99),
             "num_failed": self.num_failed,
+            "num_queued": self.num_queued,
         }
 
 
@@ -82,8 +85,12 @@ class Stats:
     num_samples: int
     stall_s: dict[str, float]
     stages: list[StageStats]
+    num_ready: int  # batches that are complete, at this moment
+    num_open: int  # batches in the budget, complete or not, at this moment
     memory: dict[str, int]
+    host: HostStats  # of the process in which the workers are
     tuning: dict[str, Any]
+    lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
@@ -101,9 +108,41 @@ class Stats:
                 cause: max(0.0, self.stall_s.get(cause, 0.0) - earlier.stall_s.get(cause, 0.0)) for cause in causes
             },
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
+            num_ready=self.num_ready,
+            num_open=self.num_open,
             memory=self.memory,
+            host=self.host.minus(earlier.host),
             tuning=self.tuning,
+            lateness=self.lateness.plus(earlier.lateness, -1),
         )
+
+    def without_histograms(self) -> Stats:
+        """The same, smaller, to be kept."""
+        nothing = Histogram()
+        return replace(self, stages=[replace(row, services=nothing) for row in self.stages])
+
+    def to_point(self) -> dict[str, Any]:
+        """A point of the time series: what happened on average in an interval, and how things stood at its end."""
+        wall_s = max(self.wall_s, 1e-12)
+        return {
+            "at_s": self.now_s,
+            "seconds": self.wall_s,
+            "samples_per_s": self.num_samples / wall_s,
+            "bytes_per_s": sum(row.num_bytes for row in self.stages) / wall_s,
+            "stall": {cause: seconds / wall_s for cause, seconds in self.stall_s.items() if seconds},
+            "busy": {row.name: row.busy_s / wall_s for row in self.stages},
+            "workers": {row.name: row.workers for row in self.stages},
+            "queued": {row.name: row.num_queued for row in self.stages},
+            "ready": self.num_ready,
+            "open": self.num_open,
+            "batches": self.tuning.get("batches"),
+            "live_bytes": self.memory["live_bytes"],
+            "rss_bytes": self.host.rss_bytes,
+            "cpus": self.host.cpu_s / wall_s,
+            "throttled": None if self.host.throttled_s is None else self.host.throttled_s / wall_s,
+            "page_cache_hits": self.host.page_cache_hits,
+            "late_s": self.lateness.percentile(0.5),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
@@ -123,7 +162,17 @@ class Stats:
                 "samples_per_s": self.num_samples / wall_s if self.wall_s > 0 else 0.0,
                 "bytes_per_s": sum(stage.num_bytes for stage in self.stages) / wall_s if self.wall_s > 0 else 0.0,
             },
-            "memory": self.memory,
+            "queue": {"ready": self.num_ready, "open": self.num_open},
+            "memory": {**self.memory, "rss_bytes": self.host.rss_bytes},
+            "host": {
+                "cpu_s": self.host.cpu_s,
+                "throttled_s": self.host.throttled_s,
+                "read_bytes": self.host.read_bytes,
+                "disk_bytes": self.host.disk_bytes,
+                "page_cache_hits": self.host.page_cache_hits,
+                "late_p50_s": self.lateness.percentile(0.5),
+                "late_p99_s": self.lateness.percentile(0.99),
+            },
             "tuning": self.tuning,
         }
 
@@ -139,14 +188,12 @@ def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
         num_samples=0,
         stall_s={},
         stages=list(rows),
+        num_ready=0,
+        num_open=0,
         memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
+        host=host_stats(),
         tuning={},
     )
-
-
-def peak_rss_bytes() -> int:
-    """The most resident memory this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def add_account(
@@ -159,13 +206,15 @@ def add_account(
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
     for number, totals in enumerate(account.stages):
+        if not (state_s[number] or totals.num_items or totals.num_failed):
+            continue
         row = rows[number]
         row.busy_s += state_s[number]
         row.cpu_s += totals.cpu_s
         row.num_items += totals.num_items
         row.num_bytes += totals.num_bytes
         row.num_failed += totals.num_failed
-        row.services = Histogram([a + b for a, b in zip(row.services.counts, totals.services.counts, strict=True)])
+        row.services = row.services.plus(totals.services)
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
@@ -177,6 +226,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         first, last = rows[numbers[0]], rows[numbers[-1]]
         for number in numbers:
             rows[number].workers = pool.num_workers
+        first.num_queued = engine.intake.num_queued if pool.buffer is None else len(pool.buffer)
         for account in pool.accounts:
             # Inline, one account serves all pools; threads only ever enter their own pool's stages.
             add_account(rows, (first, last), account, engine.states, now)
@@ -184,6 +234,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
     for cause, seconds in engine.open_wait(now).items():
         stall_s[cause] = stall_s.get(cause, 0.0) + seconds
     slabs = engine.plan.slabs
+    host = host_stats()
     slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
     return Stats(
         run=run,
@@ -193,13 +244,16 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         num_samples=engine.num_samples,
         stall_s=stall_s,
         stages=rows,
+        num_ready=engine.intake.num_ready,
+        num_open=engine.intake.num_open,
         memory={
             "budget_bytes": engine.plan.memory_bytes,
             "slab_bytes": slab_bytes,
             "open_bytes": engine.intake.num_open * engine.plan.batch_bytes,
             "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
-            "rss_peak_bytes": peak_rss_bytes(),
+            "rss_peak_bytes": host.rss_peak_bytes,
         },
+        host=host,
         tuning=tuning,
     )

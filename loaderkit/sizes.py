@@ -34,7 +34,8 @@ class Sizes:
         if self.tuner is None:
             return self._tuning
         decisions = [decision.to_dict() for decision in list(self.tuner.decisions)]
-        return {**self._tuning, "auto": [knob.name for knob in self.tuner.knobs], "decisions": decisions}
+        auto = [knob.name for knob in self.tuner.knobs]
+        return {**self._tuning, "auto": auto, "settled": self.tuner.is_settled, "decisions": decisions}
 
     def set_workers(self, stage: str, workers: int, engine: Executor | None) -> None:
         """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, and for one that

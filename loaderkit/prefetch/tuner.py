@@ -29,11 +29,10 @@ _CALM = 0.01  # less of it: training is the limit
 _WINDOW_S = 1.0
 _LONG_WINDOW_S = 4.0  # however noisy it still is then
 _SETTLING_S = 0.4  # after a change: chunks that were cut for the old size are still under way
-_NUM_BATCHES = 4
-_NOISE = 0.02  # relative standard error of a window's rate that is good enough
+_ROUGH, _FINE = 0.10, 0.02  # relative standard errors of a rate: good enough to try something, or to judge it
 _GAIN, _MOST_GAIN = 0.03, 0.10  # what a change must bring, the second at most, however noisy it is
 _CPUS_FULL = 0.9
-_COMPUTING = 0.75  # of the busy time on a CPU
+_WAITING, _COMPUTING = 0.25, 0.75  # of the busy time on a CPU: less is waiting for a store, more is computing
 _BURSTY = 0.1  # of the workers' time without room, although the loop waits: the buffer is too shallow for the jitter
 _SPARE = 1.25  # workers for so much more than the work there is
 _PATIENCE = 10  # windows until a change that did not help is tried again; doubled each time
@@ -103,6 +102,7 @@ class _Trial:
     before: int
     baseline: Window
     decision: Decision
+    num_rungs: int
     gives_back: bool  # it saves workers, and must only cost nothing
 
 
@@ -125,12 +125,14 @@ class Tuner:
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_NUM_DECISIONS))
 
     def __post_init__(self) -> None:
+        self.is_settled = False  # nothing is on trial, and nothing was worth a trial when it looked last
         self._begin: Stats | None = None
         self._before: Stats | None = None
         self._rates: list[float] = []
         self._settles_until_s = 0.0
         self._trial: _Trial | None = None
         self._number = 0  # of the window
+        self._reach: dict[str, int] = {}  # by knob: how many rungs up at most
         self._rests: dict[tuple[str, bool], _Rest] = {}  # by knob, and whether upwards
         self._usual: float | None = None  # samples/s, since the last change that was kept
         self._num_odd = 0  # windows in a row that were off that
@@ -161,7 +163,11 @@ class Tuner:
             return None
         self._number += 1
         self._restart(now)
-        return self._judge(self._trial, window) if self._trial is not None else self._choose(window, now)
+        if self._trial is not None:
+            return self._judge(self._trial, window)
+        move = self._choose(window, now)
+        self.is_settled = move is None
+        return move
 
     def _restart(self, now: Stats) -> None:
         self._begin = self._before = now
@@ -192,16 +198,22 @@ class Tuner:
 
     def _is_enough(self, window: Window, passed: Stats) -> bool:
         if window.stalled > _CALM:
-            is_clear = window.error <= _NOISE and passed.num_batches >= _NUM_BATCHES
+            is_clear = window.error <= _ROUGH if self._trial is None else self._is_clear(self._trial, window)
             return passed.wall_s >= _WINDOW_S and (is_clear or passed.wall_s >= _LONG_WINDOW_S)
         # What is ready keeps the loop going for a while, whatever the workers do.
         return passed.wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * passed.tuning.get("batches", 0))
+
+    def _is_clear(self, trial: _Trial, window: Window) -> bool:
+        """Whether more measuring would hardly change what comes of a trial."""
+        gain, error = _gain(trial, window)
+        return window.error <= _FINE or abs(gain - _GAIN) > 3 * error
 
     # ----------------------------------------------------------------------------------------------------- a trial
 
     def _choose(self, window: Window, now: Stats) -> Move | None:
         if self._is_another_workload(window):
             self._rests.clear()
+            self._reach.clear()
         if window.stalled > _STALLED:
             return self._speed_up(window, now)
         if window.stalled < _CALM:
@@ -235,10 +247,12 @@ class Tuner:
         if knob is None:
             return None
         waits = f"{window.stalled:.0%} of the time waiting, most of it for {window.cause}"
+        computing = window.cpu_share * self.num_cpus / max(window.busy[knob.name], 1e-9)
         if window.cpu_share < _CPUS_FULL and self._may(knob, up=True):
-            return self._try(knob, knob.rung(2), window, now, waits)
+            num_rungs = min(4 if computing < _WAITING else 2, self._reach.get(knob.name, 4))
+            return self._try(knob, knob.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
         # Where every worker has a CPU and computes, fewer compute less.
-        computes = window.cpu_share * self.num_cpus >= _COMPUTING * window.busy[knob.name]
+        computes = computing >= _COMPUTING
         if self._may(knob, up=False) and not (computes and knob.value <= self.num_cpus):
             return self._try(knob, knob.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
         return None
@@ -259,11 +273,19 @@ class Tuner:
         return knob.rung(1 if up else -1) != knob.value and (rest is None or self._number >= rest.until)
 
     def _try(
-        self, knob: Knob, value: int, window: Window, now: Stats, reason: str, *, gives_back: bool = False
+        self,
+        knob: Knob,
+        value: int,
+        window: Window,
+        now: Stats,
+        reason: str,
+        *,
+        num_rungs: int = 1,
+        gives_back: bool = False,
     ) -> Move:
         decision = Decision(now.wall_s, knob.name, knob.value, value, reason)
         self.decisions.append(decision)
-        self._trial = _Trial(knob, knob.value, window, decision, gives_back)
+        self._trial = _Trial(knob, knob.value, window, decision, num_rungs, gives_back)
         return self._turn(knob, value, now.now_s)
 
     def _turn(self, knob: Knob, value: int, now_s: float) -> Move:
@@ -273,12 +295,12 @@ class Tuner:
 
     def _judge(self, trial: _Trial, window: Window) -> Move | None:
         self._trial = None
-        gain = window.rate / trial.baseline.rate - 1 if trial.baseline.rate > 0 else 0.0
+        gain, error = _gain(trial, window)
         if trial.gives_back:
             kept = window.stalled < _STALLED
             effect = f"{window.stalled:.0%} of the time waiting"
         else:
-            needed = min(_MOST_GAIN, max(_GAIN, 2 * math.hypot(window.error, trial.baseline.error)))
+            needed = min(_MOST_GAIN, max(_GAIN, 2 * error))
             kept = gain >= needed or (window.stalled < _CALM and gain >= 0)
             effect = f"{gain:+.0%} samples/s, {window.stalled:.0%} of the time waiting"
         trial.decision.kept, trial.decision.effect = kept, effect
@@ -288,7 +310,10 @@ class Tuner:
             if went_up:  # whoever gave back too much is to be slower about it
                 self._leave_alone(trial.knob, up=False)
             return None
-        self._leave_alone(trial.knob, up=went_up)
+        if went_up and trial.num_rungs > 2 and gain > -_GAIN:
+            self._reach[trial.knob.name] = 2  # it was too far; half as far may not be
+        else:
+            self._leave_alone(trial.knob, up=went_up)
         assert self._before is not None
         return self._turn(trial.knob, trial.before, self._before.now_s)
 
@@ -299,3 +324,10 @@ class Tuner:
 
     def _landed(self, stats: Stats) -> int:
         return next(row.num_items for row in stats.stages if row.name == self.landing)
+
+
+def _gain(trial: _Trial, window: Window) -> tuple[float, float]:
+    """How much faster it is than before, and the standard error of that."""
+    before = trial.baseline.rate
+    gain = window.rate / before - 1 if before > 0 else 0.0
+    return gain, math.hypot(window.error, trial.baseline.error)

@@ -59,7 +59,7 @@ def host_stats() -> HostStats:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     io = _pairs(Path("/proc/self/io"))
     return HostStats(
-        rss_bytes=_resident_bytes(),
+        rss_bytes=_resident_bytes() or usage.ru_maxrss * 1024,
         rss_peak_bytes=usage.ru_maxrss * 1024,
         cpu_s=usage.ru_utime + usage.ru_stime,
         throttled_s=_throttled_s(),
@@ -68,8 +68,11 @@ def host_stats() -> HostStats:
     )
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+def _resident_bytes() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:  # no descriptor left, say
+        return None
 
 
 def _throttled_s() -> float | None:

@@ -87,7 +87,7 @@ def test_a_sample_that_hangs_is_named(stuck: Stuck, caplog: pytest.LogCaptureFix
 
 def test_a_sample_that_hangs_in_another_process_is_named() -> None:
     pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
-    overrides = {**PROCESS, "prefetch.timeout": "2s", "prefetch.on_timeout": "raise"}
+    overrides = {**PROCESS, "prefetch.timeout": "5s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         batches = iter(loader)
         with pytest.raises(StallTimeout) as caught:

@@ -27,9 +27,11 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
     """What the loop waited for, by stage, and how the workers of each stage spent their time."""
     stall = stats["stall"]
     title = f"Waiting for batches: {stall['total_s']:.2f} s of {stats['wall_s']:.2f} s ({stall['percent']:.1f} %)"
-    return Group(
-        Text(title, style="bold"), stall_table(stats), Text("\nSlot time in seconds", style="bold"), slot_table(stats)
-    )
+    found: list[RenderableType] = [Text(title, style="bold"), stall_table(stats)]
+    found += [Text("\nSlot time in seconds", style="bold"), slot_table(stats)]
+    if stats["tuning"].get("decisions"):
+        found += [Text("\nTuned", style="bold"), tuning_table(stats)]
+    return Group(*found)
 
 
 def stall_table(stats: Mapping[str, Any]) -> Table:
@@ -48,6 +50,19 @@ def slot_table(stats: Mapping[str, Any]) -> Table:
     for stage in stats["stages"]:
         seconds = (f"{stage[name]:.2f}" for name in ("busy_s", "cpu_s", "starved_s", "blocked_s", "idle_s"))
         table.add_row(stage["name"], str(stage["workers"]), str(stage["num_items"]), *seconds)
+    return table
+
+
+def tuning_table(stats: Mapping[str, Any]) -> Table:
+    """What the tuner tried, and what came of it."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("after s", "of", "to", "because", "effect"):
+        table.add_column(name, overflow="fold")
+    for decision in stats["tuning"]["decisions"]:
+        kept = {True: "", False: ", taken back", None: "not known yet"}[decision["kept"]]
+        change = f"{decision['before']} -> {decision['after']}"
+        effect = f"{decision['effect']}{kept}"
+        table.add_row(f"{decision['at_s']:.0f}", decision["knob"], change, decision["reason"], effect)
     return table
 
 

@@ -53,6 +53,11 @@ class Assembly:
         """Where `transfer` brings batches."""
         return self._compiler.device
 
+    @property
+    def graph(self) -> list[str]:
+        """The operators of the DALI pipeline that stages were compiled to, if they were: one line each."""
+        return [] if self._compiler.graph is None else self._compiler.graph.lines()
+
     def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
         """The plan of the batches; `allocate` gives memory for slabs."""
         config, source = self._recipe.config, self._recipe.source
@@ -70,6 +75,7 @@ class Assembly:
             num_batches=config.prefetch.first_batches,
             memory_bytes=config.prefetch.memory,
             pinned=self.device.type == "cuda",
+            whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
         )
 

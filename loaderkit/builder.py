@@ -130,6 +130,8 @@ def make_parts(
     recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers)
     assembly = Assembly(recipe)
     tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
+    if assembly.graph:
+        tuning["graph"] = assembly.graph
     if config.prefetch.executor == "process":
         pools, make_executor = _in_a_process(recipe, assembly, clock)
     else:

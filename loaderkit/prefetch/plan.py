@@ -17,7 +17,7 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.order import Order, Schedule
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
-from loaderkit.stages.batch import pad
+from loaderkit.stages.batch import pad, put_together
 from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
 
 _BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
@@ -59,6 +59,7 @@ class BatchPlan:
         num_batches: int,
         memory_bytes: int,
         pinned: bool,
+        whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
     ) -> None:
         self._source = source
@@ -72,6 +73,7 @@ class BatchPlan:
         self._num_batches = num_batches
         self.memory_bytes = memory_bytes
         self._pinned = pinned
+        self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
@@ -178,6 +180,8 @@ class BatchPlan:
         destination.specs = self.specs
         destination.fields = self.slabs.take()
         size = len(positions)
+        if self._whole_chunks:
+            chunk_size = size
         for name in self._loose:
             destination.values[name] = [None] * size
         for lo in range(0, size, chunk_size):
@@ -236,7 +240,9 @@ class BatchPlan:
                 continue
             values = destination.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
-            if spec.kind == "pad":
+            if spec.kind == "rendered":
+                batch[name] = put_together(kept)
+            elif spec.kind == "pad":
                 batch[name], batch[f"{name}_sizes"] = pad(kept, self._shape.pad_value)
             else:
                 batch[name] = kept

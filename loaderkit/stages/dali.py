@@ -15,7 +15,7 @@ import importlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,14 @@ class Graph:
 
 
 _OPERATORS = {Crop: "slice", Scale: "resize", Flip: "flip"}
+
+
+class _Job(NamedTuple):
+    """An image that DALI is to render: its place in the chunk, its bytes, and what it goes through."""
+
+    place: int
+    data: NDArray[np.uint8]
+    steps: list[Step]
 
 
 class Renderer:
@@ -110,25 +118,37 @@ class Renderer:
         return [name for name in names if self._fields is None or name in self._fields]
 
     def _render_field(self, chunk: Chunk, field: str, draws: list[NDArray[np.float64]]) -> None:
-        places, encoded, steps = [], [], []
+        jobs = []
         for place, sample in enumerate(chunk.samples):
             value = None if sample is None else sample.get(field)
             if type(value) is Encoded and value.extension.rpartition(".")[2] in _JPEG_EXTENSIONS:
-                found = self._steps(value.data, [numbers[place] for numbers in draws])
-                if found is not None:
-                    places.append(place)
-                    encoded.append(np.frombuffer(value.data, np.uint8))
-                    steps.append(found)
-        for part, tensor in self._render(list(range(len(places))), encoded, steps):
-            for row, number in enumerate(part):
-                sample = chunk.samples[places[number]]
+                steps = self._steps(value.data, [numbers[place] for numbers in draws])
+                if steps is not None:
+                    jobs.append(_Job(place, np.frombuffer(value.data, np.uint8), steps))
+        tensor = self._run(jobs) if jobs else None
+        if tensor is None:
+            # One that is damaged fails them all, and nobody says which it is: our decoder does.
+            jobs = [job for job in jobs if self._is_whole(chunk, job.place, field)]
+            tensor = self._run(jobs) if jobs else None
+        if tensor is not None:
+            for row, job in enumerate(jobs):
+                sample = chunk.samples[job.place]
                 assert sample is not None
                 sample[field] = Rendered(tensor, row)
+
+    def _is_whole(self, chunk: Chunk, place: int, field: str) -> bool:
+        """Whether our decoder takes an image."""
+        sample = chunk.samples[place]
+        assert sample is not None
+        attempt = _alone(chunk, place)
+        attempt.samples[0] = {field: sample[field]}
+        self._decode(attempt)
+        return attempt.samples[0] is not None
 
     def _steps(self, data: memoryview, draws: Sequence[NDArray[np.float64]]) -> list[Step] | None:
         """What an image goes through; None where the CPU has to look at it."""
         size = jpeg_size(data)
-        if size is None or size[0] * size[1] > self._max_pixels or not _is_closed(data):
+        if size is None or size[0] * size[1] > self._max_pixels or not _is_well_formed(data):
             return None
         height, width = size
         found: list[Step] = []
@@ -141,47 +161,33 @@ class Renderer:
             height, width = size_after(steps, height, width)
         return found
 
-    def _render(
-        self, numbers: list[int], encoded: list[Any], steps: list[list[Step]]
-    ) -> list[tuple[list[int], torch.Tensor]]:
-        """(which of them, [n, C, H, W]) of those that DALI can decode: all at once, and after an error in halves."""
-        if not numbers:
-            return []
-        try:
-            return [(numbers, self._run([encoded[n] for n in numbers], [steps[n] for n in numbers]))]
-        except RuntimeError:
-            if len(numbers) == 1:
-                return []
-            middle = len(numbers) // 2
-            return [
-                found for half in (numbers[:middle], numbers[middle:]) for found in self._render(half, encoded, steps)
-            ]
-
-    def _run(self, encoded: list[Any], steps: list[list[Step]]) -> torch.Tensor:
+    def _run(self, jobs: Sequence[_Job]) -> torch.Tensor | None:
+        """[n, C, H, W], or None if DALI fails on one of them."""
         try:
             pipeline = self._idle.pop()
         except IndexError:
             pipeline = _build(self._dali, self._graph)
+        pipeline.feed_input("encoded", [job.data for job in jobs])
+        for number, column in enumerate(zip(*(job.steps for job in jobs), strict=True)):
+            for name, values in _arguments(column).items():
+                pipeline.feed_input(f"{name}-{number}", values)
         try:
-            pipeline.feed_input("encoded", encoded)
-            for number, column in enumerate(zip(*steps, strict=True)):
-                for name, values in _arguments(column).items():
-                    pipeline.feed_input(f"{name}-{number}", values)
             (output,) = pipeline.run()
-            # The tensor sees DALI's memory, which is not used again before the tensor is gone.
-            tensor: torch.Tensor = from_dlpack(output.as_tensor())
-            if self._graph.device is not None:
-                # DALI would use its memory again as soon as the tensor is gone, whatever the loop's stream still does with it.
-                tensor = tensor.clone()
-                torch.cuda.current_stream(tensor.device).synchronize()
+        except RuntimeError:
+            return None
         finally:
-            self._idle.append(pipeline)  # one whose batch failed takes the next one as well
+            self._idle.append(pipeline)  # after an error it takes the next batch as well
+        # The tensor sees DALI's memory, which is not used again before the tensor is gone.
+        tensor = from_dlpack(output.as_tensor())
+        if self._graph.device is not None:
+            # DALI would use its memory again as soon as the tensor is gone, whatever the loop's stream still does with it.
+            tensor = tensor.clone()
+            torch.cuda.current_stream(tensor.device).synchronize()
         finish = self._graph.finish
         return tensor if finish is None else tensor.to(finish.dtype)
 
     def _on_the_cpu(self, chunk: Chunk, place: int) -> None:
-        slot = chunk.lo + place
-        attempt = Chunk(chunk.destination, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
+        attempt = _alone(chunk, place)
         attempt.samples[0] = chunk.samples[place]
         self._plain(attempt)
         sample = attempt.samples[0]
@@ -193,6 +199,12 @@ class Renderer:
             if type(value) is Image:
                 sample[name] = Rendered(self._finish(to_tensor(value).unsqueeze(0)), 0)
         chunk.samples[place] = sample
+
+
+def _alone(chunk: Chunk, place: int) -> Chunk:
+    """A chunk of one sample of a chunk."""
+    slot = chunk.lo + place
+    return Chunk(chunk.destination, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
 
 
 def _arguments(column: Sequence[Step]) -> dict[str, list[NDArray[Any]]]:
@@ -290,7 +302,24 @@ def _import_dali() -> Any:
     return dali
 
 
-def _is_closed(data: memoryview) -> bool:
-    """Whether a JPEG has its end: decoders on a GPU fill up what is missing and say nothing."""
-    tail = bytes(data[-4096:])
-    return b"\xff\xd9" in tail
+_MARKER, _START_OF_SCAN, _END = 0xFF, 0xDA, b"\xff\xd9"
+_WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
+
+
+def _is_well_formed(data: memoryview) -> bool:
+    """Whether a JPEG is a chain of segments up to its scan, and has its end.
+
+    DALI 2.4.0 may crash some time after it was given one whose segments do not follow one another; what is wrong inside
+    segments or in the scan it only refuses. And decoders on a GPU fill up what is missing at the end and say nothing.
+    """
+    if bytes(data[:2]) != b"\xff\xd8":
+        return False
+    at = 2
+    while at + 4 <= len(data) and data[at] == _MARKER and data[at + 1] not in _WITHOUT_LENGTH:
+        if data[at + 1] == _START_OF_SCAN:
+            return _END in bytes(data[max(at, len(data) - 4096) :])
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        if length < 2:
+            return False
+        at += 2 + length
+    return False

@@ -312,3 +312,47 @@ def test_fifty_epochs_with_rebuilds_do_not_grow(photos: Path) -> None:
     for _ in range(40):
         epoch()
     assert resident_bytes() - before < 32 * 2**20
+
+
+def test_a_state_goes_on_with_another_decoder(photos: Path) -> None:
+    ours, theirs = (CHAINS["crop"](source(photos).decode(device=device)) for device in ("cpu", "dali-cpu"))
+    with loaderkit.build(ours) as loader:
+        keys = [batch["__key__"] for _, batch in zip(range(3), loader, strict=False)]
+        state = loader.state_dict()
+    with loaderkit.build(theirs) as loader:
+        loader.load_state_dict(state)
+        keys += [batch["__key__"] for batch in loader]
+    assert keys == [batch["__key__"] for batch in batches(photos, "cpu", CHAINS["crop"])]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_bytes_cost_their_sample_at_most(tmp_path: Path, seed: int) -> None:
+    """In another process, as what goes wrong in a decoder may end it."""
+    program = f"""
+import io, sys
+import numpy as np
+sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parent)]!r}
+from conftest import make_photo
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.connectors.memory import MemoryConnector
+rng = np.random.default_rng({seed})
+for _ in range(100):
+    files = {{f"{{n:02}}.jpg": make_photo(n) for n in range(16)}}
+    for key in ("03.jpg", "11.jpg"):
+        data = bytearray(files[key])
+        for _ in range(int(rng.integers(1, 4))):
+            data[int(rng.integers(2, 700 if rng.random() < 0.8 else len(data)))] = int(rng.integers(256))
+        files[key] = bytes(data)
+    pipeline = Pipeline.files("memory://", include="*.jpg").read().decode(device="dali-cpu", max_pixels=10**6)
+    pipeline = pipeline.resize([16, 16]).batch(16)
+    overrides = {{"errors.on_bad_sample": "skip", "prefetch.executor": "inline", "order.epochs": 1}}
+    with loaderkit.build(pipeline, connectors={{"memory": MemoryConnector(files)}}, overrides=overrides) as loader:
+        (batch,) = loader
+        assert set(files) - {{"03.jpg", "11.jpg"}} <= set(batch["__key__"])
+print("whole")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "whole"

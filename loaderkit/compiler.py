@@ -25,7 +25,7 @@ from loaderkit.stages.normalize import NormalizeArgs, finish_of, normalize, norm
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.records import read_records
 from loaderkit.stages.straight import Straight
-from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
+from loaderkit.stages.transfer import TransferArgs, resolve_device, shape, transfer
 from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
 
 
@@ -60,7 +60,7 @@ class Compiler:
             if isinstance(stage.args, NormalizeArgs):
                 fits = stage.args.dtype == "float32" and stage.args.fields is None and self.device.type == "cpu"
                 return stage if fits else None
-            if stage.kind != "transfer":
+            if not _keeps_values(stage):
                 return None
         return None
 
@@ -77,7 +77,7 @@ class Compiler:
             kind = STAGES[stage.kind]
             assert kind.steps is not None
             described.append((stage.name, kind.steps(stage.args)))
-        behind = next((s for s in stages[self._border + 1 :] if s.kind != "transfer"), None)
+        behind = next((s for s in stages[self._border + 1 :] if not _keeps_values(s)), None)
         finish = None
         if behind is not None and isinstance(behind.args, NormalizeArgs) and behind.args.fields is None:
             self._in_graph.append(behind)
@@ -302,6 +302,18 @@ class Compiler:
 
         return run
 
+    def _transfer_action(self, args: TransferArgs) -> Callable[[dict[str, Any], BatchContext], None]:
+        move = transfer(self.device) if self.device.type == "cuda" else None
+        change = shape(args)
+
+        def run(batch: dict[str, Any], context: BatchContext) -> None:
+            if move is not None:
+                move(batch)
+            if change is not None:
+                batch.update({name: change(value) for name, value in batch.items()})
+
+        return run
+
     def _batch_action(self, config: StageConfig) -> Callable[[dict[str, Any], BatchContext], None]:
         args = config.args
         if isinstance(args, NormalizeArgs):
@@ -315,10 +327,7 @@ class Compiler:
 
             return normalize_batch
         if isinstance(args, TransferArgs):
-            if self.device.type == "cpu":
-                return lambda batch, context: None
-            move = transfer(self.device)
-            return lambda batch, context: move(batch)
+            return self._transfer_action(args)
         assert isinstance(args, CallArgs)
         function, wants_rng = self._bind(config.name, args)
         keys = StageKeys(self._seed, config.name)
@@ -331,6 +340,11 @@ class Compiler:
             batch.update(result)
 
         return call_batch
+
+
+def _keeps_values(stage: StageConfig) -> bool:
+    """Whether a stage may as well run after `normalize`."""
+    return isinstance(stage.args, TransferArgs) and stage.args.dtype is None
 
 
 def _batch_error(stage: str, epoch: int, step: int, reason: str, keys: list[str] | None = None) -> StageError:

@@ -297,6 +297,28 @@ def test_explain_shows_the_graph(photos: Path) -> None:
         ]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGpu:
+    def test_pixels_are_those_of_the_cpu(self, photos: Path) -> None:
+        def chain(pipeline: Pipeline) -> Pipeline:
+            return pipeline.random_resized_crop(32).random_horizontal_flip().batch(8).transfer("cuda").normalize()
+
+        for mine, other in zip(batches(photos, "cpu", chain), batches(photos, "gpu", chain), strict=True):
+            assert mine["__key__"] == other["__key__"]
+            assert mine["image"].device == other["image"].device
+            for one in (mine, other):
+                one["image"] = one["image"].cpu()
+            assert (levels(mine, "crop") - levels(other, "crop")).abs().flatten(1).mean(1).max() < 2.0
+
+    def test_batches_stay_as_they_were_delivered(self, photos: Path) -> None:
+        pipeline = source(photos).decode(device="gpu").resize([64, 64]).batch(8).transfer("cuda").normalize()
+        with loaderkit.build(pipeline) as loader:
+            kept = [(batch["image"], batch["image"].clone()) for _ in range(3) for batch in loader]
+        torch.cuda.synchronize()
+        assert all(torch.equal(image, copy) for image, copy in kept)
+
+
 @pytest.mark.prove
 def test_fifty_epochs_with_rebuilds_do_not_grow(photos: Path) -> None:
     def resident_bytes() -> int:

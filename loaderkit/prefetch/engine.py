@@ -118,12 +118,17 @@ class Engine:
             self.pools[0].accounts.append(Account(self.states, self.clock, first_state=self.states.blocked))
             return
         with self._sizing:
-            self._start_missing_workers()
+            try:
+                self._start_missing_workers()
+            except BaseException as error:  # Ctrl-C, or no more threads to be had
+                self.intake.fail(error)
+                raise
 
     def resize(self, stage: str, num_workers: int) -> None:
         """Let so many workers run `stage` and what shares its pool, from now on; from any thread.
 
-        Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not.
+        Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not, and
+        where the system has no more threads: then it goes on with those there are.
         """
         self._check_usable()
         if self.inline:
@@ -132,15 +137,30 @@ class Engine:
             )
         pool = self._pool_of(stage)
         with self._sizing:
-            pool.num_workers = num_workers
-            for number, account in enumerate(pool.accounts):
-                account.is_wanted = number < num_workers
-            self._sizing.notify_all()
-            if self._is_started:
-                self._start_missing_workers()
+            self._check_usable()  # a thread that starts now would be joined by nobody
+            before = pool.num_workers
+            try:
+                self._want(pool, num_workers)
+                if self._is_started:
+                    self._start_missing_workers()
+            except BaseException as error:
+                self._want(pool, before)
+                if not isinstance(error, RuntimeError):
+                    raise
+                raise ConfigError(
+                    f"resize: {num_workers} workers for {stage!r} could not be started ({error}): the system allows no more "
+                    f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
+                ) from error
         self.intake.resize(sum(pool.num_workers for pool in self.pools))
         if pool.buffer is not None:
             pool.buffer.resize(2 * num_workers)
+
+    def _want(self, pool: Pool, num_workers: int) -> None:
+        """Let the first so many workers of a pool work, and the others rest. Under the lock of sizes."""
+        pool.num_workers = num_workers
+        for number, account in enumerate(pool.accounts):
+            account.is_wanted = number < num_workers
+        self._sizing.notify_all()
 
     def _pool_of(self, stage: str) -> Pool:
         for pool in self.pools:
@@ -154,7 +174,9 @@ class Engine:
         self.intake.set_depth(num_batches, memory_bytes)
 
     def _start_missing_workers(self) -> None:
-        """Start as many threads as are wanted and not there; returns when all of them run. Under the lock of sizes."""
+        """Start as many threads as are wanted and not there; returns when all of them run, or, raising, when none of them
+        is left. Under the lock of sizes."""
+        num_there = [len(pool.accounts) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
         num_torch_threads = torch.get_num_threads()
         ready = threading.Barrier(len(missing) + 1)
@@ -162,9 +184,12 @@ class Engine:
             for pool, number in missing:
                 self._start_worker(pool, number, ready)
             ready.wait()
-        except BaseException as error:
-            ready.abort()  # Ctrl-C, or no more threads to be had: let those go that run
-            self.intake.fail(error)
+        except BaseException:
+            ready.abort()  # let those go that run
+            for pool, num_before in zip(self.pools, num_there, strict=True):
+                for thread in pool.threads[num_before:]:
+                    thread.join()
+                del pool.accounts[num_before:], pool.threads[num_before:]
             raise
         finally:
             # torch keeps one number for threads to come besides one for each thread: put back what the workers set.
@@ -179,9 +204,9 @@ class Engine:
             name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
             daemon=True,
         )
-        pool.accounts.append(account)
         thread.start()
         pool.threads.append(thread)
+        pool.accounts.append(account)
 
     def next(self) -> Destination:
         """The next destination in order, complete; its error, if it has one, is still in it."""
@@ -283,12 +308,12 @@ class Engine:
             return
         if not self.intake.close():
             return
-        self._is_closed = True
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
             pool.turns.close()
         with self._sizing:
+            self._is_closed = True
             self._sizing.notify_all()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:

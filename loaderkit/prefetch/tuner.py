@@ -93,6 +93,7 @@ class Move(NamedTuple):
     """What is to be changed now."""
 
     knob: Knob
+    before: int
     value: int
 
 
@@ -142,6 +143,16 @@ class Tuner:
         self.knobs = [knob for knob in self.knobs if set(knob.stages).isdisjoint(stages) and (knob.stages or stages)]
         if self._trial is not None and self._trial.knob not in self.knobs:
             self._trial = None
+
+    def refused(self, move: Move, reason: str) -> None:
+        """The last move could not be made: there are no more threads, say. It stays as it was, and less is tried next time."""
+        knob, trial = move.knob, self._trial
+        knob.most = max(knob.rung(-1), move.before)
+        knob.value = move.before
+        if trial is not None:
+            trial.decision.kept, trial.decision.effect = False, f"refused: {reason}"
+            self._leave_alone(knob, up=move.value > move.before)
+        self._trial = None
 
     def look(self, now: Stats) -> Move | None:
         """Take note of the accounts, several times a second; what to change, if anything. It counts as done."""
@@ -289,9 +300,10 @@ class Tuner:
         return self._turn(knob, value, now.now_s)
 
     def _turn(self, knob: Knob, value: int, now_s: float) -> Move:
+        move = Move(knob, knob.value, value)
         knob.value = value
         self._settles_until_s = now_s + _SETTLING_S
-        return Move(knob, value)
+        return move
 
     def _judge(self, trial: _Trial, window: Window) -> Move | None:
         self._trial = None

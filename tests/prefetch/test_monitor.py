@@ -54,6 +54,24 @@ class TestSeries:
         series.add(replace(simulation.stats, run=1))
         assert series.to_list() == []
 
+    def test_another_run_begins_with_small_steps(self) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        series = Series(num_points=16)
+        for _ in range(200):
+            simulation.look()
+            series.add(simulation.stats)
+        for _ in range(5):
+            simulation.look()
+            series.add(replace(simulation.stats, run=1))
+        assert len(series.to_list()) == 4
+
+    def test_decisions_are_not_kept_with_every_point(self) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        series = Series()
+        simulation.look()
+        series.add(replace(simulation.stats, tuning={"batches": 4, "decisions": [{}] * 100}))
+        assert series._points[0].tuning == {"batches": 4}
+
 
 class TestThread:
     @pytest.mark.parametrize("overrides", [{}, PROCESS], ids=["thread", "process"])
@@ -61,7 +79,7 @@ class TestThread:
         with loaderkit.build(numbers(), overrides=overrides) as loader:
             for _ in range(2):
                 list(loader)
-            wait_for(lambda: len(loader.series()) >= 2)
+            wait_for(lambda: len(loader.series()) >= 2 and loader.series()[-1]["rss_bytes"] > 0)
             points = json.loads(json.dumps(loader.series()))
             late_s = loader.stats().to_dict()["host"]["late_p50_s"]
         assert monitors() == []
@@ -69,6 +87,30 @@ class TestThread:
         assert points[-1]["batches"] == 4
         assert points[-1]["rss_bytes"] > 2**20
         assert late_s >= 0
+        assert points[-1]["late_s"] >= 0
+
+    @pytest.mark.parametrize("overrides", [{}, PROCESS], ids=["thread", "process"])
+    def test_shares_are_shares_from_the_first_moment_on(self, overrides: dict[str, Any]) -> None:
+        """Also before the loop asks for a batch, and while the process that loads is not there yet."""
+        with loaderkit.build(numbers(80), overrides=overrides) as loader:
+            first = loader.stats()
+            loader.start()
+            wait_for(lambda: loader.stats().num_ready > 0)
+            wait_for(lambda: len(loader.series()) >= 2)
+            list(loader)
+            num_points = len(loader.series())
+            wait_for(lambda: len(loader.series()) > num_points + 1)
+            points = loader.series()
+            passed = loader.stats(since=first).to_dict()["host"]
+            num_ready = loader.stats().to_dict()["queue"]["ready"]
+        for point in points:
+            assert point["seconds"] > 0.1
+            assert 0 <= point["cpus"] < 64
+            assert all(0 <= share < 64 for share in point["busy"].values())
+            assert sum(point["stall"].values()) < 1.05
+        assert passed["cpu_s"] >= 0
+        assert passed["read_bytes"] is None or passed["read_bytes"] >= 0
+        assert num_ready > 0, "batches of the next epoch wait for the loop"
 
     def test_none_is_needed_inline(self) -> None:
         with loaderkit.build(numbers(), overrides={"prefetch.executor": "inline"}) as loader:
@@ -126,3 +168,39 @@ class TestHost:
     def test_cgroups_are_named_from_the_innermost_out(self) -> None:
         folders = [folder for folder in cgroup_folders() if folder.is_relative_to("/sys/fs/cgroup")]
         assert folders == list(cgroup_folders())
+
+
+class TestStopping:
+    def test_a_loader_that_is_garbage_in_the_monitors_own_thread(self) -> None:
+        """The collector may run there, while that thread holds a lock of the engine."""
+        loader = loaderkit.build(numbers())
+        next(iter(loader))
+        engine: Any = loader._engine
+        monitor: Any = loader._monitor
+        finalizer: Any = loader._finalizer
+        has_ended = threading.Event()
+
+        def collect(stats: Any) -> None:
+            with engine.intake._lock:
+                finalizer()
+            has_ended.set()
+
+        monitor._act = collect
+        wait_for(has_ended.is_set)
+        wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")])
+        loader.close()
+
+    def test_what_goes_wrong_in_it_is_said_once_and_harms_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        with loaderkit.build(numbers()) as loader:
+            next(iter(loader))
+            monitor: Any = loader._monitor
+            times = []
+
+            def fail(stats: Any) -> None:
+                times.append(stats)
+                raise MemoryError
+
+            monitor._act = fail
+            wait_for(lambda: len(times) >= 2)
+            assert caplog.text.count("the time series and the tuner miss what happens now") == 1
+            assert len(list(loader)) == 8

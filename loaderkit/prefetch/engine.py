@@ -21,6 +21,7 @@ from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
+from loaderkit.prefetch.intraop import compute_alone
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
@@ -178,7 +179,6 @@ class Engine:
         is left. Under the lock of sizes."""
         num_there = [len(pool.accounts) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
-        num_torch_threads = torch.get_num_threads()
         ready = threading.Barrier(len(missing) + 1)
         try:
             for pool, number in missing:
@@ -191,9 +191,6 @@ class Engine:
                     thread.join()
                 del pool.accounts[num_before:], pool.threads[num_before:]
             raise
-        finally:
-            # torch keeps one number for threads to come besides one for each thread: put back what the workers set.
-            torch.set_num_threads(num_torch_threads)
 
     def _start_worker(self, pool: Pool, number: int, ready: threading.Barrier) -> None:
         account = Account(self.states, self.clock, first_state=self.states.starved)
@@ -350,9 +347,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- the workers
 
     def _work(self, pool: Pool, account: Account, ready: threading.Barrier) -> None:
-        torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
-        torch.set_num_threads(1)  # two threads inside an operation of a worker cost 13 % of the throughput
         try:
+            compute_alone()  # two threads inside an operation of a worker cost 13 % of the throughput
             ready.wait()
             while True:
                 if not account.is_wanted:

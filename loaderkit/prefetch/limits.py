@@ -13,8 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
+from loaderkit.prefetch.intraop import compute_alone
 from loaderkit.schema import format_seconds
 
 Order = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -86,8 +85,7 @@ class _Companion:
 
 
 def _serve(orders: SimpleQueue[Order | None], answers: SimpleQueue[Answer]) -> None:
-    torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
-    torch.set_num_threads(1)  # as in the workers
+    compute_alone()  # as in the workers
     while (order := orders.get()) is not None:
         function, arguments = order
         try:

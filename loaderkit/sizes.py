@@ -107,9 +107,16 @@ class Sizes:
         tuning = self._tuning
         memory = self._depth[1] or config.prefetch.memory
         found: dict[str, Any] = {"batches": tuning["batches"], "memory": memory}
+        own = {name: pool["workers"] for pool in tuning["pools"] for name in pool["stages"] if "process" not in pool}
         if tuning["executor"] != "inline":
-            found["concurrency"] = tuning["concurrency"]
-        return replace(config, prefetch=config.prefetch.model_copy(update=found))
+            found["concurrency"] = sum(pool["workers"] for pool in tuning["pools"] if "process" not in pool)
+        stages = tuple(
+            stage
+            if stage.args.workers == "auto" or stage.name not in own
+            else replace(stage, args=stage.args.model_copy(update={"workers": own[stage.name]}))
+            for stage in config.stages
+        )
+        return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=found))
 
     def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
         if self._engine is not None:

@@ -18,6 +18,7 @@ from loaderkit.cli import main
 from loaderkit.errors import ConfigError
 from loaderkit.quarantine import Quarantined, places_of, read_quarantine
 
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not condition():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from of_numbers import PROCESS, numbers, wait_for
 from of_workloads import Simulation, Workload
 
@@ -139,6 +140,20 @@ class TestThread:
             (tmp_path / "tuned.yaml").write_text(loader.to_yaml())
         found = loaderkit.Pipeline.from_yaml(tmp_path / "tuned.yaml").config.prefetch
         assert (found.concurrency, found.batches, found.memory) == (5, 7, 2**30)
+
+    def test_a_stage_with_workers_of_its_own_is_written_with_those_it_has(self) -> None:
+        pipeline = loaderkit.Pipeline.dataset("of_numbers:Numbers").read().call("of_numbers:hang").batch(8)
+        overrides = {"stages.call.workers": 2, "prefetch.concurrency": 4}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            loader.resize("call", workers=6)
+            loader.resize("read", workers=3)
+            tuned = loader.to_yaml()
+            pools = loader.stats().tuning["pools"]
+        with loaderkit.build(yaml.safe_load(tuned)) as loader:
+            again = loader.stats().tuning
+        assert [pool["workers"] for pool in pools] == [3, 6, 1]
+        assert again["pools"][1] == pools[1]
+        assert again["concurrency"] == 10
 
 
 def numbers_by_name() -> loaderkit.Pipeline:

@@ -56,9 +56,8 @@ class Sizes:
             self._engine = engine
 
     def detach(self) -> None:
-        """The engine ends."""
-        with self._lock:
-            self._engine = None
+        """The engine ends. Without the lock, which may have been held when this process was forked."""
+        self._engine = None
 
     def set(self, stage: str | None, workers: int | None, batches: int | None, memory: int | str | None) -> None:
         """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, for one that this
@@ -119,16 +118,18 @@ class Sizes:
         return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=found))
 
     def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
-        if self._engine is not None:
-            self._engine.resize(stage, workers)
+        engine = self._engine
+        if engine is not None:
+            engine.resize(stage, workers)
         self._workers[stages[0]] = workers
         pools = [{**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]]
         concurrency = sum(pool["workers"] for pool in pools)
         self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
 
     def _turn_depth(self, batches: int | None, memory: int | None) -> None:
-        if self._engine is not None:
-            self._engine.set_depth(batches, memory)
+        engine = self._engine
+        if engine is not None:
+            engine.set_depth(batches, memory)
         self._depth = (batches or self._depth[0], memory or self._depth[1])
         self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,24 @@ class TestHost:
 
 
 class TestStopping:
+    def test_a_fork_while_every_lock_is_held(self) -> None:
+        """In its child nobody will ever open them; to look at the loader, and to close it, must not wait for that."""
+        with loaderkit.build(numbers()) as loader:
+            next(iter(loader))
+            engine: Any = loader._engine
+            engine.waiting_since_s = 0.0
+            with engine.intake._lock, engine._sizing, loader._sizes._lock:
+                pid = os.fork()
+                if pid == 0:
+                    loader.stats()
+                    loader.series()
+                    loader.close()
+                    os._exit(7)
+            engine.waiting_since_s = None
+            found: list[int] = []
+            wait_for(lambda: found.append(os.waitpid(pid, os.WNOHANG)[1]) or found[-1] != 0)
+            assert os.waitstatus_to_exitcode(found[-1]) == 7
+
     def test_a_loader_that_is_garbage_in_the_monitors_own_thread(self) -> None:
         """The collector may run there, while that thread holds a lock of the engine."""
         loader = loaderkit.build(numbers())

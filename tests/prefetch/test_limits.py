@@ -117,6 +117,17 @@ class TestLimit:
         assert TimeLimit("call", 60)(divmod, 7, 3) == (2, 1)
         wait_for(lambda: len(companions()) == 0)
 
+    def test_many_that_hang_are_announced(self, caplog: pytest.LogCaptureFixture) -> None:
+        trap = threading.Event()
+        limit = TimeLimit("call", 0.001)
+        for _ in range(25):
+            with pytest.raises(TimeoutError):
+                limit(trap.wait, 60)
+        assert caplog.text.count("10 calls of stages.call hang at once") == 1
+        assert len(caplog.records) == 1
+        trap.set()
+        wait_for(lambda: not companions())
+
     def test_every_thread_has_a_companion_of_its_own(self) -> None:
         limit = TimeLimit("call", 60)
         both = threading.Barrier(2)

@@ -201,9 +201,14 @@ class TestStopping:
                     loader.close()
                     os._exit(7)
             engine.waiting_since_s = None
-            found: list[int] = []
-            wait_for(lambda: found.append(os.waitpid(pid, os.WNOHANG)[1]) or found[-1] != 0)
-            assert os.waitstatus_to_exitcode(found[-1]) == 7
+            ended: list[tuple[int, int]] = []
+
+            def has_ended() -> bool:
+                ended.append(os.waitpid(pid, os.WNOHANG))
+                return ended[-1][0] == pid
+
+            wait_for(has_ended)
+            assert os.waitstatus_to_exitcode(ended[-1][1]) == 7
 
     def test_a_loader_that_is_garbage_in_the_monitors_own_thread(self) -> None:
         """The collector may run there, while that thread holds a lock of the engine."""

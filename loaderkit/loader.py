@@ -261,8 +261,8 @@ class Loader:
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:
-        """How the accounts developed since the first batch, in at most 512 steps: JSON values, described in the guide. Empty
-        with `executor: inline`."""
+        """How the accounts developed since loading began, in at most 512 steps: JSON values, described in docs/reference.md.
+        It begins anew with every run, as the counters do: after an error, say. Empty with `executor: inline`."""
         return self._series.to_list()
 
     def to_yaml(self) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
-from loaderkit.prefetch.intraop import compute_alone
+from loaderkit.prefetch.intraop import threads_to_come_kept
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
@@ -180,24 +180,27 @@ class Engine:
         num_there = [len(pool.accounts) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
         ready = threading.Barrier(len(missing) + 1)
-        try:
-            for pool, number in missing:
-                self._start_worker(pool, number, ready)
-            ready.wait()
-        except BaseException:
-            ready.abort()  # let those go that run
-            for pool, num_before in zip(self.pools, num_there, strict=True):
-                for thread in pool.threads[num_before:]:
-                    thread.join()
-                del pool.accounts[num_before:], pool.threads[num_before:]
-            raise
+        with threads_to_come_kept() as compute_alone:
+            try:
+                for pool, number in missing:
+                    self._start_worker(pool, number, ready, compute_alone)
+                ready.wait()
+            except BaseException:
+                ready.abort()  # let those go that run
+                for pool, num_before in zip(self.pools, num_there, strict=True):
+                    for thread in pool.threads[num_before:]:
+                        thread.join()
+                    del pool.accounts[num_before:], pool.threads[num_before:]
+                raise
 
-    def _start_worker(self, pool: Pool, number: int, ready: threading.Barrier) -> None:
+    def _start_worker(
+        self, pool: Pool, number: int, ready: threading.Barrier, compute_alone: Callable[[], None]
+    ) -> None:
         account = Account(self.states, self.clock, first_state=self.states.starved)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(
             target=self._work,
-            args=(pool, account, ready),
+            args=(pool, account, ready, compute_alone),
             name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
             daemon=True,
         )
@@ -348,7 +351,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- the workers
 
-    def _work(self, pool: Pool, account: Account, ready: threading.Barrier) -> None:
+    def _work(self, pool: Pool, account: Account, ready: threading.Barrier, compute_alone: Callable[[], None]) -> None:
         try:
             compute_alone()  # two threads inside an operation of a worker cost 13 % of the throughput
             ready.wait()

@@ -109,13 +109,12 @@ def test_messages_of_the_other_process_are_no_sign_of_a_batch() -> None:
     pipeline = Pipeline.dataset(Complaining()).shuffle("none").read().batch(8)
     overrides = {**PROCESS, "prefetch.timeout": "9s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
-        is_over = threading.Event()
-        closer = threading.Thread(target=lambda: is_over.wait(40) or loader.close())
+        closer = threading.Timer(40, loader.close)  # else it would never end
         closer.start()
         try:
             with pytest.raises(StallTimeout) as caught:
                 list(loader)
         finally:
-            is_over.set()
+            closer.cancel()
             closer.join()
         assert (caught.value.stage, caught.value.key) == ("read", "20")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import operator
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -78,6 +80,7 @@ class Loader:
         self._sizes = Sizes(parts.tuning, make_tuner(parts.config, parts.tuning))
         self._series = Series()
         self._monitor: Monitor | None = None
+        self._stopping = threading.Lock()
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -110,8 +113,9 @@ class Loader:
     def _running_engine(self, epoch: int, position: int) -> Executor:
         """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
         if self._engine is None:
+            self._check_open()
             self._engine = engine = self._parts.make_executor()
-            self._sizes.apply(engine)
+            self._sizes.attach(engine)
             self._monitor = self._make_monitor(engine)
             self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
             if self._monitor is not None:
@@ -124,9 +128,7 @@ class Loader:
         if self._parts.config.prefetch.executor == "inline":
             return None
         sizes, run = self._sizes, self._run
-        return Monitor(
-            lambda: engine.stats(sizes.tuning, run), self._series, sizes.tuner, lambda move: sizes.turn(move, engine)
-        )
+        return Monitor(lambda: engine.stats(sizes.tuning, run), self._series, sizes.tune)
 
     def _deliver(self) -> Any:
         """The next batch of the current epoch. After an error nothing is left running."""
@@ -156,17 +158,22 @@ class Loader:
         return tuple(batch[name] for name in output)
 
     def _stop_engine(self, join_s: float = 10.0) -> None:
-        if self._engine is not None:
+        engine, monitor = self._engine, self._monitor  # another thread's `close` may come in between
+        if engine is not None:
             self._last_stats = self.stats()
-            if self._monitor is not None:
-                self._monitor.stop()
-            self._engine.close(join_s)
-            if self._monitor is not None:
-                self._monitor.join()
-            self._engine = self._monitor = None
-            self._run += 1
-        if self._finalizer is not None:
-            self._finalizer.detach()
+            if monitor is not None:
+                monitor.stop()
+            self._sizes.detach()
+            engine.close(join_s)
+            if monitor is not None:
+                monitor.join()
+            with self._stopping:
+                if self._engine is engine:
+                    self._engine = self._monitor = None
+                    self._run += 1
+        finalizer = self._finalizer
+        if finalizer is not None:
+            finalizer.detach()
             self._finalizer = None
 
     # -------------------------------------------------------------------------------------------------- where it is
@@ -234,15 +241,11 @@ class Loader:
         or in how much `memory` (bytes, or "2GiB"). From any thread.
 
         Nothing is dropped: workers that are too many rest after their chunk, batches that are too many are delivered first.
-        Raises ConfigError for a stage there is not, and for memory that holds not even one batch.
+        Raises ConfigError for a stage there is not, for memory that holds not even one batch, and where the system has no
+        more threads; it goes on as before then.
         """
         self._check_open()
-        if (stage is None) != (workers is None):
-            raise ConfigError("resize: give a stage together with its workers")
-        if stage is not None and workers is not None:
-            self._sizes.set_workers(stage, workers, self._engine)
-        if batches is not None or memory is not None:
-            self._sizes.set_depth(batches, memory, self._engine)
+        self._sizes.set(stage, workers, batches, memory)
 
     # ----------------------------------------------------------------------------------------------------- watching
 
@@ -258,8 +261,8 @@ class Loader:
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:
-        """How the accounts developed since the first batch, in at most 512 steps: JSON values, described in the guide. Empty
-        with `executor: inline`."""
+        """How the accounts developed since loading began, in at most 512 steps: JSON values, described in docs/reference.md.
+        It begins anew with every run, as the counters do: after an error, say. Empty with `executor: inline`."""
         return self._series.to_list()
 
     def to_yaml(self) -> str:
@@ -307,10 +310,13 @@ class Loader:
 
 
 def _abandon(engine: Executor, monitor: Monitor | None) -> None:
-    """The loader is garbage: end what it had running."""
+    """The loader is garbage: end what it had running. The collector may run in any thread, whatever locks it holds."""
     if monitor is not None:
         monitor.stop()
-    engine.abandon()
+    if monitor is not None and monitor.is_this_thread():
+        _thread.start_new_thread(engine.close, ())
+    else:
+        engine.abandon()
 
 
 class _Epoch(Iterator[Any]):

@@ -5,6 +5,7 @@ They are given to the engine that runs, and kept for those to come after an erro
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,67 +15,90 @@ from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.tuner import Knob, Move, Tuner
+from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.tuner import Knob, Tuner
 from loaderkit.schema import parse_bytes
+
+logger = logging.getLogger("loaderkit")
 
 
 class Sizes:
-    """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats."""
+    """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats.
+
+    One lock orders what a user, the tuner and a new engine want; it is held while the engine does it. `tuning` needs none.
+    """
 
     def __init__(self, tuning: dict[str, Any], tuner: Tuner | None) -> None:
         self._tuning = tuning
-        self.tuner = tuner
+        self._tuner = tuner
         self._lock = threading.Lock()
+        self._engine: Executor | None = None
         self._workers: dict[str, int] = {}
         self._depth: tuple[int | None, int | None] = (None, None)
 
     @property
     def tuning(self) -> dict[str, Any]:
         """How things stand: JSON values."""
-        if self.tuner is None:
+        tuner = self._tuner
+        if tuner is None:
             return self._tuning
-        decisions = [decision.to_dict() for decision in list(self.tuner.decisions)]
-        auto = [knob.name for knob in self.tuner.knobs]
-        return {**self._tuning, "auto": auto, "settled": self.tuner.is_settled, "decisions": decisions}
+        decisions = [decision.to_dict() for decision in tuner.decisions.copy()]
+        auto = [knob.name for knob in tuner.knobs]
+        return {**self._tuning, "auto": auto, "settled": tuner.is_settled, "decisions": decisions}
 
-    def set_workers(self, stage: str, workers: int, engine: Executor | None) -> None:
-        """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, and for one that
-        this executor cannot resize."""
-        _check_count("workers", workers)
-        pool = self._pool_of(stage)
-        if self.tuner is not None:
-            self.tuner.forget(pool["stages"])
-        self._turn_workers(stage, pool["stages"], workers, engine)
+    def attach(self, engine: Executor) -> None:
+        """Make an engine that has just been made as the last one was; what is changed from now on is changed there, too."""
+        with self._lock:
+            for stage, workers in self._workers.items():
+                engine.resize(stage, workers)
+            if self._depth != (None, None):
+                engine.set_depth(*self._depth)
+            self._engine = engine
 
-    def set_depth(self, batches: int | None, memory: int | str | None, engine: Executor | None) -> None:
-        """As a user wants it. Raises ConfigError, also for memory that holds not even one batch, if that is known already."""
-        if batches is not None:
-            _check_count("batches", batches)
-            if self.tuner is not None:
-                self.tuner.forget(())
-        if isinstance(memory, str):
+    def detach(self) -> None:
+        """The engine ends. Without the lock, which may have been held when this process was forked."""
+        self._engine = None
+
+    def set(self, stage: str | None, workers: int | None, batches: int | None, memory: int | str | None) -> None:
+        """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, for one that this
+        executor cannot resize, where the system has no more threads, and for memory that holds not even one batch, if that
+        is known already."""
+        if (stage is None) != (workers is None):
+            raise ConfigError("resize: give a stage together with its workers")
+        for name, value in (("workers", workers), ("batches", batches)):
+            if value is not None:
+                _check_count(name, value)
+        num_bytes = None if memory is None else _to_bytes(memory)
+        pool = None if stage is None else self._pool_of(stage)
+        with self._lock:
+            if stage is not None and workers is not None and pool is not None:
+                self._turn_workers(stage, pool["stages"], workers)
+                if self._tuner is not None:
+                    self._tuner.forget(pool["stages"])
+            if batches is not None or num_bytes is not None:
+                self._turn_depth(batches, num_bytes)
+                if batches is not None and self._tuner is not None:
+                    self._tuner.forget(())
+
+    def tune(self, stats: Stats) -> None:
+        """Let the tuner have a look, and do what it wants."""
+        if self._tuner is None:
+            return
+        with self._lock:
+            if self._engine is None:
+                return
+            move = self._tuner.look(stats)
+            if move is None:
+                return
+            stages = move.knob.stages
             try:
-                memory = parse_bytes(memory)
-            except ValueError as error:
-                raise ConfigError(f"resize: memory: expected {error}") from None
-        if memory is not None:
-            _check_count("memory", memory)
-        self._turn_depth(batches, memory, engine)
-
-    def turn(self, move: Move, engine: Executor) -> None:
-        """As the tuner wants it. Raises ConfigError if that cannot be."""
-        stages = move.knob.stages
-        if stages:
-            self._turn_workers(stages[0], stages, move.value, engine)
-        else:
-            self._turn_depth(move.value, None, engine)
-
-    def apply(self, engine: Executor) -> None:
-        """Make an engine that has just been made as the last one was."""
-        for stage, workers in self._workers.items():
-            engine.resize(stage, workers)
-        if self._depth != (None, None):
-            engine.set_depth(*self._depth)
+                if stages:
+                    self._turn_workers(stages[0], stages, move.value)
+                else:
+                    self._turn_depth(move.value, None)
+            except ConfigError as error:
+                self._tuner.refused(move, str(error))
+                logger.warning("the tuner could not set %s to %d: %s", move.knob.name, move.value, error)
 
     def written_to(self, config: PipelineConfig) -> PipelineConfig:
         """The description with the sizes as they are now. Several pools without workers of their own share `concurrency`
@@ -82,27 +106,32 @@ class Sizes:
         tuning = self._tuning
         memory = self._depth[1] or config.prefetch.memory
         found: dict[str, Any] = {"batches": tuning["batches"], "memory": memory}
+        own = {name: pool["workers"] for pool in tuning["pools"] for name in pool["stages"] if "process" not in pool}
         if tuning["executor"] != "inline":
-            found["concurrency"] = tuning["concurrency"]
-        return replace(config, prefetch=config.prefetch.model_copy(update=found))
+            found["concurrency"] = sum(pool["workers"] for pool in tuning["pools"] if "process" not in pool)
+        stages = tuple(
+            stage
+            if stage.args.workers == "auto" or stage.name not in own
+            else replace(stage, args=stage.args.model_copy(update={"workers": own[stage.name]}))
+            for stage in config.stages
+        )
+        return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=found))
 
-    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int, engine: Executor | None) -> None:
+    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
+        engine = self._engine
         if engine is not None:
             engine.resize(stage, workers)
-        with self._lock:
-            self._workers[stages[0]] = workers
-            pools = [
-                {**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]
-            ]
-            concurrency = sum(pool["workers"] for pool in pools)
-            self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
+        self._workers[stages[0]] = workers
+        pools = [{**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]]
+        concurrency = sum(pool["workers"] for pool in pools)
+        self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
 
-    def _turn_depth(self, batches: int | None, memory: int | None, engine: Executor | None) -> None:
+    def _turn_depth(self, batches: int | None, memory: int | None) -> None:
+        engine = self._engine
         if engine is not None:
             engine.set_depth(batches, memory)
-        with self._lock:
-            self._depth = (batches or self._depth[0], memory or self._depth[1])
-            self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
+        self._depth = (batches or self._depth[0], memory or self._depth[1])
+        self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
 
     def _pool_of(self, stage: str) -> dict[str, Any]:
         pools = self._tuning["pools"]
@@ -130,6 +159,16 @@ def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
     if config.prefetch.batches == "auto":
         knobs.append(Knob("batches", (), tuning["batches"]))
     return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
+
+
+def _to_bytes(memory: int | str) -> int:
+    if isinstance(memory, str):
+        try:
+            memory = parse_bytes(memory)
+        except ValueError as error:
+            raise ConfigError(f"resize: memory: expected {error}") from None
+    _check_count("memory", memory)
+    return memory
 
 
 def _check_count(name: str, value: Any) -> None:

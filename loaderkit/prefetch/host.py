@@ -76,14 +76,15 @@ def _resident_bytes() -> int | None:
 
 
 def _throttled_s() -> float | None:
-    """How long the tasks of our cgroup were kept from running by its CPU quota."""
+    """How long the tasks of our cgroup were kept from running by its CPU quota, or by one of those around it."""
+    found = []
     for folder in cgroup_folders():
-        found = _pairs(folder / "cpu.stat")
-        if "throttled_usec" in found:  # version 2
-            return found["throttled_usec"] / 1e6
-        if "throttled_time" in found:  # version 1
-            return found["throttled_time"] / 1e9
-    return None
+        pairs = _pairs(folder / "cpu.stat")
+        if "throttled_usec" in pairs:  # version 2
+            found.append(pairs["throttled_usec"] / 1e6)
+        if "throttled_time" in pairs:  # version 1
+            found.append(pairs["throttled_time"] / 1e9)
+    return max(found, default=None)
 
 
 def _pairs(path: Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Looks at the accounts four times a second: keeps a time series of them, and lets the tuner act.
 
     accounts ──stats──> Monitor ──> Series    bounded: when it is full, every second point goes and the next come half as often
-                           └──────> Tuner ──> resize
+                           └──────> Sizes ──> Tuner ──> resize
 
 Its thread wants little, so how late it wakes up says how hard it is to get the GIL and a CPU here: the same is true of the
 training loop's thread when a batch is ready for it.
@@ -14,12 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.errors import ClosedError
 from loaderkit.prefetch.accounts import Histogram
 from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.tuner import Move, Tuner
 
 TICK_S = 0.25
 _NUM_POINTS = 512
@@ -37,12 +38,13 @@ class Series:
 
     def add(self, stats: Stats) -> None:
         """Keep this moment, if it is one of those to be kept."""
-        self._num_looks += 1
         if self._points and self._points[-1].run != stats.run:
             self._points = []
+            self._every, self._num_looks = 1, 0
+        self._num_looks += 1
         if (self._num_looks - 1) % self._every:
             return
-        points = [*self._points, stats.without_histograms()]
+        points = [*self._points, stats.slimmed()]
         if len(points) > self._num_points:
             points = points[::2]
             self._every *= 2
@@ -51,55 +53,76 @@ class Series:
     def to_list(self) -> list[dict[str, Any]]:
         """One entry for every stretch between two moments, in order: JSON values, described in docs/guide.md."""
         points = self._points
-        return [later.since(earlier).to_point() for earlier, later in itertools.pairwise(points)]
+        pairs = [(one, other) for one, other in itertools.pairwise(points) if other.now_s > one.now_s]
+        return [later.since(earlier).to_point(later.now_s - earlier.now_s) for earlier, later in pairs]
 
 
 class Monitor:
-    """The thread. `read` gives the accounts, `turn` does what the tuner wants."""
+    """The thread. `read` gives the accounts, `act` does with them what else is to be done: lets the tuner look, say."""
 
-    def __init__(
-        self, read: Callable[[], Stats], series: Series, tuner: Tuner | None, turn: Callable[[Move], None]
-    ) -> None:
+    def __init__(self, read: Callable[[], Stats], series: Series, act: Callable[[Stats], None]) -> None:
         self._read = read
         self._series = series
-        self._tuner = tuner
-        self._turn = turn
-        self._end = threading.Event()
+        self._act = act
+        # Not an Event: that has a lock, and the collector may want to stop this thread from within this thread, or in a fork.
+        self._end: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._has_failed = False
         self.lateness = Histogram()
 
     def start(self) -> None:
-        """Begin to look."""
-        self._thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
-        self._thread.start()
+        """Begin to look. Where there is no thread to be had, nobody looks."""
+        thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("loading goes on without a tuner and without a time series: %s", error)
+        else:
+            self._thread = thread
 
     def stop(self) -> None:
         """Look no more; from any thread, and without waiting for locks that somebody else may hold."""
-        self._end.set()
+        self._end.put(None)
 
     def join(self) -> None:
         """Wait until the thread has ended."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and not self.is_this_thread():
             self._thread.join()
 
+    def is_this_thread(self) -> bool:
+        """Whether the caller's thread is the one that looks."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
     def _run(self) -> None:
-        before_s = time.perf_counter()
-        while not self._end.wait(TICK_S):
-            now_s = time.perf_counter()
-            self.lateness.add(max(0.0, now_s - before_s - TICK_S), 1)
-            try:
-                self.look()
-            except ClosedError:
-                return
-            before_s = time.perf_counter()
+        try:
+            while True:
+                self._look_or_say_why_not()
+                begin_s = time.perf_counter()
+                if self._is_told_to_end(TICK_S):
+                    return
+                self.lateness.add(max(0.0, time.perf_counter() - begin_s - TICK_S), 1)
+        except ClosedError:
+            return
+
+    def _is_told_to_end(self, timeout_s: float) -> bool:
+        try:
+            self._end.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True
+
+    def _look_or_say_why_not(self) -> None:
+        try:
+            self.look()
+        except ClosedError:
+            raise
+        except Exception:  # whatever it is, the loop can go on; said once
+            if not self._has_failed:
+                logger.warning("the time series and the tuner miss what happens now", exc_info=True)
+            self._has_failed = True
 
     def look(self) -> None:
         """Once."""
-        stats = self._read()
+        stats = replace(self._read(), lateness=self.lateness.copy())
         self._series.add(stats)
-        move = self._tuner.look(stats) if self._tuner is not None else None
-        if move is not None:
-            try:
-                self._turn(move)
-            except ConfigError as error:  # the memory does not hold it, say: it stays as it is
-                logger.warning("the tuner could not set %s to %d: %s", move.knob.name, move.value, error)
+        self._act(stats)

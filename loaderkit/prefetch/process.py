@@ -70,6 +70,8 @@ class ProcessEngine:
         self._place = (0, 0)  # of the batch that comes next
         self._failure: BaseException | None = None
         self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
+        self._has_ordered_early = False
+        self._ordering = threading.Lock()
         self._is_closed = False
         self._closing = threading.Lock()
         self._pid = os.getpid()
@@ -125,11 +127,14 @@ class ProcessEngine:
                 "log_level": logger.getEffectiveLevel(),
             },
         )
-        for order in self._early:
-            link.tell(*order)
+        with self._ordering:
+            for order in self._early:
+                link.tell(*order)
+            self._has_ordered_early = True
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let so many threads of the other process run a stage. Raises ConfigError for one it does not run."""
+        """Let so many threads of the other process run a stage. Raises ConfigError for one it does not run, and
+        where the system has no more threads."""
         self._check_usable()
         names = [row.name for row in self._latest.stages]
         if stage not in names:
@@ -140,19 +145,19 @@ class ProcessEngine:
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead. Raises ConfigError if the memory holds not even one batch."""
         self._check_usable()
-        link = self._link
-        if link is not None and link.is_awake:
-            refused = link.ask("set_depth", num_batches, memory_bytes)
-            if refused is not None:
-                raise refused
-        else:
-            self._order("set_depth", num_batches, memory_bytes)
+        self._order("set_depth", num_batches, memory_bytes)
 
     def _order(self, *order: Any) -> None:
-        if self._link is not None:
-            self._link.tell(*order)
-        else:
-            self._early.append(order)
+        """Let the other process do something, or note it down until there is one. Raises what it refuses that with."""
+        with self._ordering:
+            link = self._link if self._has_ordered_early else None
+            if link is None:
+                self._early.append(order)
+                return
+        if not link.is_awake:
+            link.tell(*order)
+        elif (refused := link.ask(*order)) is not None:
+            raise refused
 
     def seek(self, epoch: int, position: int) -> None:
         """Go on from another place, unless the next batch is the one there."""

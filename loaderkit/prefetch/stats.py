@@ -116,17 +116,18 @@ class Stats:
             lateness=self.lateness.plus(earlier.lateness, -1),
         )
 
-    def without_histograms(self) -> Stats:
-        """The same, smaller, to be kept."""
+    def slimmed(self) -> Stats:
+        """The same without what a time series does not show, to be kept."""
         nothing = Histogram()
-        return replace(self, stages=[replace(row, services=nothing) for row in self.stages])
+        stages = [replace(row, services=nothing) for row in self.stages]
+        return replace(self, stages=stages, tuning={"batches": self.tuning.get("batches")})
 
-    def to_point(self) -> dict[str, Any]:
-        """A point of the time series: what happened on average in an interval, and how things stood at its end."""
-        wall_s = max(self.wall_s, 1e-12)
+    def to_point(self, wall_s: float) -> dict[str, Any]:
+        """A point of the time series: what happened on average in an interval of `wall_s`, which may lie before the first wait
+        for a batch, and how things stood at its end."""
         return {
             "at_s": self.now_s,
-            "seconds": self.wall_s,
+            "seconds": wall_s,
             "samples_per_s": self.num_samples / wall_s,
             "bytes_per_s": sum(row.num_bytes for row in self.stages) / wall_s,
             "stall": {cause: seconds / wall_s for cause, seconds in self.stall_s.items() if seconds},
@@ -178,7 +179,7 @@ class Stats:
 
 
 def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
-    """The accounts before anything has run. `rows` name the stages and their workers."""
+    """The accounts before anything has run, in a process that is not there yet. `rows` name the stages and their workers."""
     memory = dict.fromkeys(("slab_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
     return Stats(
         run=0,
@@ -191,7 +192,7 @@ def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
         num_ready=0,
         num_open=0,
         memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
-        host=host_stats(),
+        host=replace(host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0),
         tuning={},
     )
 

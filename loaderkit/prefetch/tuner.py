@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 from loaderkit.prefetch.stalls import MEMORY, WAKEUP
@@ -29,8 +29,17 @@ _CALM = 0.01  # less of it: training is the limit
 _WINDOW_S = 1.0
 _LONG_WINDOW_S = 4.0  # however noisy it still is then
 _SETTLING_S = 0.4  # after a change: chunks that were cut for the old size are still under way
-_ROUGH, _FINE = 0.10, 0.02  # relative standard errors of a rate: good enough to try something, or to judge it
-_GAIN, _MOST_GAIN = 0.03, 0.10  # what a change must bring, the second at most, however noisy it is
+_LONGEST_WINDOW_S = 16.0  # where it is so noisy that chance would decide
+_PATIENT_WINDOW_S = 60.0  # however little has landed by then
+_LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples a worker, and in all, that a window must have seen land
+_ROUGH, _FAIR, _FINE = (
+    0.10,
+    0.05,
+    0.02,
+)  # relative standard errors of a rate: good enough to try something ... to judge it
+_GAIN, _MOST_GAIN = 0.03, 0.25  # what a change must bring, the second at most, however noisy it is
+_PAUSE_S, _PAUSE_STEPS = 1.0, 4  # the loop stays away for longer, and for so many of its steps: it pauses
+_NUM_STEPS = 9
 _CPUS_FULL = 0.9
 _WAITING, _COMPUTING = 0.25, 0.75  # of the busy time on a CPU: less is waiting for a store, more is computing
 _BURSTY = 0.1  # of the workers' time without room, although the loop waits: the buffer is too shallow for the jitter
@@ -49,7 +58,8 @@ class Window(NamedTuple):
     stalled: float  # share of the time that the loop waited for something that could be quicker
     cause: str | None  # of most of that
     cpu_share: float  # of all CPUs, by the workers
-    busy: Mapping[str, float]  # by knob: workers that were busy, on average
+    busy: Mapping[str, float]  # by knob (all workers, for the number of batches): those that were busy, on average
+    computing: Mapping[str, float]  # by knob: share of that time on a CPU
     blocked: Mapping[str, float]  # by knob: share of the workers' time without room
 
 
@@ -93,6 +103,7 @@ class Move(NamedTuple):
     """What is to be changed now."""
 
     knob: Knob
+    before: int
     value: int
 
 
@@ -129,6 +140,9 @@ class Tuner:
         self._begin: Stats | None = None
         self._before: Stats | None = None
         self._rates: list[float] = []
+        self._left: Stats | None = None  # when the loop was last seen, if it was not in the latest look
+        self._num_rates_then = 0
+        self._steps: deque[float] = deque(maxlen=_NUM_STEPS)  # s between two batches, lately
         self._settles_until_s = 0.0
         self._trial: _Trial | None = None
         self._number = 0  # of the window
@@ -143,23 +157,34 @@ class Tuner:
         if self._trial is not None and self._trial.knob not in self.knobs:
             self._trial = None
 
+    def refused(self, move: Move, reason: str) -> None:
+        """The last move could not be made: there are no more threads, say. It stays as it was, and less is tried next time."""
+        knob, trial = move.knob, self._trial
+        knob.most = max(knob.rung(-1), move.before)
+        knob.value = move.before
+        if trial is not None:
+            trial.decision.kept, trial.decision.effect = False, f"refused: {reason}"
+            self._leave_alone(knob, up=move.value > move.before)
+        self._trial = None
+
     def look(self, now: Stats) -> Move | None:
         """Take note of the accounts, several times a second; what to change, if anything. It counts as done."""
-        begin, before = self._begin, self._before
-        if before is None or begin is None or before.run != now.run or now.num_batches == 0:
-            self._trial = None if before is not None and before.run != now.run else self._trial
+        before = self._before
+        # After an error the sizes are as they were, and so is what is on trial.
+        if before is None or before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s:
             self._restart(now)
             return None
         seconds = now.now_s - before.now_s
         if seconds <= 0:
             return None
-        if now.now_s < self._settles_until_s:
-            self._restart(now)
-            return None
         self._rates.append((self._landed(now) - self._landed(before)) / seconds)
         self._before = now
-        window = self._window(now.since(begin))
-        if not self._is_enough(window, now.since(begin)):
+        if not self._is_there(before, now):
+            return None
+        assert self._begin is not None
+        passed = now.since(self._begin)
+        window = self._window(passed)
+        if not self._is_enough(window, passed):
             return None
         self._number += 1
         self._restart(now)
@@ -171,7 +196,30 @@ class Tuner:
 
     def _restart(self, now: Stats) -> None:
         self._begin = self._before = now
+        self._left = None
         self._rates = []
+
+    def _is_there(self, before: Stats, now: Stats) -> bool:
+        """Whether the loop came for a batch, or waited for one, since `before`. How long it stayed away counts as its step, but
+        for a pause (a validation, a checkpoint): that is cut out of the window, as workers do nothing in it that says anything.
+        """
+        stalled_s = sum(now.stall_s.values()) - sum(before.stall_s.values())
+        num_batches = now.num_batches - before.num_batches
+        if num_batches == 0 and stalled_s <= 0:
+            if self._left is None:
+                self._left, self._num_rates_then = before, len(self._rates) - 1
+            return False
+        left = self._left or before
+        usual_s = median(self._steps) if self._steps else 0.0
+        if before.now_s - left.now_s > max(_PAUSE_S, _PAUSE_STEPS * usual_s):
+            assert self._begin is not None
+            # The window so far, put right before the moment at which it goes on.
+            self._begin = before.since(left.since(self._begin))
+            del self._rates[self._num_rates_then : -1]
+        if num_batches:
+            self._steps.append((now.now_s - left.now_s - stalled_s) / num_batches)
+        self._left = None
+        return True
 
     # --------------------------------------------------------------------------------------------------- the window
 
@@ -179,10 +227,12 @@ class Tuner:
         wall_s = max(passed.wall_s, 1e-9)
         stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
         rows = {row.name: row for row in passed.stages}
-        busy, blocked = {}, {}
+        busy, computing, blocked = {}, {}, {}
         for knob in self.knobs:
-            mine = [rows[name] for name in knob.stages]
-            busy[knob.name] = sum(row.busy_s for row in mine) / wall_s
+            mine = [rows[name] for name in knob.stages] or passed.stages
+            busy_s = sum(row.busy_s for row in mine)
+            busy[knob.name] = busy_s / wall_s
+            computing[knob.name] = sum(row.cpu_s for row in mine) / max(busy_s, 1e-9)
             blocked[knob.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
         rate = mean(self._rates)
         spread = stdev(self._rates) / math.sqrt(len(self._rates)) if len(self._rates) > 1 else rate
@@ -193,15 +243,21 @@ class Tuner:
             cause=max(stalls, key=stalls.__getitem__, default=None),
             cpu_share=sum(row.cpu_s for row in passed.stages) / (wall_s * self.num_cpus),
             busy=busy,
+            computing=computing,
             blocked=blocked,
         )
 
     def _is_enough(self, window: Window, passed: Stats) -> bool:
+        wall_s = passed.wall_s
         if window.stalled > _CALM:
+            num_workers = sum(knob.value for knob in self.knobs if knob.stages)
+            least = max(_LEAST_LANDED, _LEAST_ROUNDS * num_workers)
+            if wall_s < _WINDOW_S or (window.rate * wall_s < least and wall_s < _PATIENT_WINDOW_S):
+                return False
             is_clear = window.error <= _ROUGH if self._trial is None else self._is_clear(self._trial, window)
-            return passed.wall_s >= _WINDOW_S and (is_clear or passed.wall_s >= _LONG_WINDOW_S)
+            return is_clear or wall_s >= (_LONG_WINDOW_S if window.error <= _FAIR else _LONGEST_WINDOW_S)
         # What is ready keeps the loop going for a while, whatever the workers do.
-        return passed.wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * passed.tuning.get("batches", 0))
+        return wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * passed.tuning.get("batches", 0))
 
     def _is_clear(self, trial: _Trial, window: Window) -> bool:
         """Whether more measuring would hardly change what comes of a trial."""
@@ -238,8 +294,8 @@ class Tuner:
             slab_bytes = now.memory["slab_bytes"]
             depth.most = max(depth.value, now.memory["budget_bytes"] // slab_bytes) if slab_bytes else depth.value
             # With every batch in work and workers without room, more workers would only find no room either.
-            pool = knob or next((one for one in self.knobs if one.stages), None)
-            if pool is not None and window.blocked[pool.name] > _BURSTY and self._may(depth, up=True):
+            pool = knob or next((one for one in self.knobs if one.stages), depth)
+            if window.blocked[pool.name] > _BURSTY and self._may(depth, up=True):
                 share = f"{window.blocked[pool.name]:.0%}"
                 return self._try(
                     depth, depth.rung(2), window, now, f"it waits while workers have no room {share} of the time"
@@ -247,7 +303,7 @@ class Tuner:
         if knob is None:
             return None
         waits = f"{window.stalled:.0%} of the time waiting, most of it for {window.cause}"
-        computing = window.cpu_share * self.num_cpus / max(window.busy[knob.name], 1e-9)
+        computing = window.computing[knob.name]
         if window.cpu_share < _CPUS_FULL and self._may(knob, up=True):
             num_rungs = min(4 if computing < _WAITING else 2, self._reach.get(knob.name, 4))
             return self._try(knob, knob.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
@@ -289,9 +345,10 @@ class Tuner:
         return self._turn(knob, value, now.now_s)
 
     def _turn(self, knob: Knob, value: int, now_s: float) -> Move:
+        move = Move(knob, knob.value, value)
         knob.value = value
         self._settles_until_s = now_s + _SETTLING_S
-        return Move(knob, value)
+        return move
 
     def _judge(self, trial: _Trial, window: Window) -> Move | None:
         self._trial = None

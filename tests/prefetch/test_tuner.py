@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from statistics import median
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_workloads import Simulation, Workload
+from of_workloads import BATCH, Simulation, Workload
 
 from loaderkit.prefetch.tuner import LADDER
 
@@ -55,6 +58,14 @@ class TestFinding:
         simulation._pass = with_blocked_workers  # type: ignore[method-assign]
         assert simulation.run(60).batches.value >= 9
 
+    def test_bursts_get_a_deeper_buffer_also_where_the_workers_are_a_users(self) -> None:
+        simulation = Simulation(Workload(lambda _, batches: 100.0 * min(batches, 10)), auto_batches=True)
+        simulation.tuner.forget(("read", "batch"))
+        for _ in range(240):
+            simulation.look()
+            simulation.stats.stages[0].blocked_s = 0.5 * simulation.stats.stages[0].busy_s
+        assert simulation.batches.value >= 9
+
     def test_memory_bounds_the_depth(self) -> None:
         work = Workload(lambda workers, batches: 100.0 * batches, slab_bytes=100, budget_bytes=700)
         simulation = Simulation(work, auto_batches=True)
@@ -99,12 +110,72 @@ class TestChange:
         away = [number for number, value in enumerate(simulation.values) if value != 2]
         assert len(away) < 0.05 * len(simulation.values)
 
-    def test_it_begins_anew_with_a_new_run(self) -> None:
-        simulation = Simulation(Workload(lambda workers, _: 50.0 * workers))
+    def test_a_trial_goes_on_in_a_new_run(self) -> None:
+        """After an error the sizes are those of the trial, and somebody has to judge them."""
+        simulation = Simulation(Workload(lambda workers, _: 100.0 if workers <= 2 else 50.0))
         while simulation.look() is None:
             pass
         simulation.stats.run = 1
         assert simulation.look() is None
+        simulation.run(3)
+        assert simulation.tuner.decisions[0].kept is False
+        assert simulation.workers.value <= 2
+
+
+class TestPauses:
+    """The loop stays away for a validation, a checkpoint, a compiler: that is no sign of anything."""
+
+    @staticmethod
+    def pause(simulation: Simulation, seconds: float) -> None:
+        work = simulation.workload
+        simulation.workload = replace(work, demand=1e-6)
+        simulation.run(seconds)
+        simulation.workload = work
+
+    @pytest.mark.parametrize("after_s", [0.25, 0.5, 1.0, 1.25])
+    @pytest.mark.parametrize("pause_s", [2, 20])
+    def test_in_the_middle_of_a_trial(self, after_s: float, pause_s: float) -> None:
+        simulation = Simulation(Workload(lambda workers, _: min(workers, 64) / 0.05, noise=0.02))
+        while simulation.look() is None:
+            pass
+        simulation.run(after_s)
+        self.pause(simulation, pause_s)
+        simulation.run(3)
+        first = simulation.tuner.decisions[0]
+        assert first.kept is True
+        assert first.effect.startswith(("+29", "+30", "+31"))
+
+    def test_after_every_epoch_of_half_a_second(self) -> None:
+        simulation = Simulation(Workload(lambda workers, _: min(workers, 8) / 0.05, noise=0.02))
+        for _ in range(60):
+            simulation.run(0.5)
+            self.pause(simulation, 2)
+        assert simulation.rate() == best(simulation)
+        assert simulation.workers.value <= 12
+        assert not [decision for decision in simulation.tuner.decisions if decision.kept and decision.after > 12]
+
+    def test_a_loop_with_long_steps_is_not_away(self) -> None:
+        """A step of 3 s, and batches that take 8 s with two workers: it waits for most of the time."""
+        simulation = Simulation(Workload(lambda workers, _: BATCH / 16 * workers, demand=BATCH / 3))
+        simulation.run(120)
+        assert simulation.rate() == BATCH / 3
+
+
+class TestSlowSamples:
+    def test_samples_of_ten_seconds(self) -> None:
+        """A window of a few seconds in which nothing, or two samples, landed says nothing."""
+        work = Workload(lambda workers, _: workers / 10)
+        simulation = Simulation(work, workers=2)
+        simulation.run(600)
+        assert simulation.workers.value >= 16
+        assert all(decision.kept for decision in list(simulation.tuner.decisions)[:3])
+
+
+class TestNoise:
+    @pytest.mark.parametrize("noise", [0.2, 0.4])
+    def test_no_more_is_believed_than_can_be_seen(self, noise: float) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 50.0 * min(workers, 8), noise=noise)).run(600)
+        assert median(simulation.values[400:]) == 8
 
 
 class TestSaying:

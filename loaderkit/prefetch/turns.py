@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from time import thread_time
 from typing import NamedTuple
@@ -27,11 +28,25 @@ _MOST_PATIENCE = 64 * _PATIENCE
 
 
 class Ticket(NamedTuple):
-    """A chunk being worked on: how many workers were inside with it, since when, and the thread's CPU time then."""
+    """A chunk being worked on: how many workers were inside with it, since when, the thread's CPU time then, and for how
+    long workers had overlapped so far."""
 
     num_inside: int
     since_s: float
     cpu_since_s: float
+    overlap_since_s: float
+
+
+@dataclass
+class _Flow:
+    """What was got done, and in what time."""
+
+    num_samples: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        return self.num_samples / self.seconds if self.seconds > 0 else 0.0
 
 
 class Turns:
@@ -51,6 +66,13 @@ class Turns:
         self._free_speed: float | None = None  # with all workers, if that was just measured
         self._is_closed = False
         self.one_at_a_time = False
+        self._free, self._alone = _Flow(), _Flow()
+        self._overlap_s = 0.0  # how long two workers or more have been inside, while it is measured
+        self._overlap_begun_s = 0.0
+        self._changed_s = 0.0
+        self.alone_share: float | None = None
+        """What one worker alone got done in the last trial, in shares of what all did together. About one over their number:
+        each goes at its own pace. About 1: there is something that only one of them can use at a time."""
 
     def wait(self, account: Account, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
         """Return when this worker may take a chunk; until then it is accounted as idle. `pass_on` wakes another worker that
@@ -77,8 +99,10 @@ class Turns:
         if self._num_left > _WINDOW:
             return None
         with self._change:
+            now = self._clock()
+            self._note_overlap(now)
             self._num_inside += 1
-            return Ticket(self._num_inside, self._clock(), self._cpu_clock())
+            return Ticket(self._num_inside, now, self._cpu_clock(), self._overlap_s)
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it: note what came of that."""
@@ -88,10 +112,18 @@ class Turns:
                 with self._change:
                     self._let_all_in(_WINDOW)
             return
-        seconds, cpu_s = max(self._clock() - ticket.since_s, 1e-9), self._cpu_clock() - ticket.cpu_since_s
+        cpu_s = self._cpu_clock() - ticket.cpu_since_s
         with self._change:
+            now = self._clock()
+            seconds = max(now - ticket.since_s, 1e-9)
             num_inside = max(ticket.num_inside, self._num_inside)
+            self._note_overlap(now)
             self._num_inside -= 1
+            if not self.one_at_a_time:
+                self._free.num_samples += num_samples * (self._overlap_s - ticket.overlap_since_s) / seconds
+            elif num_inside == 1:
+                self._alone.num_samples += num_samples
+                self._alone.seconds += seconds
             # A worker beside nobody says nothing of all of them, nor does one beside others of one alone.
             if (num_inside == 1) != self.one_at_a_time:
                 return
@@ -100,6 +132,16 @@ class Turns:
             self._num_left -= 1
             if self._num_left <= 0 or self._is_hopeless():
                 self._decide()
+
+    def _note_overlap(self, now: float) -> None:
+        """Count the time up to now, if workers overlapped, before their number changes. Under the lock.
+
+        What all get done while they overlap is not the sum of what each does at its own speed: where they share a lock, one
+        may have it many times while another waits.
+        """
+        if self._num_inside > 1:
+            self._overlap_s += now - self._changed_s
+        self._changed_s = now
 
     def _is_hopeless(self) -> bool:
         """One alone, on trial, is plainly slower: with many workers that wait for a store each of its chunks is dear."""
@@ -121,6 +163,7 @@ class Turns:
         speed, is_waiting = median(self._speeds), median(self._cpu_shares) < _BUSY_SHARE
         self._speeds.clear()
         self._cpu_shares.clear()
+        self._compare(is_waiting)
         if not self.one_at_a_time:
             self._free_speed = speed
             self.one_at_a_time = is_waiting
@@ -134,6 +177,17 @@ class Turns:
         else:
             self._let_all_in(self._patience)
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
+
+    def _compare(self, is_tried_alone: bool) -> None:
+        """One way has been tried: if both have, say what came of it. Under the lock."""
+        if not self.one_at_a_time and is_tried_alone:
+            self._free.seconds = self._overlap_s - self._overlap_begun_s
+            self._alone = _Flow()
+            return
+        if self.one_at_a_time and self._free.speed > 0 and self._alone.speed > 0:
+            self.alone_share = self._alone.speed / self._free.speed
+        self._free = _Flow()
+        self._overlap_begun_s = self._overlap_s
 
     def _let_all_in(self, num_chunks: int) -> None:
         """All workers, for so many chunks until the next look. Under the lock."""

@@ -276,9 +276,8 @@ class TestVerdicts:
         assert {"stall", "stages", "throughput", "memory", "tuning"} <= set(found)
         assert set(found["stall"]) == {"total_s", "percent", "by_stage"}
         assert set(found["throughput"]) == {"samples_per_s", "bytes_per_s"}
-        columns = (
-            "name workers num_items num_bytes busy_s cpu_s starved_s blocked_s idle_s slot_s p50_s p99_s num_failed"
-        )
+        columns = "name workers num_items num_bytes num_failed p50_s p99_s slot_s"
+        columns += " busy_s cpu_s delayed_s starved_s blocked_s idle_s"
         assert set(found["stages"][0]) == set(columns.split())
 
     def test_a_long_wait_is_reported_with_stage_sample_and_stack(self, caplog: pytest.LogCaptureFixture) -> None:

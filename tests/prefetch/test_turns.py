@@ -176,3 +176,35 @@ def test_a_trial_that_plainly_loses_is_short_and_comes_more_seldom() -> None:
             lengths[-1] += 1
     assert lengths == [3, 3, 3]
     assert machine.turns._patience == 8 * _PATIENCE
+
+
+def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
+    machine = Machine()
+    machine.until_tried(1.0, 0.1)
+    while takes_turns(machine):
+        machine.overlapping(1.0, 0.1)
+    assert machine.turns.alone_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> None:
+    """A chunk takes a second under a lock. Unfair: one has the lock eleven times while the other waits for it."""
+    machine = Machine()
+    ticket, other = machine.turns.begin(), machine.turns.begin()
+    number = 0
+    while not takes_turns(machine):
+        machine._pass(1.0, 0.1)
+        number += 1
+        if number % (2 if fair else 12) == 0:
+            machine.turns.end(other, 10)
+            other = machine.turns.begin()
+        else:
+            machine.turns.end(ticket, 10)
+            ticket = machine.turns.begin()
+    for left in (ticket, other):
+        machine._pass(1.0, 0.1)
+        machine.turns.end(left, 10)
+    while takes_turns(machine):
+        machine.overlapping(1.0, 0.1)
+    assert machine.turns.alone_share is not None
+    assert machine.turns.alone_share == pytest.approx(1.0, abs=0.2)

@@ -21,9 +21,7 @@ Clock = Callable[[], float]
 _RING_LENGTH = 256
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
-_LOOK_S = (
-    1e-3  # asking the kernel what a thread waited for takes 3.5 us: only where it was off the CPU for longer than this
-)
+_LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 3.5 us: only where it was off the CPU for longer
 
 
 class States:
@@ -157,10 +155,10 @@ class Account:
             self._cpu_clock = time.pthread_getcpuclockid(thread)
         elif waited_s < _LOOK_S:
             return
-        self._delayed_since = _delayed_so_far_s()
+        self._delayed_since = delayed_so_far_s()
 
     def _count_delay(self, totals: StageTotals, most_s: float) -> None:
-        delayed_s = _delayed_so_far_s()
+        delayed_s = delayed_so_far_s()
         totals.delayed_s += min(max(0.0, delayed_s - self._delayed_since), most_s)
         self._delayed_since = delayed_s
 
@@ -222,7 +220,7 @@ class Account:
         return found
 
 
-def _delayed_so_far_s() -> float:
+def delayed_so_far_s() -> float:
     """How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not."""
     try:
         descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)

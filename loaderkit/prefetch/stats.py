@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
+from loaderkit.prefetch.turns import Trial
 from loaderkit.prefetch.verdict import Verdict, verdict
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class Stats:
     stages: list[StageStats]
     memory: dict[str, int]
     tuning: dict[str, Any]
-    alone: dict[str, float] = field(default_factory=dict)
-    """By the first stage of a pool: what one worker alone got done, when that was last tried, in shares of what all did."""
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
@@ -214,9 +215,5 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
             "rss_peak_bytes": peak_rss_bytes(),
         },
         tuning=tuning,
-        alone={
-            engine.stages[pool.plan.stages[0]].name: pool.turns.alone_share
-            for pool in engine.pools
-            if pool.turns.alone_share is not None
-        },
+        trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
     )

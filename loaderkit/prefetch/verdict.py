@@ -19,6 +19,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loaderkit.prefetch.stalls import MEMORY, START, WAKEUP
+from loaderkit.prefetch.turns import Trial
 from loaderkit.schema import say_bytes
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ _OCCASIONAL = 0.15  # as well, where the workers have time to spare
 _SPARE = 0.6  # of their time: workers that are busy for less have time to spare
 _BUSY = 0.75  # of their time: workers that are busy for more are the limit
 _COMPUTING = 0.6  # of the busy time, on a CPU or ready for one
-_WAITING = 0.25  # of the busy time off the CPU although one was free: where less, nobody is held up
+_WAITING = 0.25  # of the time: where workers wait less, nobody is held up
 _SERIAL = 0.75  # one worker alone gets that much of what all get done: they cannot go on together
+_PARALLEL = 0.6  # where it gets less, they can
+_LITTLE_CPU = 0.3  # CPUs: whoever uses less does not hold the lock for long
+_SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs are what is short
+_FULL = 0.8  # of the CPUs in use: so it is then
 _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
-_ONE_CPU = 0.6  # of a CPU in all, over workers that take turns: what they take turns at is the GIL
+_ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
 _NUM_SURE = 8  # batches from which on an interval says as much as it ever will
 
 
@@ -56,21 +61,34 @@ class Verdict(NamedTuple):
 def verdict(stats: Stats) -> Verdict:
     """The verdict on an interval, `loader.stats()` or `loader.stats(since=earlier)`; in about 0.1 ms, from any thread."""
     if stats.wall_s <= 0:
-        return Verdict(
-            None, 0.0, 0.0, "nobody has waited for a batch in this interval", "iterate over the loader", "unknown"
-        )
+        evidence = "nobody has waited for a batch in this interval"
+        return Verdict(None, 0.0, 0.0, evidence, "iterate over the loader", "unknown")
     case = _Case.of(stats)
+    return _without_a_stage(case) or _of_a_stage(case)
+
+
+def _without_a_stage(case: _Case) -> Verdict | None:
+    stats = case.stats
     if case.start_s > case.waited_s and case.start_s > _HARMLESS * stats.wall_s:
         return _start(case)
     if case.share < _HARMLESS or (case.share < _OCCASIONAL and case.has_time_to_spare):
         return _training(case)
     if case.stall_s.get(MEMORY, 0.0) > case.waited_s / 2:
         return _memory(case)
-    row = max(case.stats.stages, key=lambda row: case.stall_s.get(row.name, 0.0))
-    limit = _Limit(case, row, case.pool_of(row))
-    if case.stall_s.get(WAKEUP, 0.0) > case.waited_s / 2 and not limit.is_gil:
+    return None
+
+
+def _of_a_stage(case: _Case) -> Verdict:
+    stats = case.stats
+    busiest = case.limit(max(stats.stages, key=lambda row: row.cpu_s))
+    if busiest.is_gil:  # whoever is waited for waits for the lock: what matters is who has it
+        return busiest.gil()
+    if case.stall_s.get(WAKEUP, 0.0) > case.waited_s / 2:
         return _wakeup(case)
-    return limit.verdict()
+    awaited = case.limit(max(stats.stages, key=lambda row: case.stall_s.get(row.name, 0.0)))
+    if case.is_short_of_cpus and awaited.would_compute:
+        return busiest.computing()  # chunks wait for a CPU wherever they are: what matters is who uses them
+    return awaited.verdict()
 
 
 # --------------------------------------------------------------------------------------------- what is looked at
@@ -81,7 +99,7 @@ class _Pool:
     """The stages of one pool, and its workers' time."""
 
     rows: list[StageStats]
-    alone: float | None  # what one worker alone gets done, in shares of what all do; None: not tried
+    trial: Trial
 
     def total(self, name: str) -> float:
         return float(sum(getattr(row, name) for row in self.rows))
@@ -95,7 +113,8 @@ class _Pool:
     @property
     def takes_turns(self) -> bool:
         """Whether only one worked for much of the time, since that was measured to be faster."""
-        return self.alone is not None and self.alone >= 1.0 and self.total("idle_s") > _WAITING * self.total("slot_s")
+        alone = self.trial.alone_share
+        return alone is not None and alone >= 1.0 and self.total("idle_s") > _WAITING * self.total("slot_s")
 
 
 @dataclass(frozen=True)
@@ -153,8 +172,14 @@ class _Case:
         """By the workers, on average."""
         return sum(row.cpu_s for row in self.stats.stages) / self.wall_s
 
-    def pool_of(self, row: StageStats) -> _Pool:
-        return next(pool for pool in self.pools if row in pool.rows)
+    @property
+    def is_short_of_cpus(self) -> bool:
+        rows = self.stats.stages
+        delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
+        return delayed or (self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus)
+
+    def limit(self, row: StageStats) -> _Limit:
+        return _Limit(self, row, next(pool for pool in self.pools if any(row is one for one in pool.rows)))
 
     def percent(self, seconds: float) -> float:
         return round(min(100.0, 100.0 * seconds / self.stats.wall_s), 1)
@@ -176,7 +201,10 @@ class _Case:
 def _pools_of(stats: Stats) -> list[_Pool]:
     rows = {row.name: row for row in stats.stages}
     described: list[Mapping[str, Any]] = stats.tuning.get("pools") or [{"stages": list(rows)}]
-    return [_Pool([rows[name] for name in pool["stages"]], stats.alone.get(pool["stages"][0])) for pool in described]
+    return [
+        _Pool([rows[name] for name in pool["stages"]], stats.trials.get(pool["stages"][0], Trial()))
+        for pool in described
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ without a stage
@@ -250,14 +278,14 @@ class _Limit:
         case, first = self.case, self.case.pools[0]
         if self.has_stragglers:
             return self._stragglers()
-        if self.pool.use < _BUSY and not case.is_inline:  # none of its workers holds the others up
+        if (
+            self.pool.use < _BUSY and not case.is_inline and case.stats.num_batches
+        ):  # none of its workers holds the others up
             if case.is_short_of_memory:
                 return _memory(case, self.pool.use)
             if first.total("blocked_s") > _WAITING * first.total("slot_s"):
                 return self._depth()
-        if self.is_gil:
-            return self._gil()
-        return self._computing() if self.needs_cpu > _COMPUTING else self._waits()
+        return self.computing() if self.needs_cpu > _COMPUTING else self._waits()
 
     def _waits(self) -> Verdict:
         if not self.is_serial:
@@ -266,28 +294,52 @@ class _Limit:
         return self._bandwidth() if is_way else self._lock()
 
     @property
+    def cpu_share(self) -> float:
+        """The share of its busy time on a CPU."""
+        return self.row.cpu_s / self.row.busy_s if self.row.busy_s > 0 else 0.0
+
+    @property
     def needs_cpu(self) -> float:
         """The share of its busy time on a CPU, or ready for one while none was free."""
         return min(1.0, (self.row.cpu_s + self.row.delayed_s) / self.row.busy_s) if self.row.busy_s > 0 else 0.0
+
+    @property
+    def would_compute(self) -> bool:
+        """Whether it is for want of a CPU that its workers wait, as far as they do."""
+        waiting_share = self.pool.trial.waiting_share
+        return self.needs_cpu > _COMPUTING or (waiting_share is not None and waiting_share < _WAITING)
+
+    @property
+    def waiting(self) -> float:
+        """Of the time in which its workers could have had a CPU, how much they waited for something else."""
+        could_s = self.row.busy_s - self.row.delayed_s
+        return max(0.0, 1 - self.row.cpu_s / could_s) if could_s > 0 else 0.0
 
     @property
     def is_serial(self) -> bool:
         """Whether one worker gets on as fast as all of them, and they hold one another up."""
         if self.pool.takes_turns:
             return True
-        return self.pool.alone is not None and self.pool.alone >= _SERIAL and self.needs_cpu < 1 - _WAITING
+        return (self.alone or 0.0) >= _SERIAL and self.waiting > _WAITING
 
     @property
     def is_gil(self) -> bool:
-        """Whether what its workers take turns at is computing."""
-        row, workers = self.row, self.row.workers
-        if row.kind == "transfer" or self.row.busy_s <= 0:
+        """Whether its workers compute, together no more than one CPU can, and wait for one another meanwhile."""
+        row, case = self.row, self.case
+        if self.alone is not None and self.alone < _PARALLEL:
             return False
-        together = row.cpu_s / row.busy_s * (1 if self.pool.takes_turns else workers)
-        if self.pool.alone is not None:
-            return self.is_serial and together > _ONE_CPU
-        # Not tried, for want of chunks: then what they get of the CPUs together has to say it.
-        return workers > 1 and row.kind != "read" and self.needs_cpu < 1 - _WAITING and 0.8 < together < 1.15
+        if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU or case.is_inline:
+            return False
+        if self.pool.trial.holds_gil is not None:
+            return self.pool.trial.holds_gil
+        # As they were side by side; if they take turns since, they wait no more.
+        waiting = self.waiting if self.pool.trial.waiting_share is None else self.pool.trial.waiting_share
+        return row.workers > 1 and waiting > _WAITING
+
+    @property
+    def alone(self) -> float | None:
+        """What one worker alone gets done, in shares of what all do; None: not tried."""
+        return self.pool.trial.alone_share
 
     @property
     def has_stragglers(self) -> bool:
@@ -299,9 +351,10 @@ class _Limit:
 
     # ------------------------------------------------------------------------------------------------- in words
 
-    def _say(self, kind: str, evidence: str, change: str, sure: float = 1.0) -> Verdict:
+    def _say(self, kind: str, evidence: str, change: str, sure: float = 1.0, seconds: float | None = None) -> Verdict:
+        """`seconds` were lost to it; default: what the loop waited for the stage."""
         case, row = self.case, self.row
-        seconds = case.stall_s.get(row.name, 0.0)
+        seconds = case.stall_s.get(row.name, 0.0) if seconds is None else seconds
         busy = f"its workers were busy for {100 * self.pool.use:.0f} % of their time"
         head = (
             f"the loop waited for {row.name} {case.percent(seconds):.0f} % of {_seconds(case.stats.wall_s)}; {busy}; "
@@ -338,44 +391,51 @@ class _Limit:
             "depth", evidence, f"prefetch.batches: {2 * self.case.num_wanted}, to even out what varies", 0.8
         )
 
-    def _computing(self) -> Verdict:
+    def computing(self) -> Verdict:
         case, row = self.case, self.row
-        delayed = row.delayed_s / row.busy_s
-        evidence = f"{100 * row.cpu_s / row.busy_s:.0f} % of that on a CPU"
+        delayed = row.delayed_s / max(row.busy_s, 1e-9)
+        evidence = f"{100 * self.cpu_share:.0f} % of that on a CPU"
         if delayed > 0.1:
             evidence += f", {100 * delayed:.0f} % ready to run while no CPU was free"
         evidence += f"; the workers use {case.cpus_used:.1f} CPUs"
         if case.num_cpus is not None:
             evidence += f" of {case.num_cpus}"
         cheaper = _CHEAPER.get(row.kind, f"a cheaper {row.name}")
-        is_full = delayed > 0.2 or (case.num_cpus is not None and case.cpus_used > 0.8 * case.num_cpus)
         if case.is_inline:
             change = f"prefetch.executor: thread, so that it is done beside training; or {cheaper}"
-        elif is_full:
+        elif case.is_short_of_cpus:
             change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
         else:
             change = f"{self._more_workers()}; or {cheaper}"
-        return self._say("computing", evidence, change)
+        if not case.is_short_of_cpus:
+            return self._say("computing", evidence, change)
+        share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
+        seconds = max(case.stall_s.get(row.name, 0.0), share * case.waited_s)
+        return self._say("computing", f"{evidence}, {100 * share:.0f} % of that for {row.name}", change, 1.0, seconds)
 
-    def _gil(self) -> Verdict:
-        cores = self.row.cpu_s / self.row.busy_s * (1 if self.pool.takes_turns else self.row.workers)
-        if self.pool.alone is None:
-            evidence, sure = f"{self.row.workers} workers together get {cores:.1f} CPUs and do no I/O", 0.7
-        else:
-            evidence, sure = (
-                f"{self._tried()}, computing all the time: only one runs at a time, as Python's lock has it",
-                0.95,
-            )
+    def gil(self) -> Verdict:
+        case, row = self.case, self.row
+        share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
+        waiting = self.waiting if self.pool.trial.waiting_share is None else self.pool.trial.waiting_share
+        evidence = (
+            f"the loop waited {100 * case.share:.0f} % of {_seconds(case.wall_s)}; the workers compute, but use "
+            f"{case.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {row.name}; side by side they wait "
+            f"for one another {100 * waiting:.0f} % of the time"
+        )
+        if self.pool.trial.holds_gil:
+            evidence += f", and {_seconds(self.pool.trial.gil_wait_s or 0.0)} for Python's lock at every turn"
+        if self.alone is not None:
+            evidence += f"; {self._tried()}"
         change = (
             "prefetch.executor: process keeps it off the loop's Python lock, prefetch.processes gives it several; or do the "
             "work in NumPy or torch, which let go of the lock; more workers would not help"
         )
-        return self._say("gil", evidence, change, sure)
+        sure = case.confidence(0.95 if self.alone is not None else 0.85)
+        return Verdict(row.name, case.percent(case.waited_s), sure, evidence, change, "gil")
 
     def _lock(self) -> Verdict:
         evidence = (
-            f"{self._tried()}, and they compute for {100 * self.row.cpu_s / self.row.busy_s:.0f} % of the time: they "
-            "wait for one another"
+            f"{self._tried()}, and they compute for {100 * self.cpu_share:.0f} % of the time: they wait for one another"
         )
         change = (
             f"give every worker its own of what {self.row.name} locks (a connection, a file, a model), or hold the lock for "
@@ -401,7 +461,7 @@ class _Limit:
             evidence += f", {_seconds(usual_s)} an item"
         change = "prefetch.executor: thread, with several workers" if case.is_inline else self._more_workers()
         kind, sure = "waiting", 0.9
-        if self.pool.alone is not None:
+        if self.alone is not None:
             evidence += f"; {self._tried()}: they do not hold one another up"
             kind, sure = "latency", 1.0
         if row.kind == "read":
@@ -414,7 +474,7 @@ class _Limit:
         return self._say(kind, evidence, change, sure)
 
     def _tried(self) -> str:
-        return f"one worker alone got {100 * (self.pool.alone or 0.0):.0f} % of what all {self.row.workers} did"
+        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what all {self.row.workers} did"
 
     def _more_workers(self) -> str:
         wanted = self.case.suggested_workers(self.row.workers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 import loaderkit
 from loaderkit.prefetch.accounts import Account, States
 from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.turns import _PATIENCE, _WINDOW, Turns
+from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _WINDOW, Turns
 
 STATES = States(1)
 
@@ -19,12 +20,14 @@ def takes_turns(machine: Machine) -> bool:
 
 
 class Machine:
-    """Two workers in one thread's hands: how long a chunk of ten samples takes, and how much of that is CPU time."""
+    """Two workers in one thread's hands: how long a chunk of ten samples takes, how much of that is CPU time, and how much
+    the worker was ready to run while no CPU was free."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.cpu = 0.0
-        self.turns = Turns(lambda: self.now, lambda: self.cpu)
+        self.delay = 0.0
+        self.turns = Turns(lambda: self.now, lambda: self.cpu, lambda: self.delay)
 
     def overlapping(self, seconds: float, cpu_share: float) -> None:
         """Two chunks at the same time, each taking so long; one, where only one worker may."""
@@ -183,7 +186,7 @@ def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
     machine.until_tried(1.0, 0.1)
     while takes_turns(machine):
         machine.overlapping(1.0, 0.1)
-    assert machine.turns.alone_share == pytest.approx(0.5)
+    assert machine.turns.trial.alone_share == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("fair", [True, False])
@@ -206,5 +209,36 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> No
         machine.turns.end(left, 10)
     while takes_turns(machine):
         machine.overlapping(1.0, 0.1)
-    assert machine.turns.alone_share is not None
-    assert machine.turns.alone_share == pytest.approx(1.0, abs=0.2)
+    assert machine.turns.trial.alone_share is not None
+    assert machine.turns.trial.alone_share == pytest.approx(1.0, abs=0.2)
+
+
+def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None:
+    """They are off the CPU for most of the time, but one alone would be no better off."""
+    machine = Machine()
+    for _ in range(3 * _PATIENCE):
+        machine.delay += 0.55
+        machine.overlapping(1.0, 0.4)
+        assert not takes_turns(machine)
+    assert machine.turns.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_whether_they_hold_the_gil_is_asked(holds: bool) -> None:
+    """One in Python, or in a wait that lets go of the GIL, for long enough to be noticed."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            if not holds:
+                is_over.wait(0.05)
+
+    other = threading.Thread(target=work)
+    other.start()
+    try:
+        turns = Turns(time.perf_counter)
+        waits = sorted(turns._ask_for_gil() for _ in range(9))
+    finally:
+        is_over.set()
+        other.join()
+    assert (waits[4] > _HELD_S) == holds

@@ -16,10 +16,12 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.prefetch.accounts import Histogram
 from loaderkit.prefetch.stats import StageStats, Stats, blank
+from loaderkit.prefetch.turns import Trial
 from loaderkit.prefetch.verdict import Verdict
 from profiles.bottlenecks import CASES, DOZEN, Case, is_right, measure
 from profiles.verdicts import record, run
 
+SERIAL = Trial(0.97, 0.98)
 KINDS = ("read", "decode", "call", "batch", "transfer", "normalize")
 
 
@@ -39,7 +41,7 @@ def stats(
     rows: list[StageStats],
     *,
     wall_s: float = 10.0,
-    alone: float | None = None,
+    trial: Trial = Trial(),  # noqa: B008 - a tuple
     apart: bool = False,
     memory: tuple[int, int] = (1000, 1),
     executor: str = "thread",
@@ -54,7 +56,7 @@ def stats(
         stall_s=stall_s,
         tuning={"executor": executor, "batches": 4, "cpus": 4, "pools": pools},
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
-        alone={} if alone is None else {names[0]: alone},
+        trials={names[0]: trial},
     )
 
 
@@ -116,33 +118,41 @@ class TestOfAStage:
     def test_computing_with_no_cpu_left(self) -> None:
         found = self.verdict(row("decode", 39, 36, workers=4))
         assert found.kind == "computing"
+        assert "3.7 CPUs of 4, 99 % of that for decode" in found.evidence
         assert "more workers would not help" in found.change
 
     def test_computing_beside_other_programs(self) -> None:
         """Off the CPU, but not of its own will: that is no waiting for a store, nor a lock."""
-        found = self.verdict(row("call", 19, 9, delayed_s=9), alone=0.9)
+        found = self.verdict(row("call", 19, 9, delayed_s=9), trial=Trial(0.9, 0.1))
         assert found.kind == "computing"
         assert "no CPU was free" in found.evidence
 
+    def test_what_waits_for_a_cpu_is_not_what_uses_them(self) -> None:
+        """Sixteen threads on four CPUs: the last chunk may stand anywhere."""
+        rows = [row("read", 30, 3, delayed_s=26), row("decode", 100, 35, delayed_s=60)]
+        found = stats({"read": 6.0, "decode": 2.0}, rows, wall_s=10).verdict()
+        assert (found.stage, found.kind) == ("decode", "computing")
+        assert found.percent == pytest.approx(80 * 35 / 38, abs=0.1)
+
     def test_computing_one_at_a_time(self) -> None:
-        assert self.verdict(row("call", 19, 9.2), alone=1.02).kind == "gil"
+        assert self.verdict(row("call", 19, 9.2), trial=Trial(1.02, 0.5)).kind == "gil"
         taking_turns = row("call", 9.8, 9.2, idle_s=9.8)
-        assert self.verdict(taking_turns, alone=1.1).kind == "gil"
+        assert self.verdict(taking_turns, trial=Trial(1.1, 0.5)).kind == "gil"
         assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
 
     def test_waiting_one_at_a_time(self) -> None:
-        assert self.verdict(row("call", 19, 0.3), alone=0.97).kind == "lock"
-        found = self.verdict(row("read", 19, 0.3, num_bytes=10**9), alone=0.97)
+        assert self.verdict(row("call", 19, 0.3), trial=SERIAL).kind == "lock"
+        found = self.verdict(row("read", 19, 0.3, num_bytes=10**9), trial=SERIAL)
         assert found.kind == "bandwidth"
         assert "101 MB/s" in found.evidence
-        assert self.verdict(row("transfer", 19, 0.3), alone=0.97).kind == "bandwidth"
+        assert self.verdict(row("transfer", 19, 0.3), trial=SERIAL).kind == "bandwidth"
 
     def test_a_data_set_that_waits_one_at_a_time(self) -> None:
         """It reads nothing that is seen as bytes: a lock is as likely as a store."""
-        assert self.verdict(row("read", 19, 0.3), alone=0.97).kind == "lock"
+        assert self.verdict(row("read", 19, 0.3), trial=SERIAL).kind == "lock"
 
     def test_waiting_each_for_itself(self) -> None:
-        found = self.verdict(row("read", 19, 0.3, services=services((0.02, 900))), alone=0.52)
+        found = self.verdict(row("read", 19, 0.3, services=services((0.02, 900))), trial=Trial(0.52, 0.98))
         assert found.kind == "latency"
         assert "larger requests" in found.change
 
@@ -156,9 +166,8 @@ class TestOfAStage:
         assert "prefetch.batches: 8" in found.change
 
     def test_rare_stragglers_do_not_matter(self) -> None:
-        assert (
-            self.verdict(row("read", 19, 0.3, services=services((0.01, 990), (0.1, 11))), alone=0.5).kind == "latency"
-        )
+        seldom = services((0.01, 990), (0.1, 11))
+        assert self.verdict(row("read", 19, 0.3, services=seldom), trial=Trial(0.5, 0.98)).kind == "latency"
 
     def test_no_pool_at_its_limit(self) -> None:
         found = self.verdict(row("read", 9, 8, blocked_s=10))
@@ -182,9 +191,9 @@ class TestOfAStage:
 
 @given(
     st.dictionaries(st.sampled_from(["start", "memory", "wakeup", *KINDS]), st.floats(0, 20)),
-    st.lists(st.tuples(*[st.floats(0, 20)] * 6), min_size=len(KINDS), max_size=len(KINDS)),
+    st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(0, 20))] * 6), min_size=len(KINDS), max_size=len(KINDS)),
     st.floats(0, 20),
-    st.one_of(st.none(), st.floats(0, 3)),
+    st.builds(Trial, st.one_of(st.none(), st.floats(0, 3)), st.one_of(st.none(), st.floats(0, 1))),
     st.booleans(),
     st.tuples(st.integers(1, 2**40), st.integers(0, 2**40)),
     st.sampled_from(["inline", "thread", "process"]),
@@ -194,7 +203,7 @@ def test_there_is_always_a_verdict(
     stall_s: dict[str, float],
     times: list[tuple[float, ...]],
     wall_s: float,
-    alone: float | None,
+    trial: Trial,
     apart: bool,
     memory: tuple[int, int],
     executor: str,
@@ -205,7 +214,7 @@ def test_there_is_always_a_verdict(
         for name, (busy, cpu, delayed, starved, blocked, idle) in zip(KINDS, times, strict=True)
     ]
     found = stats(
-        stall_s, rows, wall_s=wall_s, alone=alone, apart=apart, memory=memory, executor=executor, batches=batches
+        stall_s, rows, wall_s=wall_s, trial=trial, apart=apart, memory=memory, executor=executor, batches=batches
     ).verdict()
     assert found.stage in (None, "start", "memory", "wakeup", *KINDS)
     assert 0 <= found.percent <= 100

@@ -29,20 +29,21 @@ class Machine:
         self.delay = 0.0
         self.turns = Turns(lambda: self.now, lambda: self.cpu, lambda: self.delay)
 
-    def overlapping(self, seconds: float, cpu_share: float) -> None:
+    def overlapping(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         """Two chunks at the same time, each taking so long; one, where only one worker may."""
         if self.turns.one_at_a_time:
             only = self.turns.begin()
-            self._pass(seconds, cpu_share)
+            self._pass(seconds, cpu_share, delayed_share)
             self.turns.end(only, 10)
             return
         tickets = [self.turns.begin(), self.turns.begin()]
-        self._pass(seconds, cpu_share)
+        self._pass(seconds, cpu_share, delayed_share)
         for ticket in tickets:
             self.turns.end(ticket, 10)
 
-    def _pass(self, seconds: float, cpu_share: float) -> None:
+    def _pass(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         self.now += seconds
+        self.delay += seconds * delayed_share
         self.cpu += seconds * cpu_share
 
     def until_tried(self, free_s: float, free_share: float) -> None:
@@ -217,8 +218,7 @@ def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None
     """They are off the CPU for most of the time, but one alone would be no better off."""
     machine = Machine()
     for _ in range(3 * _PATIENCE):
-        machine.delay += 0.55
-        machine.overlapping(1.0, 0.4)
+        machine.overlapping(1.0, 0.4, 0.55)
         assert not takes_turns(machine)
     assert machine.turns.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
 

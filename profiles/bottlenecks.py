@@ -8,6 +8,7 @@ of an ordinary one: it reads small JPEGs, decodes them, calls a function, fills 
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -302,21 +303,31 @@ def _with_transfer(recipe: Recipe, run: Any) -> Engine:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Run a case, but for its beginning; what `stats().to_dict()` says of it."""
+    """Run a case, but for its beginning; what `stats().to_dict()` says of it, and how many CPUs other programs used
+    meanwhile, `others_cpus`: where those are short, the bottleneck that was built in may not be the real one."""
     size_factor = BATCH // 2 if case.bottleneck == "little memory" else 1
     loader, step_s = build(case)
     with loader:
         batches = (batch for _ in range(100) for batch in loader)
         for _ in range(_NUM_WARM * size_factor):
             next(batches)
-        warm = loader.stats()
+        warm, cpu = loader.stats(), _cpu_seconds()
         for _ in range(_NUM_BATCHES * size_factor // (4 if step_s else 1)):
             next(batches)
             if step_s:
                 time.sleep(step_s)
         found = loader.stats(since=warm).to_dict()
+        all_s, own_s = (now - then for now, then in zip(_cpu_seconds(), cpu, strict=True))
+        found["others_cpus"] = round(max(0.0, all_s - own_s) / found["wall_s"], 2)
         batches.close()
     return found
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """CPU time of the machine so far, but for what was idle, and of this process."""
+    with open("/proc/stat") as file:
+        ticks = [int(number) for number in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def is_right(case: Case, found: Mapping[str, Any]) -> bool:

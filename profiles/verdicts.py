@@ -9,8 +9,9 @@ import argparse
 import datetime
 import json
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ import torch
 
 from profiles.bottlenecks import BOTTLENECKS, CASES, Case, is_right, measure
 
+_NUM_TRIES = 3
+_QUIET_CPUS = 0.3
+
 
 def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Every case once: what was built in, the verdict, whether it is right."""
     found = []
     for case in cases:
         begin = time.perf_counter()
-        stats = measure(case)
+        stats = min(_tries(case), key=lambda stats: float(stats["others_cpus"]))
         verdict = stats["verdict"]
         found.append(
             {
@@ -33,11 +37,21 @@ def run(cases: Sequence[Case]) -> list[dict[str, Any]]:
                 "expected": case.expected[0],
                 "is_right": is_right(case, verdict),
                 "took_s": round(time.perf_counter() - begin, 2),
+                "others_cpus": stats["others_cpus"],
                 "stall_percent": round(stats["stall"]["percent"], 1),
                 "verdict": verdict,
             }
         )
     return found
+
+
+def _tries(case: Case) -> Iterator[dict[str, Any]]:
+    """Measured until other programs leave the machine alone, or three times: then the quietest counts, right or wrong."""
+    for _ in range(_NUM_TRIES):
+        stats = measure(case)
+        yield stats
+        if stats["others_cpus"] < _QUIET_CPUS:
+            return
 
 
 def tell(row: dict[str, Any]) -> str:
@@ -55,6 +69,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "",
         f"{num_right} of {len(rows)} right ({100 * num_right / len(rows):.1f} %), on {os.cpu_count()} CPUs, "
         f"torch {torch.__version__}. "
+        f"Other programs used {statistics.median(row['others_cpus'] for row in rows):.1f} of them in the median, and up to "
+        f"{max(row['others_cpus'] for row in rows):.1f}. "
         "Made by `python -m profiles.verdicts`; the pipelines are in [bottlenecks.py](bottlenecks.py).",
         "",
         "| bottleneck | right | verdict of each: stage, kind, confidence |",

@@ -40,32 +40,57 @@ class States:
 class Histogram:
     """Durations in buckets a quarter of an octave wide: any percentile within 10 %, in bounded memory."""
 
-    __slots__ = ("counts",)
+    __slots__ = ("_counts", "_merged", "_others")
 
-    def __init__(self, counts: list[int] | None = None) -> None:
-        self.counts = counts or [0] * _NUM_BUCKETS
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # by bucket; a stage fills a score of the 160 there are
+        self._others: list[dict[int, int]] = []  # taken in, and not added up until somebody asks
+        self._merged: dict[int, int] | None = None
 
     def add(self, seconds: float, count: int) -> None:
         bucket = int(math.log2(seconds * 1e9) * _BUCKETS_PER_OCTAVE) if seconds > 1e-9 else 0
-        self.counts[min(bucket, _NUM_BUCKETS - 1)] += count
+        bucket = min(bucket, _NUM_BUCKETS - 1)
+        self._counts[bucket] = self._counts.get(bucket, 0) + count
+
+    def take_in(self, other: Histogram) -> None:
+        """Add what is in another one, which its thread may be writing to."""
+        self._others.append(other._counts.copy())
+
+    def minus(self, earlier: Histogram) -> Histogram:
+        """What has come since `earlier`."""
+        found = Histogram()
+        found._counts = {bucket: count - earlier.counts.get(bucket, 0) for bucket, count in self.counts.items()}
+        return found
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many durations by number of the bucket."""
+        if not self._others:
+            return self._counts
+        if self._merged is None:
+            merged = dict(self._counts)
+            for other in self._others:
+                for bucket, count in other.items():
+                    merged[bucket] = merged.get(bucket, 0) + count
+            self._merged = merged
+        return self._merged
 
     def share_above(self, seconds: float) -> float:
         """Of all the time in here, the share spent in durations above `seconds`; 0 without any."""
         all_s = above_s = 0.0
-        for bucket, count in enumerate(self.counts):
-            if count:
-                duration_s = _duration_of(bucket)
-                all_s += count * duration_s
-                above_s += count * duration_s * (duration_s > seconds)
+        for bucket, count in self.counts.items():
+            duration_s = _duration_of(bucket)
+            all_s += count * duration_s
+            above_s += count * duration_s * (duration_s > seconds)
         return above_s / all_s if all_s else 0.0
 
     def percentile(self, share: float) -> float | None:
         """The duration in seconds below which `share` of all lie; None without any."""
-        total = sum(self.counts)
+        total = sum(self.counts.values())
         if total == 0:
             return None
         reached = 0
-        for bucket, count in enumerate(self.counts):
+        for bucket, count in sorted(self.counts.items()):
             reached += count
             if reached >= share * total:
                 return _duration_of(bucket)

@@ -43,7 +43,7 @@ class StageStats:
         return self.busy_s + self.starved_s + self.blocked_s + self.idle_s
 
     def minus(self, earlier: StageStats) -> StageStats:
-        services = Histogram([a - b for a, b in zip(self.services.counts, earlier.services.counts, strict=True)])
+        services = self.services.minus(earlier.services)
         counted = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
         return replace(self, services=services, **counted)
 
@@ -171,6 +171,8 @@ def add_account(
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
     for number, totals in enumerate(account.stages):
+        if not totals.num_items and not state_s[number]:
+            continue  # a stage of another pool
         row = rows[number]
         row.busy_s += state_s[number]
         row.cpu_s += cpu_s[number]
@@ -178,7 +180,7 @@ def add_account(
         row.num_items += totals.num_items
         row.num_bytes += totals.num_bytes
         row.num_failed += totals.num_failed
-        row.services = Histogram([a + b for a, b in zip(row.services.counts, totals.services.counts, strict=True)])
+        row.services.take_in(totals.services)
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:

@@ -285,11 +285,11 @@ class _Limit:
                 return _memory(case, self.pool.use)
             if first.total("blocked_s") > _WAITING * first.total("slot_s"):
                 return self._depth()
-        return self.computing() if self.needs_cpu > _COMPUTING else self._waits()
+        if self.is_serial:
+            return self._taking_turns()
+        return self.computing() if self.needs_cpu > _COMPUTING else self._waiting()
 
-    def _waits(self) -> Verdict:
-        if not self.is_serial:
-            return self._waiting()
+    def _taking_turns(self) -> Verdict:
         is_way = self.row.kind == "transfer" or (self.row.kind == "read" and self.row.num_bytes > 0)
         return self._bandwidth() if is_way else self._lock()
 
@@ -307,7 +307,7 @@ class _Limit:
     def would_compute(self) -> bool:
         """Whether it is for want of a CPU that its workers wait, as far as they do."""
         waiting_share = self.pool.trial.waiting_share
-        return self.needs_cpu > _COMPUTING or (waiting_share is not None and waiting_share < _WAITING)
+        return self.needs_cpu > _COMPUTING if waiting_share is None else waiting_share < _WAITING
 
     @property
     def waiting(self) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _BUSY = 0.75  # of their time: workers that are busy for more are the limit
 _COMPUTING = 0.6  # of the busy time, on a CPU or ready for one
 _LITTLE_CPU = 0.3  # CPUs: whoever uses less does not hold the lock for long
+_CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
 _ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
@@ -112,9 +113,10 @@ class Limit:
         if usual_s is None or self.needs_cpu > _COMPUTING:
             return False
         slow_s = self.row.services.percentile(0.99) or 0.0
+        slow_share = self.row.services.share_above(_TAIL * usual_s)
         # What was slow for want of a CPU is no straggler.
-        slow_share = self.row.services.share_above(_TAIL * usual_s) - self.row.delayed_s / max(self.row.busy_s, 1e-9)
-        return slow_s > _TAIL * usual_s and slow_share > _TAIL_SHARE
+        by_itself = slow_share - self.row.delayed_s / max(self.row.busy_s, 1e-9)
+        return slow_s > _TAIL * usual_s and slow_share > _TAIL_SHARE and by_itself > _TAIL_SHARE / 2
 
     # ------------------------------------------------------------------------------------------------- in words
 
@@ -176,7 +178,9 @@ class Limit:
             return self._say("computing", evidence, change)
         share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
         seconds = max(case.stall_s.get(row.name, 0.0), share * case.waited_s)
-        return self._say("computing", f"{evidence}, {100 * share:.0f} % of that for {row.name}", change, 1.0, seconds)
+        # Where other programs have the CPUs, workers that wait for one another look much the same.
+        sure = 1.0 if delayed < _CROWDED else 0.8
+        return self._say("computing", f"{evidence}, {100 * share:.0f} % of that for {row.name}", change, sure, seconds)
 
     def gil(self) -> Verdict:
         case, row = self.case, self.row

@@ -87,6 +87,7 @@ class Turns:
         self._until_s = 0.0  # one alone, and settled: when all are tried again at the latest
         self._patience = _PATIENCE  # doubled with every trial that was lost
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
+        self._undelayed_speeds: deque[float] = deque(maxlen=_WINDOW)  # of each worker, had it always had a CPU
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
         self._gil_waits: deque[float] = deque(maxlen=_WINDOW)
         self._is_long = False  # chunks take so long that to ask for the GIL costs nothing
@@ -154,6 +155,7 @@ class Turns:
                 return
             self._speeds.append(num_inside * num_samples / seconds)
             # A thread that another program keeps from its CPU does not wait: one alone would be no better off.
+            self._undelayed_speeds.append(num_samples / max(seconds - delayed_s, cpu_s, 1e-9))
             self._cpu_shares.append(cpu_s / max(seconds - delayed_s, cpu_s, 1e-9))
             self._num_left -= 1
             if self._num_left <= 0 or self._is_hopeless():
@@ -194,11 +196,9 @@ class Turns:
         # Medians: a chunk during which the whole process stood still says nothing of either way.
         speed, cpu_share = median(self._speeds), median(self._cpu_shares)
         gil_wait_s = median(self._gil_waits) if len(self._gil_waits) >= _NUM_PROBES else None
-        self._gil_waits.clear()
         is_waiting = cpu_share < _BUSY_SHARE or (gil_wait_s is not None and gil_wait_s > _HELD_S)
-        self._speeds.clear()
-        self._cpu_shares.clear()
-        self._compare(speed, Trial(None, 1 - cpu_share, gil_wait_s), is_waiting)
+        self._compare(median(self._undelayed_speeds), Trial(None, 1 - cpu_share, gil_wait_s), is_waiting)
+        self._forget()
         if not self.one_at_a_time:
             self._free_speed = speed
             self.one_at_a_time = is_waiting
@@ -213,8 +213,8 @@ class Turns:
             self._let_all_in(self._patience)
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
-    def _compare(self, speed: float, seen: Trial, is_tried_alone: bool) -> None:
-        """One way has been tried, and gave so many samples a second: if both have, say what came of it. Under the lock."""
+    def _compare(self, alone_speed: float, seen: Trial, is_tried_alone: bool) -> None:
+        """One way has been tried: if both have, say what came of it. `alone_speed` in samples a second. Under the lock."""
         together = self._together
         if not self.one_at_a_time:
             self._together_s = self._overlap_s - together.overlap_begun_s
@@ -222,7 +222,7 @@ class Turns:
             if is_tried_alone:
                 return
         elif together.num_samples > 0:
-            self.trial = self.trial._replace(alone_share=speed * self._together_s / together.num_samples)
+            self.trial = self.trial._replace(alone_share=alone_speed * self._together_s / together.num_samples)
         self._together = _Together(overlap_begun_s=self._overlap_s)
 
     def _let_all_in(self, num_chunks: int) -> None:
@@ -230,6 +230,9 @@ class Turns:
         self.one_at_a_time = False
         self._chosen = None  # else the next trial waits for whoever was chosen in the last one
         self._num_left = num_chunks
-        self._speeds.clear()
-        self._cpu_shares.clear()
+        self._forget()
         self._change.notify_all()
+
+    def _forget(self) -> None:
+        for seen in (self._speeds, self._undelayed_speeds, self._cpu_shares, self._gil_waits):
+            seen.clear()

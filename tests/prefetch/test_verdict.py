@@ -236,10 +236,12 @@ def test_it_is_in_the_statistics(executor: str) -> None:
 
 @pytest.mark.parametrize("case", DOZEN, ids=lambda case: case.name)
 def test_a_bottleneck_is_found(case: Case) -> None:
-    found = measure(case)["verdict"]
-    if not is_right(case, found):  # a machine that was busy with something else just then may have been the bottleneck
-        found = measure(case)["verdict"]
-    assert is_right(case, found), found
+    found = []
+    while len(found) < 3:  # a machine that is busy with something else may be the bottleneck just then
+        found.append(measure(case)["verdict"])
+        if is_right(case, found[-1]):
+            return
+    raise AssertionError(found)
 
 
 @pytest.mark.prove

@@ -101,7 +101,7 @@ class Assembly:
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""
         workers = {n: pool.num_workers for pool in self.pools for n in pool.stages}
-        return [StageStats(stage.name, workers[number]) for number, stage in enumerate(self.stages)]
+        return [StageStats(stage.name, workers[number], kind=stage.kind) for number, stage in enumerate(self.stages)]
 
     def described_pools(self) -> list[dict[str, Any]]:
         """Which stages share how many workers."""

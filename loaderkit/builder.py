@@ -136,7 +136,7 @@ def make_parts(
         pools, make_executor = _in_a_process(recipe, assembly, clock)
     else:
         pools, make_executor = assembly.described_pools(), partial(assembly.make_engine, clock)
-    tuning |= {"concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
+    tuning |= {"cpus": num_cpus(), "concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
     owns_connector = connector not in connectors.values()
     return Parts(
         config, source, connector, owns_connector, schedule, _fingerprint(config, source), tuning, make_executor

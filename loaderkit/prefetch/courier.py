@@ -148,7 +148,7 @@ class Courier:
 
     def stats(self, waiting_since_s: float | None) -> Stats:
         """The engine's accounts; `stall_s` is the wait the trainer is in, if any."""
-        self._engine.waiting_since_s = waiting_since_s
+        self._engine.waits.begin(waiting_since_s)
         found = self._engine.stats({}, 0)
         return replace(found, num_ready=found.num_ready + self._num_underway)
 

@@ -83,11 +83,10 @@ class Engine:
         self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
         self._stage_names = [stage.name for stage in stages]
         self._accounts = [pool.accounts for pool in self.pools]
-        self.stall_s: dict[str, float] = {}
+        self.waits = stalls.Waits()
         self.num_delivered = 0
         self.num_samples = 0
         self.first_wait_s: float | None = None
-        self.waiting_since_s: float | None = None
         self._timeout_s = timeout_s
         self._raises = raises
         num_workers = sum(pool.num_workers for pool in pools)
@@ -102,6 +101,7 @@ class Engine:
         )
         self._sizing = threading.Condition()  # of pools; workers that are not wanted wait on it
         may_serve_itself = self_service and not inline and len(pools) == 1
+        self._batch = next((number for number, stage in enumerate(stages) if stage.kind == "batch"), None)
         self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
         self._is_started = False
         self._is_closed = False
@@ -179,11 +179,12 @@ class Engine:
         is left. Under the lock of sizes."""
         num_there = [len(pool.accounts) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
+        since_s = self.clock()  # starting them is part of their time: a few milliseconds
         ready = threading.Barrier(len(missing) + 1)
         with threads_to_come_kept() as compute_alone:
             try:
                 for pool, number in missing:
-                    self._start_worker(pool, number, ready, compute_alone)
+                    self._start_worker(pool, number, ready, since_s, compute_alone)
                 ready.wait()
             except BaseException:
                 ready.abort()  # let those go that run
@@ -194,9 +195,9 @@ class Engine:
                 raise
 
     def _start_worker(
-        self, pool: Pool, number: int, ready: threading.Barrier, compute_alone: Callable[[], None]
+        self, pool: Pool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
     ) -> None:
-        account = Account(self.states, self.clock, first_state=self.states.starved)
+        account = Account(self.states, self.clock, first_state=self.states.starved, since_s=since_s)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(
             target=self._work,
@@ -210,23 +211,23 @@ class Engine:
 
     def next(self) -> Destination:
         """The next destination in order, complete; its error, if it has one, is still in it."""
-        self.start()
         begin = self.clock()
         if self.first_wait_s is None:
             self.first_wait_s = begin
-        self.waiting_since_s = begin
+        self.waits.begin(begin)
         service = self._self_service
         try:
+            self.start()
             destination = self._wait(begin)
             end = self.clock()
             if service is not None:
                 service.leaves(end)
-        finally:
-            self.waiting_since_s = None
+        except BaseException:
+            self.waits.begin(None)  # only waits that end in a batch count
+            raise
         assert destination.last_chunk is not None
         way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
-        for cause, seconds in self.attribute(begin, end, way).items():
-            self.stall_s[cause] = self.stall_s.get(cause, 0.0) + seconds
+        self.waits.end(self.attribute(begin, end, way))
         if destination.error is None:
             self.num_delivered += 1
             self.num_samples += len(destination)
@@ -247,9 +248,8 @@ class Engine:
     def _facts(self) -> stalls.Facts:
         return stalls.Facts(self.intake.is_short_of_memory, self._stage_names, self._accounts)
 
-    def open_wait(self, now: float) -> dict[str, float]:
-        """Seconds by cause of the wait that the consumer is in just now; for any thread."""
-        begin = self.waiting_since_s
+    def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
+        """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
         if (
             begin is None or begin >= now or os.getpid() != self._pid
         ):  # in a fork's child nobody waits, nor opens the locks
@@ -459,13 +459,15 @@ class Engine:
     def _run_batch_stages(self, pool: Pool, account: Account, destination: Destination) -> None:
         try:
             if destination.result is None and destination.error is None:
+                if self._batch in pool.plan.sample_stages and self._batch != pool.plan.sample_stages[-1]:
+                    self._enter(
+                        destination, account, self._batch
+                    )  # to pad is its work, though another stage came since
                 destination.result = self.plan.finish(destination)
             for number in pool.plan.batch_stages:
                 if destination.cancelled or destination.error is not None:
                     break
-                now = account.enter(number)
-                assert destination.last_chunk is not None
-                destination.last_chunk.marks.append((now, number))
+                self._enter(destination, account, number)
                 first = int(destination.positions[0])
                 context = BatchContext(
                     destination.epoch, destination.step, first, destination.result["__key__"], destination.specs
@@ -474,3 +476,10 @@ class Engine:
                 account.served(number, len(destination), 0)
         except Exception as error:
             destination.error = error
+
+    @staticmethod
+    def _enter(destination: Destination, account: Account, stage: int) -> None:
+        """A worker begins with a stage on a whole batch."""
+        now = account.enter(stage)
+        assert destination.last_chunk is not None
+        destination.last_chunk.marks.append((now, stage))

@@ -76,11 +76,10 @@ class ProcessEngine:
         self._closing = threading.Lock()
         self._pid = os.getpid()
         self._latest = blank(rows, memory_bytes)  # what the other process said last
-        self._stall_s: dict[str, float] = {}
+        self._waits = stalls.Waits()
         self._num_delivered = 0
         self._num_samples = 0
         self._first_wait_s: float | None = None
-        self._waiting_since_s: float | None = None
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
@@ -171,18 +170,19 @@ class ProcessEngine:
 
     def next(self) -> wire.Delivered:
         """The next batch in order; its error, if it has one, is still in it."""
-        self.start()
-        if self._failure is not None:
-            raise self._failure
         begin = time.perf_counter()
         if self._first_wait_s is None:
             self._first_wait_s = begin
-        self._waiting_since_s = begin
+        self._waits.begin(begin)
         try:
+            self.start()
+            if self._failure is not None:
+                raise self._failure
             batch = self._wait()
             end = time.perf_counter()
-        finally:
-            self._waiting_since_s = None
+        except BaseException:
+            self._waits.begin(None)
+            raise
         self._charge(batch, begin, end)
         if batch.error is None:
             self._num_delivered += 1
@@ -223,25 +223,26 @@ class ProcessEngine:
             *batch.segments,
             stalls.Segment(batch.done_s, end, stalls.WAKEUP),
         ]
-        for cause, seconds in stalls.charge(segments, begin, end).items():
-            self._stall_s[cause] = self._stall_s.get(cause, 0.0) + seconds
+        self._waits.end(stalls.charge(segments, begin, end))
 
     # ------------------------------------------------------------------------------------------------- any thread
 
     def stats(self, tuning: dict[str, Any], run: int) -> Stats:
         """The accounts up to now; what the other process said last, if it does not answer."""
-        link, since = self._link, self._waiting_since_s
+        link, asked_since_s = self._link, self._waits.since_s
         answer: Stats | None = None
         if link is not None and not self._is_closed and os.getpid() == self._pid:
-            answer = link.ask("stats", since)
+            answer = link.ask("stats", asked_since_s)
             tuning = {**tuning, "pid": link.pid}
-        now = time.perf_counter()
+        stall_s, since_s, now = self._waits.read(time.perf_counter)
         self._latest = latest = answer or self._latest
-        stall_s = dict(self._stall_s)
-        if since is not None:
-            waited = answer.stall_s if answer is not None and answer.stall_s else {stalls.START: now - since}
-            for cause, seconds in waited.items():
-                stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+        if since_s is not None:
+            waited = answer.stall_s if answer is not None and since_s == asked_since_s else {}
+            so_far_s = sum(waited.values())
+            if so_far_s <= 0:
+                waited, so_far_s = {stalls.START: 1.0}, 1.0
+            for cause, seconds in waited.items():  # the answer took its time, too
+                stall_s[cause] = stall_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         late = [] if self._late is None else self._late.rows(now)
         return replace(
             latest,

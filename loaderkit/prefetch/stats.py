@@ -7,12 +7,14 @@ that the rows of a pool sum to its workers' time. Stall time: what the consumer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
 from loaderkit.prefetch.host import HostStats, host_stats
+from loaderkit.prefetch.turns import Trial
+from loaderkit.prefetch.verdict import Verdict, verdict
 
 if TYPE_CHECKING:
     from loaderkit.prefetch.engine import Engine
@@ -29,31 +31,22 @@ class StageStats:
     num_failed: int = 0
     busy_s: float = 0.0
     cpu_s: float = 0.0
+    delayed_s: float = 0.0  # of busy: ready to run, and no CPU was free
     starved_s: float = 0.0
     blocked_s: float = 0.0
     idle_s: float = 0.0
     num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
+    kind: str = ""
 
     @property
     def slot_s(self) -> float:
         return self.busy_s + self.starved_s + self.blocked_s + self.idle_s
 
     def minus(self, earlier: StageStats) -> StageStats:
-        return StageStats(
-            self.name,
-            self.workers,
-            self.num_items - earlier.num_items,
-            self.num_bytes - earlier.num_bytes,
-            self.num_failed - earlier.num_failed,
-            self.busy_s - earlier.busy_s,
-            self.cpu_s - earlier.cpu_s,
-            self.starved_s - earlier.starved_s,
-            self.blocked_s - earlier.blocked_s,
-            self.idle_s - earlier.idle_s,
-            self.num_queued,
-            self.services.plus(earlier.services, -1),
-        )
+        services = self.services.minus(earlier.services)
+        counted = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        return replace(self, services=services, **counted)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -63,6 +56,7 @@ class StageStats:
             "num_bytes": self.num_bytes,
             "busy_s": self.busy_s,
             "cpu_s": self.cpu_s,
+            "delayed_s": self.delayed_s,
             "starved_s": self.starved_s,
             "blocked_s": self.blocked_s,
             "idle_s": self.idle_s,
@@ -72,6 +66,13 @@ class StageStats:
             "num_failed": self.num_failed,
             "num_queued": self.num_queued,
         }
+
+
+_COUNTERS = tuple(
+    field.name
+    for field in fields(StageStats)
+    if field.name not in ("name", "workers", "services", "kind", "num_queued")
+)
 
 
 @dataclass
@@ -91,29 +92,22 @@ class Stats:
     host: HostStats  # of the process in which the workers are
     tuning: dict[str, Any]
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
         if earlier.run != self.run:
             raise ValueError("`since` is a moment before an error or Ctrl-C ended that run; counters have begun anew")
-        causes = {**earlier.stall_s, **self.stall_s}
-        return Stats(
-            run=self.run,
-            now_s=self.now_s,
+        return replace(
+            self,
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
             num_samples=self.num_samples - earlier.num_samples,
-            # An open wait is attributed anew when it ends, so a cause may shrink a little between two moments.
-            stall_s={
-                cause: max(0.0, self.stall_s.get(cause, 0.0) - earlier.stall_s.get(cause, 0.0)) for cause in causes
-            },
+            stall_s=_rise(earlier.stall_s, self.stall_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
-            num_ready=self.num_ready,
-            num_open=self.num_open,
-            memory=self.memory,
             host=self.host.minus(earlier.host),
-            tuning=self.tuning,
-            lateness=self.lateness.plus(earlier.lateness, -1),
+            lateness=self.lateness.minus(earlier.lateness),
         )
 
     def slimmed(self) -> Stats:
@@ -145,6 +139,10 @@ class Stats:
             "late_s": self.lateness.percentile(0.5),
         }
 
+    def verdict(self) -> Verdict:
+        """Which stage is the bottleneck, how sure that is, why, and what to change; see `loaderkit.prefetch.verdict`."""
+        return verdict(self)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
         total_s = sum(self.stall_s.values())
@@ -175,12 +173,25 @@ class Stats:
                 "late_p99_s": self.lateness.percentile(0.99),
             },
             "tuning": self.tuning,
+            "verdict": verdict(self)._asdict(),
         }
+
+
+def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:
+    """How much every cause's stall has grown; none below 0, and they sum to the growth of the sum.
+
+    A wait that is still open is charged by what keeps it waiting now. When it ends it may be another chunk that came last:
+    then what was charged to one cause stands under another one. That came before the interval; the others share it.
+    """
+    grown = {cause: later.get(cause, 0.0) - earlier.get(cause, 0.0) for cause in {**earlier, **later}}
+    total = max(0.0, sum(grown.values()))
+    risen = sum(seconds for seconds in grown.values() if seconds > 0)
+    return {cause: max(0.0, seconds) * total / risen if risen else 0.0 for cause, seconds in grown.items()}
 
 
 def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
     """The accounts before anything has run, in a process that is not there yet. `rows` name the stages and their workers."""
-    memory = dict.fromkeys(("slab_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
+    memory = dict.fromkeys(("slab_bytes", "batch_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
     return Stats(
         run=0,
         now_s=0.0,
@@ -201,7 +212,7 @@ def add_account(
     rows: Sequence[StageStats], ends: tuple[StageStats, StageStats], account: Account, states: States, now: float
 ) -> None:
     """Add one worker's time to the rows of its stages, by number; what it waited for to those of its pool's `ends`."""
-    state_s = account.read(now)
+    state_s, cpu_s = account.read(now), account.read_cpu()
     first, last = ends
     first.starved_s += state_s[states.starved]
     first.idle_s += state_s[states.idle]
@@ -211,17 +222,20 @@ def add_account(
             continue
         row = rows[number]
         row.busy_s += state_s[number]
-        row.cpu_s += totals.cpu_s
+        row.cpu_s += cpu_s[number]
+        row.delayed_s += totals.delayed_s
         row.num_items += totals.num_items
         row.num_bytes += totals.num_bytes
         row.num_failed += totals.num_failed
-        row.services = row.services.plus(totals.services)
+        row.services.take_in(totals.services)
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
     """The accounts of an engine, up to now; from any thread, in well under a millisecond."""
-    now = engine.clock()
-    rows = [StageStats(stage.name, 0) for stage in engine.stages]
+    stall_s, waiting_since_s, now = engine.waits.read(engine.clock)
+    for cause, seconds in engine.open_wait(waiting_since_s, now).items():
+        stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+    rows = [StageStats(stage.name, 0, kind=stage.kind) for stage in engine.stages]
     for pool in engine.pools:
         numbers = pool.plan.stages
         first, last = rows[numbers[0]], rows[numbers[-1]]
@@ -231,9 +245,6 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         for account in pool.accounts:
             # Inline, one account serves all pools; threads only ever enter their own pool's stages.
             add_account(rows, (first, last), account, engine.states, now)
-    stall_s = dict(engine.stall_s)
-    for cause, seconds in engine.open_wait(now).items():
-        stall_s[cause] = stall_s.get(cause, 0.0) + seconds
     slabs = engine.plan.slabs
     host = host_stats()
     slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
@@ -250,6 +261,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         memory={
             "budget_bytes": engine.plan.memory_bytes,
             "slab_bytes": slab_bytes,
+            "batch_bytes": engine.plan.batch_bytes,
             "open_bytes": engine.intake.num_open * engine.plan.batch_bytes,
             "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
@@ -257,4 +269,5 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         },
         host=host,
         tuning=tuning,
+        trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
     )

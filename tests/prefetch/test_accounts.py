@@ -276,7 +276,7 @@ class TestVerdicts:
         assert {"stall", "stages", "throughput", "memory", "tuning"} <= set(found)
         assert set(found["stall"]) == {"total_s", "percent", "by_stage"}
         assert set(found["throughput"]) == {"samples_per_s", "bytes_per_s"}
-        times = ["busy_s", "cpu_s", "starved_s", "blocked_s", "idle_s", "slot_s", "p50_s", "p99_s"]
+        times = ["busy_s", "cpu_s", "delayed_s", "starved_s", "blocked_s", "idle_s", "slot_s", "p50_s", "p99_s"]
         numbers = ["workers", "num_items", "num_bytes", "num_failed", "num_queued"]
         assert set(found["stages"][0]) == {"name", *numbers, *times}
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from loaderkit.config import PipelineConfig
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.stats import Stats
@@ -117,19 +117,26 @@ class Sizes:
         )
         return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=found))
 
-    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
+    def _let(self, change: Callable[[Executor], None]) -> None:
         engine = self._engine
-        if engine is not None:
-            engine.resize(stage, workers)
+        if engine is None:
+            return
+        try:
+            change(engine)
+        except ClosedError:
+            if self._engine is engine:
+                raise
+            # It has ended meanwhile, by an error, say: then it is for the next one.
+
+    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
+        self._let(lambda engine: engine.resize(stage, workers))
         self._workers[stages[0]] = workers
         pools = [{**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]]
         concurrency = sum(pool["workers"] for pool in pools)
         self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
 
     def _turn_depth(self, batches: int | None, memory: int | None) -> None:
-        engine = self._engine
-        if engine is not None:
-            engine.set_depth(batches, memory)
+        self._let(lambda engine: engine.set_depth(batches, memory))
         self._depth = (batches or self._depth[0], memory or self._depth[1])
         self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
 

@@ -352,4 +352,4 @@ def fail_seldom(sample: dict[str, Any]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+    wait_for(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")])

@@ -459,10 +459,9 @@ class Engine:
     def _run_batch_stages(self, pool: Pool, account: Account, destination: Destination) -> None:
         try:
             if destination.result is None and destination.error is None:
+                # To pad is the work of `batch`, though `normalize` may have come since.
                 if self._batch in pool.plan.sample_stages and self._batch != pool.plan.sample_stages[-1]:
-                    self._enter(
-                        destination, account, self._batch
-                    )  # to pad is its work, though another stage came since
+                    self._enter(destination, account, self._batch)
                 destination.result = self.plan.finish(destination)
             for number in pool.plan.batch_stages:
                 if destination.cancelled or destination.error is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,6 +214,20 @@ class TestVerdicts:
             stall = loader.stats(since=begun).to_dict()["stall"]
         assert next(iter(stall["by_stage"])) == slow, stall
         assert stall["by_stage"][slow] > 0.7 * stall["total_s"]
+
+    def test_to_pad_is_the_work_of_batch(self, photos: Path) -> None:
+        """Also where `normalize` is done on the slots, so that it comes between landing and padding."""
+        arrays = [torch.zeros(1_000_000 - n) for n in range(8)]
+
+        def attach(sample: dict[str, Any]) -> None:
+            sample["x"] = arrays[len(sample["__key__"]) % 8]
+
+        pipeline = Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8).call(attach)
+        pipeline = pipeline.batch(8, ragged={"x": "pad"}).normalize(mean="imagenet", std="imagenet")
+        with loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as loader:
+            list(loader)
+            rows = {row.name: row for row in loader.stats().stages}
+        assert rows["normalize"].busy_s < 0.2 * rows["batch"].busy_s
 
     def test_a_slow_consumer_does_not_stall(self) -> None:
         with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(8)) as loader:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,12 +72,14 @@ class Engine:
         timeout_s: float,
         raises: bool = False,
         clock: Clock = time.perf_counter,
+        counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`raises`: a wait longer than `timeout_s` is an error, and not only reported."""
+        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `counters`: what the store has done."""
         self.plan = plan
         self.stages = stages
         self.states = States(len(stages))
         self.clock = clock
+        self.counters = counters
         self.inline = inline
         self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
         self._stage_names = [stage.name for stage in stages]
@@ -284,6 +286,9 @@ class Engine:
         if not self.intake.close():
             return
         self._is_closed = True
+        for stage in self.stages:
+            if stage.interrupt is not None:
+                stage.interrupt()
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()

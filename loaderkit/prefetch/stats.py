@@ -17,6 +17,8 @@ from loaderkit.prefetch.accounts import Account, Histogram, States
 if TYPE_CHECKING:
     from loaderkit.prefetch.engine import Engine
 
+_LEVELS = frozenset({"held_bytes"})
+
 
 @dataclass
 class StageStats:
@@ -84,6 +86,7 @@ class Stats:
     stages: list[StageStats]
     memory: dict[str, int]
     tuning: dict[str, Any]
+    store: dict[str, float] = field(default_factory=dict)  # what connectors count; those not in _LEVELS only grow
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
@@ -103,6 +106,10 @@ class Stats:
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             memory=self.memory,
             tuning=self.tuning,
+            store={
+                name: value if name in _LEVELS else value - earlier.store.get(name, 0)
+                for name, value in self.store.items()
+            },
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,7 +132,14 @@ class Stats:
             },
             "memory": self.memory,
             "tuning": self.tuning,
+            "store": {**self.store, **_shares(self.store)},
         }
+
+
+def _shares(store: dict[str, float]) -> dict[str, float]:
+    """How much of what was read came from the cache, by bytes, if there is one and anything was read."""
+    hits, misses = store.get("cache_hit_bytes", 0), store.get("cache_missed_bytes", 0)
+    return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
@@ -202,4 +216,5 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
             "rss_peak_bytes": peak_rss_bytes(),
         },
         tuning=tuning,
+        store=dict(engine.counters()) if engine.counters is not None else {},
     )

@@ -32,6 +32,7 @@ from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import CallArgs
 from loaderkit.types import Connector, Source
 
+
 @dataclass(frozen=True)
 class Parts:
     """What a loader is made of."""

@@ -43,12 +43,17 @@ class Forecast:
         self._schedule = schedule
         self._num_epochs = num_epochs
         self._bounds = bounds
-        self._window = 0  # about so many samples after its first a block's last one comes
+        self._window = 0
         if isinstance(order, BlockOrder) and bounds is not None:
             longest = int(np.diff(bounds).max(initial=0))
-            self._window = 2 * longest * order.window * order.num_lanes // schedule.world_size
+            self._window = longest * order.window * order.num_lanes // schedule.world_size
         records = getattr(source, "records", None)
         self._record_bytes = records.num_bytes if records is not None else None
+
+    @property
+    def window(self) -> int:
+        """About so many samples of the rank after a block's first comes its last; 0 if there are no blocks."""
+        return self._window
 
     def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
         """All pieces from global `position` of `epoch` on, by the sample that wants them first."""
@@ -114,7 +119,7 @@ class Forecast:
             lo, hi = int(self._bounds[block]), int(self._bounds[block + 1])
             at = number + int(places[first])
             inside = self._wanted(np.arange(lo, hi, dtype=np.int64), [at] * (hi - lo))
-            pieces += [piece._replace(last=at + self._window) for piece in coalesce(inside, most_bytes=1 << 62)]
+            pieces += [piece._replace(last=at + 2 * self._window) for piece in coalesce(inside, most_bytes=1 << 62)]
         return pieces
 
     def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[Wanted]:

@@ -101,7 +101,7 @@ class Retries:
             retry=tenacity.retry_if_exception_type(TemporaryError),
             wait=lambda state: self._wait_s(state.attempt_number),
             stop=is_over,
-            sleep=self._sleep,
+            sleep=self._rest,
             before_sleep=count,
             reraise=True,
         )
@@ -111,6 +111,9 @@ class Retries:
             took_s = self._clock() - begin_s
             error.args = (f"{error} (tried {num_attempts} times in {took_s:.1f} s)", *error.args[1:])
             raise
+
+    def _rest(self, seconds: float) -> None:
+        self._sleep(seconds)
 
     def _wait_s(self, number: int) -> float:
         longest_s = min(self.policy.most_wait_s, self.policy.first_wait_s * 2.0 ** (number - 1))

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
 
 CLASSES = ("ant", "bee", "cat")

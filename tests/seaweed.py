@@ -53,7 +53,7 @@ class Seaweed:
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
         self.port = free_port()
         master, volume, filer = free_port(), free_port(), free_port()
-        self._log = open(folder / "log.txt", "wb")
+        self._log = open(folder / "log.txt", "wb")  # noqa: SIM115 - as long as the server runs
         # Sockets have short names only.
         self._process = subprocess.Popen(
             [

@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_left, insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit.errors import ChecksumError, ClosedError, ShortReadError
 from loaderkit.ranges import Piece
 from loaderkit.types import Connector, ObjectInfo, Ranges
 
 logger = logging.getLogger("loaderkit")
+# In a class with a method `list` that name means the method.
+_Threads = list[threading.Thread]
+_Memories = list[NDArray[np.uint8]]
+_Offsets = list[int]
+_Found = list[Piece]
 _NUM_PLANNED = 256  # pieces at a time
 _JOIN_S = 2.0
 _REUSED_BYTES = 1 << 20  # memory of larger pieces is kept for others: fresh pages cost as much as the copy
@@ -48,7 +54,7 @@ class _Held:
 class AheadConnector:
     """What `inner` has, read ahead along `pieces`: what is wanted from (epoch, position) on, by first need.
 
-    At most `memory_bytes` are held or on their way; a piece longer than that is read when it is wanted. The `num_requests`
+    At most `memory_bytes` are held or on their way; a piece of more than half of that is read when it is wanted. The `num_requests`
     threads begin with the first read. Any number of threads may read.
     """
 
@@ -61,10 +67,13 @@ class AheadConnector:
         *,
         memory_bytes: int,
         num_requests: int,
+        num_samples: int = 4096,
         slack: int = 4096,
     ) -> None:
-        """`slack`: by how many samples reads may be out of order."""
+        """`num_samples`: how far is read ahead of the furthest read so far; `slack`: by how many samples reads may be out of
+        order."""
         self.inner = inner
+        self._num_samples = num_samples
         self._slack = slack
         self._pieces_from = pieces
         self._memory_bytes = memory_bytes
@@ -77,10 +86,10 @@ class AheadConnector:
         self._planned: deque[_Held] = deque()
         self._held: dict[str, list[_Held]] = {}  # by object: planned, on their way, and there
         self._in_order: deque[_Held] = deque()  # those begun, by first need
-        self._spare: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
+        self._spare: _Memories = []
         self._held_bytes = 0
         self._reached = 0  # the furthest sample that was read for
-        self._threads: list[threading.Thread] = []
+        self._threads: _Threads = []
         self._is_stopped = True
         self._over_read_bytes = self._ahead_bytes = self._direct_bytes = self._num_direct = 0
 
@@ -107,7 +116,7 @@ class AheadConnector:
                 self._direct_bytes += len(buffer)
             self.inner.read_into(key, start, buffer, etag=etag)
 
-    def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
+    def read_many(self, ranges: Ranges, offsets: _Offsets, buffer: memoryview) -> Mapping[int, Exception]:
         """Read every range to its offset in `buffer`; see `BulkConnector.read_many`."""
         errors: dict[int, Exception] = {}
         for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
@@ -163,7 +172,9 @@ class AheadConnector:
             held = self._find(key, start, num_bytes, etag)
             if held is None:
                 return None
-            self._reached = max(self._reached, held.piece.first)
+            if held.piece.first > self._reached:
+                self._reached = held.piece.first
+                self._changed.notify()
             held.left_bytes -= num_bytes
             if not held.is_begun and not self._begin_now(held, num_bytes):
                 return None
@@ -174,15 +185,15 @@ class AheadConnector:
         mine = self._held.get(key)
         if mine is None:
             return None
-        # The first of those that begin where the range does, else the nearest before; two epochs may want the same.
-        place = bisect_left(mine, start, key=_start_of)
-        if place == len(mine) or _start_of(mine[place]) != start:
-            place -= 1
-        for held in reversed(mine[max(0, place - _NUM_LOOKED_AT) : place + 1]):
-            piece = held.piece
-            if piece.start <= start and start + num_bytes <= piece.start + piece.length and piece.etag == etag:
-                return held
-        return None
+        # Two epochs may want the same piece, and then there are two: the one wanted first is meant.
+        place = bisect_right(mine, start, key=_start_of)
+        end = start + num_bytes
+        fitting = [
+            held
+            for held in mine[max(0, place - _NUM_LOOKED_AT) : place]
+            if end <= held.piece.start + held.piece.length and held.piece.etag == etag
+        ]
+        return min(fitting, key=_first_of, default=None)
 
     def _begin_now(self, held: _Held, num_bytes: int) -> bool:
         """A planned piece is wanted already: put it first, if there is room and enough of it is wanted. Under the lock."""
@@ -243,7 +254,7 @@ class AheadConnector:
         if held.is_begun:
             self._held_bytes -= held.piece.length
             if held.data is not None and held.piece.length >= _REUSED_BYTES and len(self._spare) < _NUM_REUSED:
-                self._spare.append(np.frombuffer(held.data.obj, np.uint8))  # type: ignore[arg-type]
+                self._spare.append(np.frombuffer(held.data, np.uint8))
             held.data = None
             self._changed.notify_all()
 
@@ -260,7 +271,7 @@ class AheadConnector:
             self._threads.append(thread)
             thread.start()
 
-    def _work(self, mine: list[threading.Thread]) -> None:
+    def _work(self, mine: _Threads) -> None:
         while True:
             held = self._next(mine)
             if held is None:
@@ -268,13 +279,14 @@ class AheadConnector:
             self._fetch(held)
             del held
 
-    def _next(self, mine: list[threading.Thread]) -> _Held | None:
+    def _next(self, mine: _Threads) -> _Held | None:
         """The piece to fetch next, once there is room for it; None when this thread is to end."""
         with self._changed:
             while not self._is_stopped and mine is self._threads:
                 if self._planned:
                     held = self._planned[0]
-                    if self._has_room(held.piece.length):
+                    is_near = held.piece.first <= self._reached + self._num_samples
+                    if is_near and self._has_room(held.piece.length):
                         self._planned.popleft()
                         held.is_begun = True
                         self._held_bytes += held.piece.length
@@ -296,7 +308,7 @@ class AheadConnector:
         pieces = self._pieces
         self._is_planning = True
         self._changed.release()
-        found: list[Piece] = []
+        found: _Found = []
         try:
             for piece in pieces:
                 found.append(piece)
@@ -368,6 +380,10 @@ class _Dropped(Exception):  # noqa: N818
 
 def _start_of(held: _Held) -> int:
     return held.piece.start
+
+
+def _first_of(held: _Held) -> int:
+    return held.piece.first
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -3,8 +3,8 @@
     read_into ──> on disk? ──> yes: from there, if its checksum is right
                           └──> no: fetched by one thread of one process, handed on, and kept
 
-A large object is kept in blocks of 4 MiB, whatever ranges it is read by, so that an index made by one pass over an archive leaves
-the archive in the cache. What is not known to be large is kept as it is read: whole. Reads say which etag they mean, and
+A large object is kept in blocks of 4 MiB, whatever ranges it is read by, so that an index made by one pass over an archive
+leaves the archive in the cache. What is not known to be large is kept as it is read: whole. Reads say which etag they mean, and
 that is part of a piece's name, so a cached object can never be mixed with the one that replaced it.
 """
 

@@ -6,6 +6,7 @@ settings are those packages' own: from the environment and their configuration f
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -14,7 +15,6 @@ from typing import Any
 
 from loaderkit.errors import (
     AccessDeniedError,
-    ClosedError,
     ConfigError,
     ConnectorError,
     LoaderkitError,
@@ -35,6 +35,12 @@ _PACKAGES = {
 }  # fmt: skip
 _TAGS = ("etag", "ETag", "md5Hash", "content_md5", "md5", "sha256", "generation", "blob_id", "checksum")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created", "modified")
+_SAID: dict[type[ConnectorError], str] = {
+    ObjectNotFoundError: "there is no such object; was it moved or deleted?",
+    AccessDeniedError: "the store refuses it: check the credentials it is asked with",
+    ThrottledError: "the store asks for fewer requests: lower source.read_ahead.requests",
+    UnreachableError: "the connection failed",
+}
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
 _USER = re.compile(r"(://)[^/@]*@")
 
@@ -217,35 +223,44 @@ class FsspecConnector:
     def _size_of(self, key: str, details: Any) -> int:
         size = details.get("size")
         if size is None:
-            raise ConnectorError(f"{self.describe(key)}: the server does not say how large it is, so it cannot be read by ranges")
+            raise ConnectorError(
+                f"{self.describe(key)}: the server does not say how large it is, so it cannot be read by ranges"
+            )
         return int(size)
 
     def _translated(self, key: str, error: Exception) -> ConnectorError:
         """The error without the request that it may quote: a URL may hold a signature."""
-        where = self.describe(key)
-        status = next((int(value) for name in ("status", "code", "status_code")
-                       if str(value := getattr(error, name, "")).isdigit()), 0)  # fmt: skip
+        where, status = self.describe(key), _status_of(error)
         shown = f" ({type(error).__name__}{f', status {status}' if status else ''})"
-        if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError)) or status in (404, 410):
-            return ObjectNotFoundError(f"there is no object {where}{shown}; was it moved or deleted?")
-        if isinstance(error, PermissionError) or status in (401, 403):
-            return AccessDeniedError(f"{where}: the store refuses it{shown}: check the credentials it is asked with")
-        if status in (429, 503):
-            return ThrottledError(f"{where}: the store asks for fewer requests{shown}")
-        if status >= 500 or isinstance(error, TimeoutError):
-            return TemporaryError(f"{where}: the store failed{shown}")
-        if isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] == "aiohttp":
-            return UnreachableError(f"{where}: the connection failed{shown}")
-        if isinstance(error, OSError):
-            return TemporaryError(f"{where}: {error.strerror or type(error).__name__}")
-        if isinstance(error, ClosedError):
-            raise error
-        return ConnectorError(f"{where}: fsspec failed with {type(error).__name__}")
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
+        kind = _kind_of(error, status)
+        return kind(f"{where}: {_SAID.get(kind) or reason or 'fsspec failed'}{shown}")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
             self._num_requests += 1
             self._fetched_bytes += num_bytes
+
+
+def _status_of(error: Exception) -> int:
+    """The HTTP status in an exception of whichever library; 0: none."""
+    values = (str(getattr(error, name, "")) for name in ("status", "code", "status_code"))
+    return next((int(value) for value in values if value.isdigit()), 0)
+
+
+def _kind_of(error: Exception, status: int) -> type[ConnectorError]:
+    number = error.errno if isinstance(error, OSError) else None
+    is_of_the_wire = isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] == "aiohttp"
+    kinds: dict[type[ConnectorError], bool] = {
+        ObjectNotFoundError: isinstance(error, (FileNotFoundError, IsADirectoryError))
+        or number in (errno.ENOENT, errno.ENAMETOOLONG, errno.ENOTDIR)
+        or status in (404, 410),
+        AccessDeniedError: isinstance(error, PermissionError) or status in (401, 403),
+        ThrottledError: status in (429, 503),
+        UnreachableError: is_of_the_wire and not status,
+        TemporaryError: status >= 500 or (isinstance(error, OSError) and not status),
+    }
+    return next((kind for kind, fits in kinds.items() if fits), ConnectorError)
 
 
 def _tag_of(details: Any) -> str:

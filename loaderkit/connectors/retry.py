@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from loaderkit.types import Connector, ObjectInfo, Ranges
 
 T = TypeVar("T")
 _NUM_HANDS = 64
+_NUM_LISTED = 1000
 
 
 class RetryConnector:
@@ -48,30 +50,11 @@ class RetryConnector:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """What `inner` lists; begun again where it failed, without what was given already."""
-        last: bytes | None = None
-        found = self.inner.list(prefix)
-        while True:
-            begun = found
-
-            def step() -> ObjectInfo | None:
-                nonlocal begun
-                try:
-                    return self._bounded(lambda: next(begun, None), f"{self.inner.describe(prefix)}*")
-                except TemporaryError:
-                    begun = self._behind(prefix, last)
-                    raise
-
-            info = self._retries(step)
-            found = begun
-            if info is None:
-                return
-            last = info.key.encode("utf-8", "surrogateescape")
-            yield info
-
-    def _behind(self, prefix: str, last: bytes | None) -> Iterator[ObjectInfo]:
-        for info in self.inner.list(prefix):
-            if last is None or info.key.encode("utf-8", "surrogateescape") > last:
-                yield info
+        listing = _Listing(self.inner, prefix)
+        where = f"{self.inner.describe(prefix)}*"
+        while found := self._retries(lambda: self._bounded(listing.step, where)):
+            yield from found
+            listing.last = _order(found[-1])
 
     def stat(self, key: str) -> ObjectInfo:
         """What `inner` says."""
@@ -162,6 +145,33 @@ class BulkRetryConnector(RetryConnector):
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
         inner: Any = self.inner
         self._retries(lambda: inner.gather_into(key, starts, length, buffer, etag=etag))
+
+
+class _Listing:
+    """A listing, some at a time; after a failure it is begun again behind what was given, which is `last`."""
+
+    def __init__(self, inner: Connector, prefix: str) -> None:
+        self._inner = inner
+        self._prefix = prefix
+        self._infos: Iterator[ObjectInfo] | None = None
+        self._number = 0
+        self.last: bytes | None = None
+
+    def step(self) -> list[ObjectInfo]:
+        """The next ones; none at the end."""
+        infos, self._infos = self._infos, None  # gone, should this fail or be given up
+        self._number = number = self._number + 1
+        if infos is None:
+            last = self.last
+            infos = (info for info in self._inner.list(self._prefix) if last is None or _order(info) > last)
+        found = list(islice(infos, _NUM_LISTED))
+        if number == self._number:  # else this one was given up, and another goes on
+            self._infos = infos
+        return found
+
+
+def _order(info: ObjectInfo) -> bytes:
+    return info.key.encode("utf-8", "surrogateescape")
 
 
 def with_retries(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.connectors.ahead import AheadConnector
@@ -32,7 +33,6 @@ from loaderkit.ranges import Piece, bulk_method, gather_into
 from loaderkit.retries import RetryPolicy
 from loaderkit.stores import CacheArgs, S3Args
 from loaderkit.types import ByteRange, Connector, Ranges
-from seaweed import Seaweed
 
 
 class Writable(Connector, Protocol):
@@ -105,6 +105,8 @@ KINDS = [
     "cache-over-s3",
     "tar-over-s3",
 ]
+# Drawn examples cost the server some seconds; what is over it is shown by the other tests.
+DRAWN = [kind for kind in KINDS if not kind.endswith("-over-s3")]
 SERVER: list[Seaweed] = []
 NUMBERS = count()
 NOT_EVERYWHERE = {"\udce9": ("s3", "fsspec"), "a\nb": ("fsspec-memory",)}  # what a store cannot call an object
@@ -191,7 +193,7 @@ def key_sets(draw: st.DrawFn) -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 @settings(max_examples=60, deadline=None)
 @given(keys=key_sets(), prefix=st.one_of(st.just(""), KEYS, KEYS.map(lambda key: key[:2])))
 def test_listing_is_ordered_by_the_bytes_of_the_key(kind: str, keys: list[str], prefix: str) -> None:
@@ -220,7 +222,7 @@ def test_prefix_is_a_string_not_a_directory(factory: Factory) -> None:
     assert listed("../") == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 @settings(max_examples=40, deadline=None)
 @given(data=st.binary(max_size=2000), ends=st.tuples(st.integers(0, 2000), st.integers(0, 2000)))
 def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -> None:
@@ -232,7 +234,7 @@ def test_any_range_is_the_slice(kind: str, data: bytes, ends: tuple[int, int]) -
         assert store.read("x/data.bin", start, end - start, etag) == data[start:end]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 @settings(max_examples=40, deadline=None)
 @given(
     data=st.binary(min_size=40, max_size=400),
@@ -338,7 +340,7 @@ def test_unusual_keys(factory: Factory, key: str, request: pytest.FixtureRequest
     assert store.place(key).split("/")[-1] in store.connector.describe(store.place(key))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 @settings(max_examples=80, deadline=None)
 @given(
     data=st.binary(min_size=1, max_size=60).map(lambda seed: seed * 700),

@@ -9,6 +9,7 @@ from loaderkit.connectors.s3.settings import Place, Reach
 from loaderkit.errors import MissingExtraError
 
 _PAGE = 1000
+_NOBODY_ASKS = object()
 
 
 class Page(NamedTuple):
@@ -44,14 +45,15 @@ class Client:
 
     def stream(self, key: str, start: int, end: int) -> Iterator[bytes]:
         """The bytes [start, end) of an object, in pieces."""
-        # The reader would write to memory that a request given up must not touch any more: the stream alone is wanted.
-        streams: Any = self._client.get_object(
+        # The client's readers write to memory that a request given up must not touch any more: the stream alone is wanted.
+        client: Any = self._client
+        stream_of = client.get_object(
             self._bucket,
             key,
-            object_info=object(),  # type: ignore[arg-type] - nobody asks for it
-            reader_constructor=lambda bucket, key, get_object_info, get_stream: get_stream,  # type: ignore[arg-type, return-value]
+            object_info=_NOBODY_ASKS,
+            reader_constructor=lambda bucket, key, get_object_info, get_stream: get_stream,
         )
-        found: Iterator[bytes] = streams(start, end)
+        found: Iterator[bytes] = stream_of(start, end)
         return found
 
     def head(self, key: str) -> Any:
@@ -71,7 +73,7 @@ class Client:
 
     def put(self, key: str, data: memoryview, piece_bytes: int, goes_on: Callable[[], None]) -> None:
         """Create or replace an object; it appears when all of it is there. `goes_on` is called from piece to piece."""
-        writer = self._client.put_object(self._bucket, key)
+        writer: Any = self._client.put_object(self._bucket, key)
         for start in range(0, len(data), piece_bytes):
             writer.write(bytes(data[start : start + piece_bytes]))
             goes_on()

@@ -7,6 +7,7 @@ What is taken from it is the status, the store's error code and the name of the 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from loaderkit.errors import (
     AccessDeniedError,
@@ -25,82 +26,148 @@ _CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
 _STATUS = re.compile(r"(?:response_status|http_status)\D{0,12}(\d{3})")
 _TRANSPORT = re.compile(r"\b(AWS_[A-Z0-9_]{3,80})\b")
 
-_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "AWS_ERROR_S3_TOKEN_EXPIRED"}
-_BUSY = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
-         "BandwidthLimitExceeded", "AWS_ERROR_S3_SLOW_DOWN"}  # fmt: skip
-_BROKEN_OFF = {"AWS_ERROR_HTTP_CONNECTION_CLOSED", "AWS_IO_SOCKET_CLOSED", "AWS_ERROR_HTTP_SERVER_CLOSED"}
-# Of a HEAD the client keeps no code, of "forbidden" only a sentence.
-_WRONG_KEYS = re.compile("signature we calculated|access key id you provided|token .{0,30}(invalid|malformed)", re.IGNORECASE)
+
+class _Rule(NamedTuple):
+    """An error, what it is recognised by (any of: a code or transport's name, a status, words), and what is said."""
+
+    kind: type[ConnectorError]
+    names: str
+    statuses: tuple[int, ...]
+    words: str
+    what: str
+
+
+_RULES = (
+    _Rule(
+        ExpiredCredentialsError,
+        r"ExpiredToken|ExpiredTokenException|TokenRefreshRequired|RequestExpired|AWS_ERROR_S3_TOKEN_EXPIRED",
+        (),
+        r"token .{0,40}expired",
+        "the credentials have expired: renew them (a new session token, `aws sso login`) and resume",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"AWS_AUTH_CREDENTIALS\w*",
+        (),
+        r"no signing credentials",
+        "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role; for a public "
+        "bucket say `s3: {{anonymous: true}}`",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken",
+        (),
+        r"signature we calculated|access key id you provided|token .{0,30}(invalid|malformed)",
+        "{store} does not accept the credentials: key, secret or token are wrong, or another store's",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"RequestTimeTooSkewed|AWS_ERROR_S3_REQUEST_TIME_TOO_SKEWED",
+        (),
+        r"request time and the server",
+        "this machine's clock is wrong, so that its signatures are not accepted: set it",
+    ),
+    _Rule(
+        ObjectNotFoundError,
+        r"NoSuchBucket",
+        (),
+        r"bucket does not exist",
+        "there is no such bucket at {store}; check `url`, `s3.region` and `s3.endpoint`",
+    ),
+    _Rule(
+        ObjectNotFoundError,
+        r"NoSuchKey",
+        (404,),
+        r"object was not found|key does not exist",
+        "there is no such object; was it moved or deleted?",
+    ),
+    _Rule(ShortReadError, r"InvalidRange", (416,), r"(?!)", "the object ends before the range asked for"),
+    _Rule(
+        ObjectChangedError,
+        r"PreconditionFailed|AWS_ERROR_S3_OBJECT_MODIFIED",
+        (412,),
+        r"precondition failed",
+        "it was replaced while it was read; start again, so that it is listed anew",
+    ),
+    _Rule(
+        ConnectorError,
+        r"PermanentRedirect|TemporaryRedirect|AuthorizationHeaderMalformed",
+        (301, 307),
+        r"wrong region",
+        "the bucket is in another region than asked for ({store}): set `s3.region`",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"AccessDenied|AllAccessDisabled",
+        (401, 403),
+        r"client error: forbidden",
+        "{store} refuses it with these credentials: check them, and what the bucket's policy allows",
+    ),
+    _Rule(
+        ThrottledError,
+        r"SlowDown|ServiceUnavailable|Throttling|ThrottlingException|TooManyRequests|RequestLimitExceeded|AWS_ERROR_S3_SLOW_DOWN",
+        (429, 503),
+        r"throttled",
+        "{store} asks for fewer requests: lower `s3.connections`, or make reads larger",
+    ),
+    _Rule(
+        TemporaryError,
+        r"InternalError|AWS_ERROR_S3_INTERNAL_ERROR",
+        (500, 502, 504),
+        r"(?!)",
+        "{store} failed",
+    ),
+    _Rule(
+        TemporaryError,
+        r"RequestTimeout|AWS_ERROR_S3_REQUEST_TIMEOUT",
+        (408,),
+        r"(?!)",
+        "{store} gave up waiting for this client",
+    ),
+    _Rule(
+        TemporaryError,
+        r"AWS_ERROR_S3_RESPONSE_CHECKSUM_MISMATCH",
+        (),
+        r"(?!)",
+        "{store} sent bytes that do not fit their checksum",
+    ),
+    _Rule(
+        TruncatedError,
+        r"AWS_ERROR_HTTP_CONNECTION_CLOSED|AWS_IO_SOCKET_CLOSED|AWS_ERROR_HTTP_SERVER_CLOSED",
+        (),
+        r"(?!)",
+        "{store} broke off the connection",
+    ),
+    _Rule(
+        UnreachableError,
+        r"AWS_IO_\w+|AWS_ERROR_HTTP\w*",
+        (),
+        r"(?!)",
+        "no connection with {store}: is the endpoint right, and up?",
+    ),
+    _Rule(
+        ConnectorError,
+        r"(?!)",
+        (),
+        r"internal s3 client error",
+        "{store} answers as no S3 store does: is `s3.endpoint` right?",
+    ),
+    _Rule(ConnectorError, r".*", (), r"", "the request failed at {store}"),
+)
 
 
 def translate(text: str, where: str, store: str) -> ConnectorError:
-    """The error for a failed request. `where` names the object or listing, `store` the endpoint and how it was asked."""
-    code = _found(_CODE, text)
+    """The error for a failed request. `where` names the object or listing, `store` the endpoint."""
+    code, transport = _found(_CODE, text), _found(_TRANSPORT, text)
     status = int(_found(_STATUS, text) or 0)
-    transport = _found(_TRANSPORT, text)
-    detail = ", ".join(filter(None, (f"status {status}" if status else "", code, transport)))
-    shown = f" ({detail})" if detail else ""
-    for kind, what in (
-        _of_credentials(text, code, status, transport, store),
-        _of_object(text, code, status, transport, store),
-        _of_the_moment(text, code, status, transport, store),
-    ):
-        if kind is not None:
-            return kind(f"{where}: {what}{shown}")
-    return ConnectorError(f"{where}: the request failed at {store}{shown or ' for a reason the client does not tell'}")
+    details = ", ".join(filter(None, (f"status {status}" if status else "", code, transport)))
+    rule = next(rule for rule in _RULES if _fits(rule, text, (code, transport), status))
+    return rule.kind(f"{where}: {rule.what.format(store=store)}{f' ({details})' if details else ''}")
 
 
-Found = tuple[type[ConnectorError] | None, str]
-
-
-def _of_credentials(text: str, code: str, status: int, transport: str, store: str) -> Found:
-    if code in _EXPIRED or transport in _EXPIRED:
-        return ExpiredCredentialsError, "the credentials have expired: renew them (aws sso login, a new session token) and resume"
-    if "No signing credentials" in text or "AWS_AUTH_CREDENTIALS" in transport:
-        return AccessDeniedError, (
-            "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role; "
-            "for a public bucket say `s3: {anonymous: true}`"
-        )
-    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken") or _WRONG_KEYS.search(text):
-        return AccessDeniedError, f"{store} does not accept the credentials: key, secret or token are wrong, or another store's"
-    if code == "RequestTimeTooSkewed" or transport == "AWS_ERROR_S3_REQUEST_TIME_TOO_SKEWED":
-        return AccessDeniedError, "this machine's clock is wrong, so that its signatures are not accepted: set it"
-    return None, ""
-
-
-def _of_object(text: str, code: str, status: int, transport: str, store: str) -> Found:
-    lower = text.lower()
-    if code == "NoSuchBucket" or "bucket does not exist" in lower:
-        return ObjectNotFoundError, f"there is no such bucket at {store}; check `url`, `s3.region` and `s3.endpoint`"
-    if code == "NoSuchKey" or status == 404 or "object was not found" in lower or "key does not exist" in lower:
-        return ObjectNotFoundError, "there is no such object; was it moved or deleted?"
-    if status == 416 or code == "InvalidRange":
-        return ShortReadError, "the object ends before the range asked for"
-    if status == 412 or code == "PreconditionFailed" or transport == "AWS_ERROR_S3_OBJECT_MODIFIED":
-        return ObjectChangedError, "it was replaced while it was read; start again, so that it is listed anew"
-    if status in (301, 307) or code == "AuthorizationHeaderMalformed" or "wrong region" in lower:
-        return ConnectorError, f"the bucket is in another region than asked for ({store}): set `s3.region`"
-    if status in (401, 403) or code in ("AccessDenied", "AllAccessDisabled") or "forbidden" in lower:
-        return AccessDeniedError, f"{store} refuses it with these credentials: check them, and what the bucket's policy allows"
-    return None, ""
-
-
-def _of_the_moment(text: str, code: str, status: int, transport: str, store: str) -> Found:
-    if status in (429, 503) or code in _BUSY or transport in _BUSY or "throttl" in text.lower():
-        return ThrottledError, f"{store} asks for fewer requests: lower `s3.connections`, or make reads larger"
-    if status >= 500 or code == "InternalError" or "AWS_ERROR_S3_INTERNAL_ERROR" in transport:
-        return TemporaryError, f"{store} failed"
-    if transport == "AWS_ERROR_S3_RESPONSE_CHECKSUM_MISMATCH":
-        return TemporaryError, f"{store} sent bytes that do not fit their checksum"
-    if transport in _BROKEN_OFF:
-        return TruncatedError, f"{store} broke off the connection"
-    if transport.startswith(("AWS_IO_", "AWS_ERROR_HTTP")):
-        return UnreachableError, f"no connection with {store}: is the endpoint right, and up?"
-    if "internal s3 client error" in text.lower():
-        return ConnectorError, f"{store} answers as no S3 store does: is `s3.endpoint` right?"
-    if status == 408 or code == "RequestTimeout" or "TIMEOUT" in transport:
-        return TemporaryError, f"{store} gave up waiting for this client"
-    return None, ""
+def _fits(rule: _Rule, text: str, names: tuple[str, str], status: int) -> bool:
+    is_named = any(name and re.fullmatch(rule.names, name) for name in names)
+    return is_named or status in rule.statuses or re.search(rule.words, text, re.IGNORECASE) is not None
 
 
 def _found(pattern: re.Pattern[str], text: str) -> str:

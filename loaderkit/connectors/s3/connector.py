@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from hashlib import md5
 from typing import Any
 
+from loaderkit.connectors.s3.client import Client, Page
 from loaderkit.connectors.s3.requests import Requests
 from loaderkit.connectors.s3.settings import Place, Reach
 from loaderkit.errors import (
@@ -39,6 +41,10 @@ _MOST_MD5_BYTES = 64 << 20
 _MOST_KEY_BYTES = 1024
 _TIMEOUT_S = 10.0
 _MOST_READS = 3
+
+
+def _page(prefix: str, token: str | None, client: Client, call: Call[Page]) -> Page:
+    return client.page(prefix, token)
 
 
 class _Part:
@@ -120,7 +126,9 @@ class S3Connector:
         """Create or replace an object: readers see the old bytes or the new ones."""
         full, view = self._full(key), memoryview(data).cast("B")
         self._requests.ask(
-            lambda client, call: client.put(full, view, self._s3.part_size, call.goes_on), self.describe(key), patience=6
+            lambda client, call: client.put(full, view, self._s3.part_size, call.goes_on),
+            self.describe(key),
+            patience=6,
         )
 
     def delete(self, key: str) -> None:
@@ -248,14 +256,15 @@ class S3Connector:
         return full
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
-        place, last, token = self._place, b"", None
+        place, last = self._place, b""
+        token: str | None = None
         try:
             full = place.prefix + prefix
             full.encode()
         except UnicodeEncodeError:
             return
         while True:
-            page = self._requests.ask(lambda client, call, token=token: client.page(full, token), self.describe(prefix) + "*")
+            page = self._requests.ask(partial(_page, full, token), self.describe(prefix) + "*")
             for found in page.objects:
                 key = found.key[len(place.prefix) :]
                 if not key or key.endswith("/"):

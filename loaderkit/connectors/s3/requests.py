@@ -40,7 +40,12 @@ class Requests:
         self._made_s = 0.0  # time of day
 
     def ask(
-        self, request: Callable[[Client, Call[T]], T], where: str, *, begin_s: float | None = None, patience: float = 1.0
+        self,
+        request: Callable[[Client, Call[T]], T],
+        where: str,
+        *,
+        begin_s: float | None = None,
+        patience: float = 1.0,
     ) -> T:
         """The answer to a request about `where`, tried again as need be. Raises ConnectorError.
 

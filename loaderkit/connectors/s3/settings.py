@@ -52,7 +52,9 @@ class Reach:
     @classmethod
     def of(cls, args: S3Args, environment: Mapping[str, str]) -> Reach:
         """The settings with everything filled in that the description leaves open."""
-        endpoint = args.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
+        endpoint = (
+            args.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
+        )
         profile = args.profile or environment.get("AWS_PROFILE") or None
         region = (
             args.region

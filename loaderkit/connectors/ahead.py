@@ -82,6 +82,7 @@ class AheadConnector:
         self._place = (0, 0)
         self._generation = 0
         self._pieces: Iterator[Piece] | None = None
+        self._beyond: Piece | None = None  # the first that is too far ahead
         self._is_planning = False
         self._planned: deque[_Held] = deque()
         self._held: dict[str, list[_Held]] = {}  # by object: planned, on their way, and there
@@ -285,8 +286,7 @@ class AheadConnector:
             while not self._is_stopped and mine is self._threads:
                 if self._planned:
                     held = self._planned[0]
-                    is_near = held.piece.first <= self._reached + self._num_samples
-                    if is_near and self._has_room(held.piece.length):
+                    if self._has_room(held.piece.length):
                         self._planned.popleft()
                         held.is_begun = True
                         self._held_bytes += held.piece.length
@@ -305,14 +305,17 @@ class AheadConnector:
         generation = self._generation
         if self._pieces is None:
             self._pieces = self._pieces_from(*self._place)
-        pieces = self._pieces
+        pieces, beyond, limit = self._pieces, self._beyond, self._reached + self._num_samples
+        if beyond is not None and beyond.first > limit:
+            return False
+        self._beyond = None
         self._is_planning = True
         self._changed.release()
-        found: _Found = []
+        found: _Found = [] if beyond is None else [beyond]
         try:
             for piece in pieces:
                 found.append(piece)
-                if len(found) >= _NUM_PLANNED:
+                if len(found) >= _NUM_PLANNED or piece.first > limit:
                     break
         except Exception:  # nothing is read ahead then; who reads finds out what is wrong
             logger.exception("reading ahead has stopped; reads go on one by one")
@@ -321,6 +324,8 @@ class AheadConnector:
             self._is_planning = False
         if generation != self._generation:
             return True
+        if found and found[-1].first > limit:
+            self._beyond = found.pop()
         for piece in found:
             if piece.length <= self._memory_bytes // 2:
                 held = _Held(piece)
@@ -360,7 +365,7 @@ class AheadConnector:
     def _forget(self, error: Exception | None = None) -> None:
         """Drop all pieces; who waits for one gets `error`, or reads by itself. Under the lock."""
         self._generation += 1
-        self._pieces = None
+        self._pieces = self._beyond = None
         for pieces in self._held.values():
             for held in pieces:
                 if held.data is None and held.error is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -119,6 +120,8 @@ class Requests:
                 self._client = Client(self._place, self._reach)
             if self._hands is None:
                 self._hands = Hands(self._connections, f"loaderkit-s3-{self._place.bucket}"[:40])
+                # At exit, too: a thread that comes out of the client when there is no Python any more ends in a panic.
+                weakref.finalize(self, self._hands.close)
             return self._client, self._hands
 
     def renew(self) -> bool:

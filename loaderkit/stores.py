@@ -57,7 +57,7 @@ class CacheArgs(Model):
     dir: str | None = Field(
         None, min_length=1, description="a folder of a local disk, shared by all processes that name it; null: no cache"
     )
-    size: ByteSize = Field(50 * 10**9, description="what it may take; the least recently used goes first")
+    size: ByteSize = Field(50 * 2**30, description="what it may take; the least recently used goes first")
     verify: bool = Field(True, description="compare the checksum of whatever is read from it")
 
 

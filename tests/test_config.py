@@ -836,7 +836,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
             "md5": True,
         },
         "retry": {"total": "60s", "timeout": None},
-        "cache": {"dir": None, "size": "50000000000", "verify": True},
+        "cache": {"dir": None, "size": "50GiB", "verify": True},
         "read_ahead": {"memory": "2GiB", "requests": 32},
     }
     assert config.order.model_dump(mode="python") == {
@@ -851,6 +851,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "concurrency": "auto",
         "executor": "thread",
         "processes": 1,
+        "on_timeout": "warn",
         "timeout": "60s",
     }
     assert (config.prefetch.memory, config.prefetch.timeout) == (2 * 2**30, 60.0)

@@ -83,6 +83,7 @@ class AheadConnector:
         self._generation = 0
         self._pieces: Iterator[Piece] | None = None
         self._beyond: Piece | None = None  # the first that is too far ahead
+        self._has_plan = threading.Event()  # something is planned, or there is nothing to plan, or nobody who does
         self._is_planning = False
         self._planned: deque[_Held] = deque()
         self._held: dict[str, list[_Held]] = {}  # by object: planned, on their way, and there
@@ -91,7 +92,8 @@ class AheadConnector:
         self._held_bytes = 0
         self._reached = 0  # the furthest sample that was read for
         self._threads: _Threads = []
-        self._is_stopped = True
+        self._is_stopped = True  # no thread runs
+        self._is_ended = False  # and none may be started
         self._over_read_bytes = self._ahead_bytes = self._direct_bytes = self._num_direct = 0
 
     # --------------------------------------------------------------------------------------------------- the contract
@@ -144,13 +146,18 @@ class AheadConnector:
         """Forget what was fetched, and go on from another place."""
         with self._changed:
             self._forget()
+            self._is_ended = False
+            self._has_plan.clear()
             self._place = (epoch, position)
+            self._changed.notify_all()
 
     def stop(self) -> None:
-        """Let the threads go and forget what they fetched. Idempotent; the next read starts others."""
+        """Let the threads go and forget what they fetched. Idempotent. Reads are errors until `seek`: they are those of
+        workers that are to end."""
         with self._changed:
-            self._is_stopped = True
+            self._is_stopped = self._is_ended = True
             self._forget(ClosedError("reading ahead was stopped"))
+            self._has_plan.set()
             threads, self._threads = self._threads, []
             self._changed.notify_all()
         for thread in threads:
@@ -168,6 +175,10 @@ class AheadConnector:
         """The piece that has these bytes, or soon will; None if they are to be read directly."""
         if not num_bytes:
             return None
+        if not self._has_plan.is_set():  # the very first reads are worth waiting for the plan they stand in
+            with self._changed:
+                self._start()
+            self._has_plan.wait()
         with self._changed:
             self._start()
             held = self._find(key, start, num_bytes, etag)
@@ -262,10 +273,13 @@ class AheadConnector:
     # ----------------------------------------------------------------------------------------------------- the fetchers
 
     def _start(self) -> None:
-        """Begin to fetch, if that has not begun. Under the lock."""
+        """Begin to fetch, if that has not begun. Under the lock. Raises ClosedError after `stop`."""
+        if self._is_ended:
+            raise ClosedError("reading ahead was stopped")
         if not self._is_stopped:
             return
         self._is_stopped = False
+        self._has_plan.clear()
         for number in range(self._num_requests):
             name = f"loaderkit-ahead-{number}"
             thread = threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True)
@@ -324,6 +338,7 @@ class AheadConnector:
             self._is_planning = False
         if generation != self._generation:
             return True
+        self._has_plan.set()
         if found and found[-1].first > limit:
             self._beyond = found.pop()
         for piece in found:

@@ -54,7 +54,9 @@ def pieces(folder: Path) -> list[Path]:
 
 
 def taken(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "usage"))
+    return sum(
+        path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "usage")
+    )
 
 
 LARGE = random.Random(0).randbytes(3 * BLOCK_BYTES + 12_345)
@@ -126,12 +128,17 @@ class TestReading:
         assert all(len(path.name) == 64 and int(path.name, 16) for path in pieces(folder))
 
     def test_names_of_pieces_do_not_run_together(self) -> None:
-        assert len({piece_name(*parts) for parts in (("a", "b"), ("ab", ""), ("a\0", "b"), ("1:a", "b"), ("a", "1:b"))}) == 5
+        assert (
+            len({piece_name(*parts) for parts in (("a", "b"), ("ab", ""), ("a\0", "b"), ("1:a", "b"), ("a", "1:b"))})
+            == 5
+        )
 
 
 class TestDamage:
     @settings(max_examples=40, deadline=None)
-    @given(place=st.integers(0, 10**9), how=st.sampled_from(["flip", "cut", "grow", "empty", "zero"]), large=st.booleans())
+    @given(
+        place=st.integers(0, 10**9), how=st.sampled_from(["flip", "cut", "grow", "empty", "zero"]), large=st.booleans()
+    )
     def test_it_is_never_served(self, place: int, how: str, large: bool) -> None:
         import tempfile
 

@@ -93,7 +93,7 @@ EPOCHS = {
 
 
 @pytest.mark.parametrize("what", EPOCHS)
-@pytest.mark.parametrize("kind", ["files", "tar"])
+@pytest.mark.parametrize("kind", ["files", pytest.param("tar", marks=pytest.mark.prove)])
 def test_an_epoch_has_the_right_bytes(proxy: FaultProxy, photos: Path, shards: Path, kind: str, what: str) -> None:
     proxy.rule = EPOCHS[what]
     found, store = epoch_of(source(proxy, kind), BLOCKS if kind == "tar" else None)
@@ -207,7 +207,7 @@ class TestErrors:
     def test_a_listing_goes_on_where_it_failed(self, proxy: FaultProxy, seaweed: Seaweed) -> None:
         client = seaweed.boto()
         client.create_bucket(Bucket="pages")
-        names = [f"{number:04}" for number in range(1500)]
+        names = [f"{number:04}" for number in range(1100)]
         for name in names:
             client.put_object(Bucket="pages", Key=name, Body=b"x")
         for fault in (Fault(answer=(500, "InternalError")), Fault(hang=True), Fault(keep_bytes=1000)):
@@ -245,7 +245,7 @@ def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, pro
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 body = bytearray(path.read_bytes())
-                body[2000] ^= 1
+                body[len(body) // 2] ^= 1
                 client.put_object(Bucket=bucket, Key=f"d/{path.relative_to(folder).as_posix()}", Body=bytes(body))
         with pytest.raises(StageError, match=r"was replaced since it was listed.*start again") as caught:
             found += [digest(batch) for batch in batches]

@@ -172,7 +172,10 @@ def opened(kind: str) -> Iterator[Factory]:
         yield lambda objects: tar_store(inner, objects) if kind.startswith("tar") else plain_store(inner, objects)
 
 
-@pytest.fixture(params=KINDS)
+# Two more layers over the server take a minute.
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.prove) if kind.endswith("-over-s3") else kind for kind in KINDS]
+)
 def factory(request: pytest.FixtureRequest) -> Iterator[Factory]:
     with opened(request.param) as make:
         yield make

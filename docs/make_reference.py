@@ -21,6 +21,7 @@ from loaderkit.cli.app import app
 from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.registry import SOURCES, STAGES
 from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
+from loaderkit.stores import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 
 TARGET = Path(__file__).parent / "reference.md"
 
@@ -46,6 +47,11 @@ Sizes are numbers of bytes or text with a unit (`64MiB`, `2GB`); durations are s
 to the YAML file, or to the working directory for a dict, `Pipeline` or override.
 """
 
+STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
+`fsspec+scheme://` for whatever else it knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
+A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
+"""
+
 BATCH = """## Batches
 
 A batch is a dict: one tensor a field (`[B, ...]`; images uint8 `[B, 3, H, W]`, or floats behind `normalize`), a list for
@@ -68,7 +74,14 @@ still open included.
 | `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU (the rest waiting for I/O or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item |
 | `throughput` | `samples_per_s` delivered, `bytes_per_s` read |
 | `memory` | `budget_bytes`, `slab_bytes` (one batch), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
+| `store` | what connectors count; below |
 | `tuning` | `executor`, `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also its `pid` |
+
+In `store`, as far as the connectors in use have them: `num_requests`, `num_retries`, `num_timeouts` (requests given up),
+`num_checksum_failures`, `fetched_bytes` (from the store), `over_read_bytes` (fetched along with what was wanted; with a cache they may
+be wanted later); `ahead_bytes` (fetched ahead), `held_bytes` (of them in memory now), `num_direct_reads` and `direct_bytes` (not
+fetched ahead); `cache_hit_bytes`, `cache_missed_bytes`, `cache_hit_rate` (by bytes), `num_cache_damaged` (fetched anew),
+`num_cache_evicted`, `num_cache_failures` (the disk was full or failed).
 
 Stages that share a pool are listed singly: starved and idle stand at the pool's first, blocked at its last, and the pool's
 rows sum to its workers' time.
@@ -143,6 +156,9 @@ def render() -> str:
     parts = [HEAD, "## Sources\n"]
     for kind, source in SOURCES.items():
         parts += [f"### `kind: {kind}`\n", summary(source) + "\n", table(source, skip={"kind"})]
+    parts.append("## Stores\n\n" + STORES)
+    for name, model in (("s3", S3Args), ("retry", RetryArgs), ("cache", CacheArgs), ("read_ahead", ReadAheadArgs)):
+        parts += [f"### `source.{name}`\n", summary(model) + "\n", table(model)]
     parts += ["## Order\n", summary(OrderArgs) + "\n", table(OrderArgs)]
     parts += ["`order.block`, for `shuffle: block`:\n", table(BlockArgs)]
     parts += ["## Stages\n", "Every stage also takes:\n", table(StageArgs)]

@@ -52,7 +52,7 @@ def main() -> None:
                 for batch in loader:
                     loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"])
                     optimizer.zero_grad()
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
             except StageError as error:
                 if isinstance(error.__cause__, ExpiredCredentialsError):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from seaweed import Seaweed
 
 import loaderkit
-from seaweed import Seaweed
 
 
 def upload(server: Seaweed, folder: Path, bucket: str, prefix: str = "") -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from of_stores import upload
 
 FOLDER = Path(__file__).parent.parent / "examples"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from of_stores import upload
 
 import loaderkit
 from loaderkit.cli import main
-from of_stores import upload
 
 FOLDER = Path(__file__).parent.parent / "pipelines"
 FILES = sorted(FOLDER.glob("*.y*ml"))

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-import loaderkit
 from fault_proxy import FaultProxy
 from of_stores import epoch_of, upload
 from seaweed import Seaweed
 
+import loaderkit
+
 BLOCKS = {"shuffle": "block", "seed": 1, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
-ORDERS = {"global": {"shuffle": "global", "seed": 3}, "none": {"shuffle": "none"}, "block": BLOCKS}
+ORDERS: dict[str, dict[str, Any]] = {
+    "global": {"shuffle": "global", "seed": 3},
+    "none": {"shuffle": "none"},
+    "block": BLOCKS,
+}
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,8 @@ class _Held:
 class AheadConnector:
     """What `inner` has, read ahead along `pieces`: what is wanted from (epoch, position) on, by first need.
 
-    At most `memory_bytes` are held or on their way; a piece of more than half of that is read when it is wanted. The `num_requests`
-    threads begin with the first read. Any number of threads may read.
+    At most `memory_bytes` are held or on their way; a piece of more than half of that is read when it is wanted. The
+    `num_requests` threads begin with the first read. Any number of threads may read.
     """
 
     is_remote = True

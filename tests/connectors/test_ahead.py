@@ -15,7 +15,7 @@ from loaderkit.connectors.ahead import AheadConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ObjectChangedError, TemporaryError
 from loaderkit.forecast import Forecast
-from loaderkit.order import BlockOrder, GlobalOrder, Schedule, SequentialOrder
+from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
 from loaderkit.ranges import Piece, Wanted, coalesce
 from loaderkit.sources.files import FilesArgs, FilesSource
 
@@ -196,7 +196,7 @@ class TestForecast:
         store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
         source = FilesSource(store, FilesArgs(url="memory://"))
         bounds = source.blocks(50)
-        orders = {
+        orders: dict[str, Order] = {
             "global": GlobalOrder(num, seed),
             "none": SequentialOrder(),
             "block": BlockOrder(bounds, seed, window=2, lanes=3),

@@ -216,10 +216,10 @@ class TestBound:
         for content in (None, b"", b"-5", b"nonsense", b"99999999999999999999"):
             disk = DiskCache(tmp_path, 5_000)
             for number in range(9):
-                disk.write(piece_name(content or "", number), memoryview(bytes(900)))
+                disk.write(piece_name(str(content), number), memoryview(bytes(900)))
                 if content is not None:
                     (tmp_path / "usage").write_bytes(content)
-            disk.write(piece_name(content or "", "last"), memoryview(bytes(900)))
+            disk.write(piece_name(str(content), "last"), memoryview(bytes(900)))
             assert taken(tmp_path) <= 5_000 or content == b"-5"
         assert DiskCache(tmp_path, 5_000).write(piece_name("new"), memoryview(bytes(900)))
         assert taken(tmp_path) <= 5_000

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from of_stores import epoch_of
 
 import loaderkit
 from loaderkit.connectors.fsspec import FsspecConnector
@@ -20,7 +21,6 @@ from loaderkit.errors import (
     TemporaryError,
     ThrottledError,
 )
-from of_stores import epoch_of
 
 
 def test_a_pipeline(photos: Path, tmp_path: Path) -> None:
@@ -45,7 +45,9 @@ def test_the_package_of_a_scheme_is_named(scheme: str, package: str, monkeypatch
     for name in (package, "huggingface_hub"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"{scheme}:// needs the package {package}: pip install {package}"):
-        loaderkit.build({"source": {"kind": "files", "url": f"{scheme}://b/x"}, "stages": ["read", {"batch": {"size": 1}}]})
+        loaderkit.build(
+            {"source": {"kind": "files", "url": f"{scheme}://b/x"}, "stages": ["read", {"batch": {"size": 1}}]}
+        )
 
 
 def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_a_copy_for_another_process() -> None:
     connector.delete("a")
 
 
-class Answer(Exception):
+class AnswerError(Exception):
     """As libraries raise what a server answered."""
 
     def __init__(self, status: int) -> None:
@@ -90,11 +92,11 @@ class Answer(Exception):
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (Answer(404), ObjectNotFoundError),
-        (Answer(403), AccessDeniedError),
-        (Answer(429), ThrottledError),
-        (Answer(503), ThrottledError),
-        (Answer(500), TemporaryError),
+        (AnswerError(404), ObjectNotFoundError),
+        (AnswerError(403), AccessDeniedError),
+        (AnswerError(429), ThrottledError),
+        (AnswerError(503), ThrottledError),
+        (AnswerError(500), TemporaryError),
         (ConnectionResetError("x"), TemporaryError),
         (TimeoutError("x"), TemporaryError),
         (PermissionError("x"), AccessDeniedError),

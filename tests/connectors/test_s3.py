@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seaweed import SECRET_KEY, Seaweed
 
 import loaderkit
 from loaderkit.connectors.s3 import S3Connector
@@ -31,7 +32,6 @@ from loaderkit.errors import (
     UnreachableError,
 )
 from loaderkit.stores import RetryArgs, S3Args
-from seaweed import SECRET_KEY, Seaweed
 
 pytestmark = pytest.mark.usefixtures("s3_keys")
 
@@ -279,7 +279,7 @@ class TestSettings:
         ("Unknown CRT error: CRT error 14370: aws-c-s3: AWS_ERROR_S3_TOKEN_EXPIRED, Token expired", ExpiredCredentialsError),
         ("Unknown CRT error: CRT error 1051: aws-c-io: AWS_IO_SOCKET_CLOSED, socket is closed.", TruncatedError),
         ("CRT error 1047: aws-c-io: AWS_IO_SOCKET_CONNECTION_REFUSED, refused", UnreachableError),
-        ("response_status: 400, error_response_body: Some(<Code>ExpiredToken</Code><Token-0>TOP</Token-0>)", ExpiredCredentialsError),
+        ("response_status: 400, body: <Code>ExpiredToken</Code><Token-0>TOP</Token-0>)", ExpiredCredentialsError),
         ("response_status: 301, body: <Code>PermanentRedirect</Code><Token-0>TOP</Token-0>", ConnectorError),
         ("something new: TOP", ConnectorError),
     ],

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_proxy import Fault, FaultProxy, Request
+from of_stores import digest, epoch_of, upload
+from seaweed import Seaweed
 
 import loaderkit
-from fault_proxy import Fault, FaultProxy, Request
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -26,8 +28,6 @@ from loaderkit.errors import (
     UnreachableError,
 )
 from loaderkit.stores import RetryArgs, S3Args
-from of_stores import digest, epoch_of, upload
-from seaweed import Seaweed
 
 pytestmark = pytest.mark.usefixtures("s3_keys")
 BLOCKS = {"shuffle": "block", "seed": 3, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
@@ -49,6 +49,7 @@ def proxy(seaweed: Seaweed, uploaded: None, monkeypatch: pytest.MonkeyPatch, tmp
 def source(proxy: FaultProxy, kind: str, **more: Any) -> dict[str, Any]:
     """The photographs through the proxy."""
     s3: dict[str, Any] = {"endpoint": proxy.endpoint, "connections": 8}
+    found: dict[str, Any]
     if kind == "files":
         found = {"url": "s3://faults/photos", "include": "**/*.jpg", "label": "parent"}
     else:

@@ -77,7 +77,7 @@ class DiskCache:
         """
         path = self._path(name)
         try:
-            fd = os.open(path, _OPEN)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
         except OSError as error:

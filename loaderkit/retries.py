@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from loaderkit.errors import ChecksumError, TemporaryError
+from loaderkit.errors import ChecksumError, ClosedError, TemporaryError
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -44,6 +44,7 @@ class Retries:
         self.policy = policy
         self.num_retries = 0
         self._lock = threading.Lock()
+        self._num_stops = 0
         self._closing = threading.Event()
         self._sleep = sleep or self._closing.wait
         self._clock = clock
@@ -64,7 +65,8 @@ class Retries:
             return self._again(function, error, begin_s)
 
     def stop(self) -> None:
-        """Make all that wait give up, and later calls try once."""
+        """Make all calls under way end: what waits with ClosedError. Until `resume` others try once."""
+        self._num_stops += 1
         self._closing.set()
 
     def resume(self) -> None:
@@ -76,12 +78,15 @@ class Retries:
 
         done = [first]
         num_attempts = 0
+        num_stops = self._num_stops
 
         def attempt() -> T:
             nonlocal num_attempts
             num_attempts += 1
             if done:
                 raise done.pop()
+            if self._num_stops != num_stops:  # or it would make again what is being closed
+                raise ClosedError("it was closed while it was tried again")
             return function()
 
         def is_over(state: RetryCallState) -> bool:

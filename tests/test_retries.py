@@ -108,11 +108,19 @@ class TestRetries:
 
     def test_stopped_it_gives_up(self) -> None:
         retries = Retries(RetryPolicy(total_s=1000, max_attempts=1000, first_wait_s=500))
-        thread = threading.Timer(0.05, retries.stop)
+
+        def stop() -> None:
+            retries.stop()
+            retries.resume()
+
+        thread = threading.Timer(0.05, stop)
         thread.start()
-        with pytest.raises(TemporaryError):
+        with pytest.raises(ClosedError):
             retries(failing(99))
         thread.join()
+        retries.stop()
+        with pytest.raises(TemporaryError, match="tried 1 times"):
+            retries(failing(99))
 
 
 class TestHands:

@@ -68,8 +68,7 @@ def measure_object(server: Seaweed, folder: Path, rounds: int, num_bytes: int) -
         if endpoint is None:
             server.boto().create_bucket(Bucket="data")
             server.boto().put_object(Bucket="data", Key="large", Body=data)
-            endpoint = server.endpoint
-        found = rounds_of(_readers(endpoint, data), rounds)
+        found = rounds_of(_readers(endpoint or server.endpoint, data), rounds)
     return tell(f"object/{where}", "MB/s", found)
 
 

@@ -73,11 +73,12 @@ class Client:
 
     def put(self, key: str, data: memoryview, piece_bytes: int, goes_on: Callable[[], None]) -> None:
         """Create or replace an object; it appears when all of it is there. `goes_on` is called from piece to piece."""
-        writer: Any = self._client.put_object(self._bucket, key)
+        # Not the client's writer, which is a file: collected as garbage after a failure it would complete the upload.
+        stream = self._client._client.put_object(self._bucket, key)
         for start in range(0, len(data), piece_bytes):
-            writer.write(bytes(data[start : start + piece_bytes]))
+            stream.write(bytes(data[start : start + piece_bytes]))
             goes_on()
-        writer.close()
+        stream.close()
 
     def delete(self, key: str) -> None:
         """Remove an object."""

@@ -113,6 +113,8 @@ class S3Connector:
             self._check_etag(self.stat(key), etag)
             return
         begin_s = self._requests.retries.now_s()
+        if etag is None and len(buffer) > self._s3.part_size:  # several requests must be for one object
+            etag = self._head(key, begin_s).etag
         for attempts_left in reversed(range(_MOST_READS)):
             try:
                 self._read_checked(key, start, buffer, etag, begin_s)
@@ -163,7 +165,12 @@ class S3Connector:
             found = self._requests.ask(lambda client, call: client.head(full), where, begin_s=begin_s)
         except AccessDeniedError:
             # The answer to a HEAD has no body that could say why: another request's has.
-            self._requests.once(lambda client, call: next(client.stream(full, 0, 1), None), where)
+            try:
+                self._requests.once(lambda client, call: next(client.stream(full, 0, 1), None), where)
+            except AccessDeniedError:
+                raise
+            except ConnectorError:
+                pass
             raise
         return ObjectInfo(key, int(found.size), found.etag.strip('"'))
 

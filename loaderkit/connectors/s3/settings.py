@@ -55,12 +55,11 @@ class Reach:
         endpoint = (
             args.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
         )
-        profile = args.profile or environment.get("AWS_PROFILE") or None
         region = (
             args.region
             or environment.get("AWS_REGION")
             or environment.get("AWS_DEFAULT_REGION")
-            or _region_of_profile(profile, environment)
+            or _region_of_profile(args.profile or environment.get("AWS_PROFILE") or None, environment)
         )
         path_style = args.path_style
         if path_style == "auto":
@@ -70,7 +69,7 @@ class Reach:
             endpoint.rstrip("/") if endpoint is not None else None,
             path_style,
             args.anonymous,
-            profile,
+            args.profile,  # AWS_PROFILE is the client's to read: keys in the environment come before it
             args.part_size,
         )
 

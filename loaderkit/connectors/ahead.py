@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.errors import ChecksumError, ClosedError, ShortReadError
+from loaderkit.errors import ChecksumError, ClosedError, ConnectorError, ShortReadError
 from loaderkit.ranges import Piece
 from loaderkit.types import Connector, ObjectInfo, Ranges
 
@@ -86,6 +86,7 @@ class AheadConnector:
         self._has_plan = threading.Event()  # something is planned, or there is nothing to plan, or nobody who does
         self._is_planning = False
         self._planned: deque[_Held] = deque()
+        self._urgent: deque[_Held] = deque()  # somebody waits for it, and it has its memory
         self._held: dict[str, list[_Held]] = {}  # by object: planned, on their way, and there
         self._in_order: deque[_Held] = deque()  # those begun, by first need
         self._spare: _Memories = []
@@ -212,9 +213,11 @@ class AheadConnector:
         piece = held.piece
         is_worth_it = 2 * (held.left_bytes + num_bytes) >= piece.wanted_bytes
         if is_worth_it and self._has_room(piece.length):
+            # Its room is taken now: were it another's in the end, the reader might wait for memory that nobody frees.
             self._planned.remove(held)
-            self._planned.appendleft(held)
-            self._changed.notify_all()
+            self._reserve(held)
+            self._urgent.append(held)
+            self._changed.notify()
             return True
         if not is_worth_it:  # most of it has been read directly: so will be the rest
             self._planned.remove(held)
@@ -238,7 +241,8 @@ class AheadConnector:
             # What is wrong with a part of it may be right with the others.
             if error is None or isinstance(error, (ShortReadError, ChecksumError, _Dropped)):
                 return False
-            raise type(error)(*error.args) from None  # another reader may raise it at the same time
+            # Another reader may raise it at the same time.
+            raise type(error)(*error.args) if isinstance(error, ConnectorError) else error
         finally:
             with self._changed:
                 held.num_readers -= 1
@@ -251,8 +255,10 @@ class AheadConnector:
         while self._in_order and (
             self._in_order[0].left_bytes <= 0 or self._in_order[0].piece.last + self._slack < self._reached
         ):
+            if self._in_order[0].num_readers:
+                break
             held = self._in_order.popleft()
-            if not held.num_readers and held.left_bytes > 0:
+            if held.left_bytes > 0:
                 self._drop(held)
 
     def _drop(self, held: _Held) -> None:
@@ -298,18 +304,23 @@ class AheadConnector:
         """The piece to fetch next, once there is room for it; None when this thread is to end."""
         with self._changed:
             while not self._is_stopped and mine is self._threads:
+                if self._urgent:
+                    return self._urgent.popleft()
                 if self._planned:
-                    held = self._planned[0]
-                    if self._has_room(held.piece.length):
-                        self._planned.popleft()
-                        held.is_begun = True
-                        self._held_bytes += held.piece.length
-                        self._in_order.append(held)
+                    if self._has_room(self._planned[0].piece.length):
+                        held = self._planned.popleft()
+                        self._reserve(held)
                         return held
                 elif not self._is_planning and self._plan():
                     continue
                 self._changed.wait()
             return None
+
+    def _reserve(self, held: _Held) -> None:
+        """A piece is going to be fetched: it takes its memory. Under the lock."""
+        held.is_begun = True
+        self._held_bytes += held.piece.length
+        self._in_order.append(held)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self._held_bytes + num_bytes <= self._memory_bytes
@@ -388,6 +399,7 @@ class AheadConnector:
                     if held.ready is not None:
                         held.ready.set()
         self._planned.clear()
+        self._urgent.clear()
         self._in_order.clear()
         self._held.clear()
         self._held_bytes = self._reached = 0

@@ -128,6 +128,20 @@ class TestReading:
                     assert one.result() == DATA[60_000:60_100]
         connector.stop()
 
+    def test_who_waits_for_a_piece_has_its_memory(self, inner: Watched) -> None:
+        """Memory for one block, three readers that want several in turns: none may wait for memory that nobody frees."""
+        etag = inner.stat("a").etag
+        for _ in range(20):
+            connector = made(inner, blocks_of("a", etag, 1000, 6), memory_bytes=2000, num_requests=1)
+            wanted = [(block, part) for part in range(10) for block in range(6)][:40]
+            with ThreadPoolExecutor(3) as pool:
+                calls = [
+                    pool.submit(read, connector, "a", 1000 * block + 100 * part, 100, etag) for block, part in wanted
+                ]
+            found = [call.result() for call in calls]
+            assert found == [DATA[1000 * block + 100 * part :][:100] for block, part in wanted]
+            connector.stop()
+
     def test_a_seek_begins_elsewhere(self, inner: Watched) -> None:
         etag = inner.stat("a").etag
         connector = made(inner, blocks_of("a", etag, 1000, 100))

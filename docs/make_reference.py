@@ -21,6 +21,7 @@ from loaderkit.cli.app import app
 from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.registry import SOURCES, STAGES
 from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
+from loaderkit.stores import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 
 TARGET = Path(__file__).parent / "reference.md"
 
@@ -44,6 +45,11 @@ A pipeline is a mapping with these keys; only `source` and `stages` are required
 Sizes are numbers of bytes or text with a unit (`64MiB`, `2GB`); durations are seconds or text (`500ms`, `60s`, `5min`).
 `${VAR}` and `${VAR:-default}` in any value are taken from the environment; `$${` stands for `${`. Relative paths are relative
 to the YAML file, or to the working directory for a dict, `Pipeline` or override.
+"""
+
+STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
+`fsspec+scheme://` for whatever else it knows; `memory://` and any scheme for which `build(connectors={...})` gives a connector.
+A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
 """
 
 BATCH = """## Batches
@@ -70,12 +76,19 @@ still open included.
 | `memory` | `budget_bytes`, `slab_bytes` (one batch), `batch_bytes` (the same with what lies in no slab), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
 | `queue` | batches `ready` for the loop, and `open` (in the budget, complete or not), just now |
 | `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and Python's lock). null: not known |
+| `store` | what connectors count; below |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
 | `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also its `pid`; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
 `queued` (by stage), `ready`, `open`, `batches`, `live_bytes`, `rss_bytes`, `late_s`.
+
+In `store`, as far as the connectors in use have them: `num_requests`, `num_retries`, `num_timeouts` (requests given up),
+`num_checksum_failures`, `fetched_bytes` (from the store), `over_read_bytes` (fetched along with what was wanted; with a cache they may
+be wanted later); `ahead_bytes` (fetched ahead), `held_bytes` (of them in memory now), `num_direct_reads` and `direct_bytes` (not
+fetched ahead); `cache_hit_bytes`, `cache_missed_bytes`, `cache_hit_rate` (by bytes), `num_cache_damaged` (fetched anew),
+`num_cache_evicted`, `num_cache_failures` (the disk was full or failed).
 
 Stages that share a pool are listed singly: starved and idle stand at the pool's first, blocked at its last, and the pool's
 rows sum to its workers' time.
@@ -150,6 +163,9 @@ def render() -> str:
     parts = [HEAD, "## Sources\n"]
     for kind, source in SOURCES.items():
         parts += [f"### `kind: {kind}`\n", summary(source) + "\n", table(source, skip={"kind"})]
+    parts.append("## Stores\n\n" + STORES)
+    for name, model in (("s3", S3Args), ("retry", RetryArgs), ("cache", CacheArgs), ("read_ahead", ReadAheadArgs)):
+        parts += [f"### `source.{name}`\n", summary(model) + "\n", table(model)]
     parts += ["## Order\n", summary(OrderArgs) + "\n", table(OrderArgs)]
     parts += ["`order.block`, for `shuffle: block`:\n", table(BlockArgs)]
     parts += ["## Stages\n", "Every stage also takes:\n", table(StageArgs)]

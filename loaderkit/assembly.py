@@ -14,8 +14,11 @@ import torch
 
 from loaderkit.compiler import Compiler
 from loaderkit.config import PipelineConfig
+from loaderkit.connectors.ahead import AheadConnector
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.retry import BulkRetryConnector
 from loaderkit.errors import SourceError
+from loaderkit.forecast import Forecast
 from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine
@@ -25,7 +28,10 @@ from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import StageStats
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stores import StoreArgs
 from loaderkit.types import Connector, Source, Stage
+
+_NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Assembly:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._compiler = Compiler(recipe.config, recipe.source, recipe.connector)
+        self._ahead = _read_ahead(recipe)
+        self._compiler = Compiler(recipe.config, recipe.source, self._ahead or recipe.connector)
         self.stages = self._compiler.stages()
         self.pools = plan_pools(self.stages, recipe.num_workers)
 
@@ -77,6 +84,7 @@ class Assembly:
             pinned=self.device.type == "cuda",
             whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
+            on_seek=self._ahead.seek if self._ahead is not None else None,
         )
 
     def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
@@ -91,12 +99,16 @@ class Assembly:
             timeout_s=prefetch.timeout,
             raises=prefetch.on_timeout == "raise",
             clock=clock,
+            counters=getattr(self._ahead or self._recipe.connector, "counters", None),
         )
 
     def _runs_no_other_code(self) -> bool:
         """Whether all that is done is to read, by our own code: then it does not matter which thread does it."""
         kinds = {stage.kind for stage in self.stages}
-        return kinds <= {"read", "batch"} and type(self._recipe.connector) is FileConnector
+        connector = self._recipe.connector
+        if type(connector) is BulkRetryConnector:
+            connector = connector.inner
+        return kinds <= {"read", "batch"} and type(connector) is FileConnector
 
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""
@@ -112,6 +124,27 @@ class Assembly:
             }
             for pool in self.pools
         ]
+
+
+def _read_ahead(recipe: Recipe) -> AheadConnector | None:
+    """What reads a slow store ahead of the stages; None for others, and where no thread may."""
+    config, source, connector = recipe.config, recipe.source, recipe.connector
+    args = config.source
+    if not isinstance(args, StoreArgs) or connector is None or config.prefetch.executor == "inline":
+        return None
+    if not getattr(connector, "is_remote", False):
+        return None
+    bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
+    forecast = Forecast(source, _order(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds)
+    return AheadConnector(
+        connector,
+        forecast.pieces,
+        memory_bytes=args.read_ahead.memory,
+        num_requests=args.read_ahead.requests,
+        # Far enough for the next window of blocks, or for some seconds of small files; never much of the epoch after this.
+        num_samples=min(_NUM_AHEAD + 2 * forecast.window, len(source) // recipe.schedule.world_size + _NUM_LEAST),
+        slack=256 + 2 * (config.prefetch.batches + 2) * recipe.schedule.batch_size,
+    )
 
 
 def _order(config: PipelineConfig, source: Source) -> Order:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,16 +15,15 @@ import torch
 
 from loaderkit.assembly import Assembly, Recipe, RemoteEngine, split_recipe
 from loaderkit.config import PipelineConfig
-from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import ConfigError
 from loaderkit.formats.tar_index import default_cache_dir, load_index
+from loaderkit.opening import open_connector
 from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.process import ProcessEngine
 from loaderkit.prefetch.wire import pack
-from loaderkit.registry import SCHEMES
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
@@ -33,8 +31,6 @@ from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import CallArgs
 from loaderkit.types import Connector, Source
-
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,35 +47,19 @@ class Parts:
     make_executor: Callable[[], Executor]
 
 
-def open_connector(url: str, given: Mapping[str, Connector]) -> Connector:
-    """The connector for a URL or path: one of `given` by its scheme, else our own. Raises ConfigError."""
-    match = _URL.fullmatch(url)
-    scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
-    if scheme in given:
-        return given[scheme]
-    if scheme == "file":
-        return FileConnector(rest)
-    if scheme == "memory":
-        raise ConfigError(
-            f"source.url {url!r}: objects in memory have to be given: "
-            'loaderkit.build(..., connectors={"memory": MemoryConnector({...})})'
-        )
-    raise ConfigError(f"source.url {url!r}: no connector for {scheme}://; expected one of {', '.join(SCHEMES)}")
-
-
 def open_source(config: PipelineConfig, given: Mapping[str, Connector]) -> tuple[Source, Connector | None]:
     """The samples, listed. Raises SourceError, ConnectorError, FormatError."""
     args = config.source
     if isinstance(args, DatasetArgs):
         return DatasetSource(open_object(args), args), None
     if isinstance(args, FilesArgs):
-        connector = open_connector(args.url, given)
+        connector = open_connector(args.url, given, args)
         return FilesSource(connector, args), connector
     if isinstance(args, ArrayArgs):
-        connector = open_connector(args.root, given)
+        connector = open_connector(args.root, given, args)
         return ArraySource(connector, args), connector
     assert isinstance(args, TarArgs)
-    connector = open_connector(args.root, given)
+    connector = open_connector(args.root, given, args)
     return TarSource(connector, args, partial(load_index, connector, cache_dir=default_cache_dir())), connector
 
 

@@ -152,7 +152,9 @@ class Compiler:
                 run = self._sample_run(config) if not in_slots else self._slot_normalize(config)
                 if number < self._border:
                     self._sample_runs.append(run)
-                found.append(Stage(config.name, config.kind, "sample", run, workers, self._close_of(config)))
+                # Whoever reads ahead has threads, and readers that wait for them.
+                stop = getattr(self._connector, "stop", None) if config.kind == "read" else None
+                found.append(Stage(config.name, config.kind, "sample", run, workers, self._close_of(config), stop))
             else:
                 act = self._batch_run(config)
                 late.append(Stage(config.name, config.kind, "batch", act, workers, self._close_of(config)))

@@ -6,8 +6,15 @@
     ├── ConnectorError         a store did not give the bytes asked for (also an OSError)
     │   ├── ObjectNotFoundError    no object has this key
     │   ├── AccessDeniedError      the store refuses to show it
+    │   │   └── ExpiredCredentialsError   what it was asked with is not valid any more
     │   ├── ObjectChangedError     it was replaced since it was listed
-    │   └── ShortReadError         it ended before the range asked for
+    │   ├── ShortReadError         it ended before the range asked for
+    │   └── TemporaryError         asked again, it may give them; it was asked for as long as `source.retry` allows
+    │       ├── ThrottledError         it asked to be left alone
+    │       ├── UnreachableError       no connection, or one that broke
+    │       ├── RequestTimeoutError    no answer in time (also a TimeoutError)
+    │       ├── TruncatedError         the answer ended early (also a ShortReadError)
+    │       └── ChecksumError          the bytes are not those whose checksum is known
     ├── FormatError            the bytes are not what their format promises (also a ValueError)
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
@@ -79,6 +86,34 @@ class ObjectChangedError(ConnectorError):
 
 class ShortReadError(ConnectorError):
     """The object ended before the range asked for was complete."""
+
+
+class ExpiredCredentialsError(AccessDeniedError):
+    """The credentials were valid once and are not any more, or not yet."""
+
+
+class TemporaryError(ConnectorError):
+    """A store failed in a way that may be over soon. Raised once it has been asked for as long as `source.retry` allows."""
+
+
+class ThrottledError(TemporaryError):
+    """The store has more to do than it can, or allows this client no more."""
+
+
+class UnreachableError(TemporaryError):
+    """The store cannot be connected to, or a connection broke."""
+
+
+class RequestTimeoutError(TemporaryError, TimeoutError):
+    """The store did not answer, or not go on, in time."""
+
+
+class TruncatedError(ShortReadError, TemporaryError):
+    """The store's answer ended before the object did."""
+
+
+class ChecksumError(TemporaryError):
+    """The bytes that came are not those whose checksum is known."""
 
 
 class FormatError(LoaderkitError, ValueError):

@@ -59,6 +59,25 @@ class BlockOrder:
         self._lanes = lanes
         self._layouts: dict[int, _Layout] = {}
 
+    @property
+    def num_lanes(self) -> int:
+        """Into how many lanes the blocks are dealt."""
+        return self._lanes
+
+    @property
+    def window(self) -> int:
+        """How many blocks of a lane are mixed together."""
+        return self._window
+
+    def lanes_of_blocks(self, epoch: int) -> Int64:
+        """The lane of every block in an epoch: int64 [blocks]. A block's samples have positions p with p mod lanes = lane, but
+        for the surplus that evens out the lanes at the end."""
+        num_blocks = len(self._bounds) - 1
+        lanes = np.empty(num_blocks, np.int64)
+        places = np.arange(num_blocks, dtype=np.int64)
+        lanes[Bijection(num_blocks, key_of("blocks", self._seed, epoch))(places)] = places % self._lanes
+        return lanes
+
     def indices(self, epoch: int, positions: Int64) -> Int64:
         layout = self._layouts.get(epoch)
         if layout is None:

@@ -105,7 +105,7 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> 
             continue
         if section == "source" and rest == ["url"] and isinstance(value, str):
             value = _absolute_url(value, Path.cwd())  # noqa: PLW2901 - from the caller's place, not the file's
-        elif dotted == "errors.quarantine" and isinstance(value, str):
+        elif dotted in ("errors.quarantine", "source.cache.dir") and isinstance(value, str):
             value = str(Path.cwd() / Path(value).expanduser())  # noqa: PLW2901
         target: Any = data
         parts = [section, *rest]
@@ -174,6 +174,13 @@ def _parse_source(data: dict[str, Any], reader: Problems, base: Path) -> SourceA
             parsed = parsed.model_copy(update={"url": _absolute_url(url, base)})
         except RuntimeError as error:  # ~somebody
             reader.complain(("source", "url"), f"{url!r}: {error}")
+    cache = getattr(parsed, "cache", None)
+    if parsed is not None and cache is not None and cache.dir is not None:
+        try:
+            folder = os.path.normpath(base.absolute() / Path(cache.dir).expanduser())
+            parsed = parsed.model_copy(update={"cache": cache.model_copy(update={"dir": folder})})
+        except RuntimeError as error:  # ~somebody
+            reader.complain(("source", "cache", "dir"), f"{cache.dir!r}: {error}")
     return parsed
 
 

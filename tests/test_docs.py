@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from of_stores import upload
+from seaweed import Seaweed
 
 import loaderkit
 
@@ -19,13 +21,18 @@ README_PIPELINE = next(text for kind, text in FENCE.findall((ROOT / "README.md")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, photos: Path, shards: Path) -> Path:
+def folder(
+    tmp_path: Path, photos: Path, shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A user's folder: data/train, data/shards, and the README's pipeline for a batch size that fits so few pictures."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train").symlink_to(photos)
     (tmp_path / "data" / "shards").mkdir()
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
+    upload(seaweed, shards, "my-bucket", "imagenet/shards/")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     return tmp_path
 

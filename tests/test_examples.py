@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from of_stores import upload
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoint", "run.pt"],
     "torch_dataset.py": ["--samples", "100"],
+    "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],
 }
 
 
@@ -23,8 +25,16 @@ def run(program: Path, arguments: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_every_example_runs(program: Path, photos: Path, tmp_path: Path) -> None:
-    arguments = [str(photos) if word == "PHOTOS" else word for word in ARGUMENTS[program.name]]
+def test_every_example_runs(
+    program: Path, photos: Path, shards: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    words = {"PHOTOS": str(photos)}
+    if "ENDPOINT" in ARGUMENTS[program.name]:
+        server = request.getfixturevalue("seaweed")
+        request.getfixturevalue("s3_keys")
+        upload(server, shards, "examples", "shards/")
+        words["ENDPOINT"] = server.endpoint
+    arguments = [words.get(word, word) for word in ARGUMENTS[program.name]]
     assert run(program, arguments, tmp_path).count("\n") >= 3
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from of_stores import upload
 
 import loaderkit
 from loaderkit.cli import main
@@ -24,12 +25,25 @@ def _imagenet(photos: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("IMAGENET", str(tmp_path / "imagenet"))
     monkeypatch.setenv("DECODE", "dali-cpu")
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("IMAGENET_CACHE", str(tmp_path / "pieces"))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shards: Path, _imagenet: None) -> None:
+    """For what reads a bucket, IMAGENET is one."""
+    file = getattr(request.node, "callspec", None) and request.node.callspec.params.get("file")
+    if file is not None and file.stem.endswith("-s3"):
+        server = request.getfixturevalue("seaweed")
+        request.getfixturevalue("s3_keys")
+        upload(server, shards, "imagenet", "shards/")
+        monkeypatch.setenv("IMAGENET", "s3://imagenet")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+
+
 def test_there_are_some() -> None:
-    assert {"imagenet-files.yaml", "imagenet-tar.yaml"} <= {file.name for file in FILES}
+    assert {"imagenet-files.yaml", "imagenet-tar.yaml", "imagenet-s3.yaml"} <= {file.name for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -59,4 +73,7 @@ class TestEveryPipeline:
     def test_has_a_place_without_the_variable(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("IMAGENET")
         url = Path(getattr(loaderkit.Pipeline.from_yaml(file).config.source, "url", ""))
+        if file.stem.endswith("-s3"):
+            assert str(url) == "s3:/my-bucket/imagenet/shards"
+            return
         assert url.parent == FOLDER.parent / "data" / "imagenet"

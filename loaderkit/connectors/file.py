@@ -19,6 +19,7 @@ from loaderkit.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
     ShortReadError,
+    TemporaryError,
 )
 from loaderkit.native import kernels
 from loaderkit.ranges import runs
@@ -28,6 +29,12 @@ from loaderkit.types import ObjectInfo, Ranges
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
 # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+# What a network disk may say while its server is away or has started again; a broken disk says EIO as well.
+_TEMPORARY = {
+    errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN,
+    errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN,
+}  # fmt: skip
 
 _Entry = tuple[str, os.DirEntry[str]]
 _Open = tuple[Iterator[_Entry], tuple[int, int]]
@@ -253,7 +260,8 @@ class FileConnector:
             return ObjectNotFoundError(f"there is no file {name!r} ({error.strerror}); was it moved or deleted?")
         if error.errno in (errno.EACCES, errno.EPERM):
             return AccessDeniedError(f"{name!r} may not be read or changed by this user ({error.strerror})")
-        return ConnectorError(f"{name!r}: {error.strerror or error}")
+        kind = TemporaryError if error.errno in _TEMPORARY else ConnectorError
+        return kind(f"{name!r}: {error.strerror or error}")
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

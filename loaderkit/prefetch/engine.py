@@ -73,12 +73,14 @@ class Engine:
         timeout_s: float,
         raises: bool = False,
         clock: Clock = time.perf_counter,
+        counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`raises`: a wait longer than `timeout_s` is an error, and not only reported."""
+        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `counters`: what the store has done."""
         self.plan = plan
         self.stages = stages
         self.states = States(len(stages))
         self.clock = clock
+        self.counters = counters
         self.inline = inline
         self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
         self._stage_names = [stage.name for stage in stages]
@@ -310,6 +312,9 @@ class Engine:
             return
         if not self.intake.close():
             return
+        for stage in self.stages:
+            if stage.interrupt is not None:
+                stage.interrupt()
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()

@@ -61,7 +61,9 @@ class BatchPlan:
         pinned: bool,
         whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
+        on_seek: Callable[[int, int], None] | None = None,
     ) -> None:
+        """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -75,6 +77,7 @@ class BatchPlan:
         self._pinned = pinned
         self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
+        self._on_seek = on_seek
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -97,6 +100,11 @@ class BatchPlan:
 
     def seek(self, epoch: int, position: int) -> None:
         """Go on with the batches of `epoch` from global `position` on."""
+        self._enter(epoch, position)
+        if self._on_seek is not None:
+            self._on_seek(epoch, position)
+
+    def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._start, self._step, self._end = epoch, position, 0, position
         self._num_steps = self._schedule.num_batches(position)
         self._ahead = None
@@ -161,7 +169,7 @@ class BatchPlan:
         while self._step >= self._num_steps:
             if self._schedule.num_batches() == 0:
                 return None
-            self.seek(self._epoch + 1, 0)
+            self._enter(self._epoch + 1, 0)
         if self._num_epochs is not None and self._epoch >= self._num_epochs:
             return None
         positions, indices, wrapped = self._samples()

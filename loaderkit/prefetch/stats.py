@@ -19,6 +19,8 @@ from loaderkit.prefetch.verdict import Verdict, verdict
 if TYPE_CHECKING:
     from loaderkit.prefetch.engine import Engine
 
+_LEVELS = frozenset({"held_bytes"})
+
 
 @dataclass
 class StageStats:
@@ -94,6 +96,7 @@ class Stats:
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
     trials: dict[str, Trial] = field(default_factory=dict)
     """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
+    store: dict[str, float] = field(default_factory=dict)  # what connectors count; those not in _LEVELS only grow
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
@@ -108,6 +111,10 @@ class Stats:
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             host=self.host.minus(earlier.host),
             lateness=self.lateness.minus(earlier.lateness),
+            store={
+                name: value if name in _LEVELS else value - earlier.store.get(name, 0)
+                for name, value in self.store.items()
+            },
         )
 
     def slimmed(self) -> Stats:
@@ -173,6 +180,7 @@ class Stats:
                 "late_p99_s": self.lateness.percentile(0.99),
             },
             "tuning": self.tuning,
+            "store": {**self.store, **_shares(self.store)},
             "verdict": verdict(self)._asdict(),
         }
 
@@ -187,6 +195,12 @@ def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str,
     total = max(0.0, sum(grown.values()))
     risen = sum(seconds for seconds in grown.values() if seconds > 0)
     return {cause: max(0.0, seconds) * total / risen if risen else 0.0 for cause, seconds in grown.items()}
+
+
+def _shares(store: dict[str, float]) -> dict[str, float]:
+    """How much of what was read came from the cache, by bytes, if there is one and anything was read."""
+    hits, misses = store.get("cache_hit_bytes", 0), store.get("cache_missed_bytes", 0)
+    return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
@@ -270,4 +284,5 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         host=host,
         tuning=tuning,
         trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
+        store=dict(engine.counters()) if engine.counters is not None else {},
     )

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from loaderkit.catalog import numbered
 from loaderkit.errors import ConfigError, FormatError, SourceError
 from loaderkit.formats.npy import NpyHeader, read_npy_header
-from loaderkit.schema import SourceArgs
+from loaderkit.stores import StoreArgs
 from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Records, Sample
 
 DType = Literal[
@@ -30,7 +30,7 @@ _ITEM_BYTES = {"bfloat16": 2}
 _IN_NUMPY = frozenset(get_args(DType)) - {"bfloat16"}
 
 
-class ArrayArgs(SourceArgs):
+class ArrayArgs(StoreArgs):
     """The records of one file: an array's rows, or all windows of them."""
 
     kind: Literal["array"] = "array"

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 
 from loaderkit.catalog import Catalog, FieldMap, Fields, Include, Patterns, cut_blocks
 from loaderkit.errors import SourceError
-from loaderkit.schema import SourceArgs
+from loaderkit.stores import StoreArgs
 from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
 
 _MAX_COUNTED = 10_000
 
 
-class FilesArgs(SourceArgs):
+class FilesArgs(StoreArgs):
     """Every matching file below `url` is a sample."""
 
     kind: Literal["files"] = "files"

@@ -23,7 +23,7 @@ from loaderkit.catalog import FieldMap, Fields, Include, Patterns, StringTable, 
 from loaderkit.errors import SourceError
 from loaderkit.formats.tar_index import TarIndex
 from loaderkit.native import kernels
-from loaderkit.schema import SourceArgs
+from loaderkit.stores import StoreArgs
 from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
 
 # WebDataset's own description of an archive, anywhere below a folder `__...__` or `__...` at the top.
@@ -32,7 +32,7 @@ _NUM_THREADS = 4
 _MAX_NAMED = 20
 
 
-class TarArgs(SourceArgs):
+class TarArgs(StoreArgs):
     """The samples in the tar archives below `url`."""
 
     kind: Literal["tar"] = "tar"

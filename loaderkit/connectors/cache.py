@@ -1,0 +1,204 @@
+"""Objects of a slow store on local disk: `source: {cache: {dir: ..., size: ...}}`.
+
+    read_into ──> on disk? ──> yes: from there, if its checksum is right
+                          └──> no: fetched by one thread of one process, handed on, and kept
+
+A large object is kept in blocks of 4 MiB, whatever ranges it is read by, so that an index made by one pass over an archive
+leaves the archive in the cache. What is not known to be large is kept as it is read: whole. Reads say which etag they mean, and
+that is part of a piece's name, so a cached object can never be mixed with the one that replaced it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from loaderkit.disk_cache import DiskCache, piece_name
+from loaderkit.stores import CacheArgs
+from loaderkit.types import Connector, ObjectInfo
+
+BLOCK_BYTES = 4 << 20
+_MOST_BLOCKS = 16  # fetched at once
+_WAIT_S = 30.0  # for another process that fetches the same; then it is fetched here, too
+
+
+class CacheConnector:
+    """What `inner` has, kept in the folder of `args`. `owns_inner`: whether closing this closes that.
+
+    Objects without an etag are not kept: nothing would tell when they are replaced.
+    """
+
+    def __init__(self, inner: Connector, args: CacheArgs, *, owns_inner: bool = True) -> None:
+        assert args.dir is not None
+        self.inner = inner
+        self.is_remote = getattr(inner, "is_remote", False)
+        self._args = args
+        self._owns_inner = owns_inner
+        self._store = str(getattr(inner, "store", ""))
+        self._disk = DiskCache(args.dir, args.size, verify=args.verify)
+        self._large: dict[str, tuple[int, str]] = {}  # size and etag of the objects that are kept in blocks
+        self._lock = threading.Lock()
+        self._hit_bytes = self._missed_bytes = self._over_read_bytes = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self.inner, "args": self._args, "owns_inner": self._owns_inner, "large": self._large}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        large = state.pop("large")
+        self.__init__(**state)  # type: ignore[misc]
+        self._large = large
+
+    # ------------------------------------------------------------------------------------------------------ contract
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """What `inner` lists."""
+        return map(self._remember, self.inner.list(prefix))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """What `inner` says."""
+        return self._remember(self.inner.stat(key))
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
+        if etag is None:
+            etag = self.stat(key).etag
+        if not etag or not len(buffer) or start < 0:
+            self.inner.read_into(key, start, buffer, etag=etag)
+            return
+        size, known = self._large.get(key, (0, ""))
+        if known != etag:
+            self._read_piece(key, start, buffer, etag)
+        elif start + len(buffer) > size:
+            self.inner.read_into(key, start, buffer, etag=etag)  # says what is wrong
+        else:
+            _Blocks(self, key, etag, size).read(start, buffer)
+
+    def describe(self, key: str) -> str:
+        """Its name in the store."""
+        return self.inner.describe(key)
+
+    def counters(self) -> dict[str, float]:
+        """The store's, and what the cache did."""
+        found = dict(getattr(self.inner, "counters", dict)())
+        found["over_read_bytes"] = found.get("over_read_bytes", 0) + self._over_read_bytes
+        disk = self._disk
+        return found | {
+            "cache_hit_bytes": self._hit_bytes,
+            "cache_missed_bytes": self._missed_bytes,
+            "num_cache_damaged": disk.num_damaged,
+            "num_cache_evicted": disk.num_evicted,
+            "num_cache_failures": disk.num_failures,
+        }
+
+    def close(self) -> None:
+        """Close `inner`, if it is this one's; what was kept stays."""
+        if self._owns_inner:
+            self.inner.close()
+
+    # -------------------------------------------------------------------------------------------------------- pieces
+
+    def _remember(self, info: ObjectInfo) -> ObjectInfo:
+        if info.size > BLOCK_BYTES and info.etag:
+            self._large[info.key] = (info.size, info.etag)
+        return info
+
+    def name_of(self, key: str, etag: str, start: int, num_bytes: int) -> str:
+        """Of a piece in the cache."""
+        return piece_name(self._store, self.inner.describe(key), etag, start, num_bytes)
+
+    def _read_piece(self, key: str, start: int, buffer: memoryview, etag: str) -> None:
+        name, num_bytes = self.name_of(key, etag, start, len(buffer)), len(buffer)
+        if self.find(name, num_bytes, 0, buffer):
+            return
+        with self._disk.fetching(name, wait_s=_WAIT_S) as is_ours:
+            if self._disk.has(name) and self.find(name, num_bytes, 0, buffer):
+                return
+            self.inner.read_into(key, start, buffer, etag=etag)
+            self.keep(name, buffer, num_bytes)
+            del is_ours
+
+    def find(self, name: str, whole_bytes: int, start: int, buffer: memoryview) -> bool:
+        """Fill `buffer` from a piece in the cache; False if it is not there."""
+        if not self._disk.read(name, whole_bytes, start, buffer):
+            return False
+        with self._lock:
+            self._hit_bytes += len(buffer)
+        return True
+
+    def keep(self, name: str, data: memoryview, num_wanted: int) -> None:
+        """Put what was fetched into the cache; `num_wanted` bytes of it were asked for."""
+        self._disk.write(name, data)
+        with self._lock:
+            self._missed_bytes += num_wanted
+            self._over_read_bytes += len(data) - num_wanted
+
+    @property
+    def disk(self) -> DiskCache:
+        """Where it is kept."""
+        return self._disk
+
+
+class _Blocks:
+    """One large object, in blocks."""
+
+    def __init__(self, cache: CacheConnector, key: str, etag: str, size: int) -> None:
+        self._cache = cache
+        self._key = key
+        self._etag = etag
+        self._size = size
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from blocks that are there; those that are not are fetched, neighbours together."""
+        end = start + len(buffer)
+        block, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
+        while block <= last:
+            if self._find(block, start, buffer):
+                block += 1
+            else:
+                block = self._fetch(block, last, start, buffer)
+
+    def _bounds(self, block: int) -> tuple[int, int]:
+        return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._size)
+
+    def _name(self, block: int) -> str:
+        begin, end = self._bounds(block)
+        return self._cache.name_of(self._key, self._etag, begin, end - begin)
+
+    def _find(self, block: int, start: int, buffer: memoryview) -> bool:
+        begin, end = self._bounds(block)
+        lo, hi = max(begin, start), min(end, start + len(buffer))
+        return self._cache.find(self._name(block), end - begin, lo - begin, buffer[lo - start : hi - start])
+
+    def _fetch(self, block: int, last: int, start: int, buffer: memoryview) -> int:
+        """Fetch a block and those behind it that nobody has or fetches; the block to go on with.
+
+        Whoever holds locks never waits for another one, so nobody waits in a circle.
+        """
+        disk = self._cache.disk
+        with ExitStack() as stack:
+            is_ours = stack.enter_context(disk.fetching(self._name(block), wait_s=_WAIT_S))
+            if disk.has(self._name(block)) and self._find(block, start, buffer):
+                return block + 1
+            after = block + 1
+            while is_ours and after <= min(last, block + _MOST_BLOCKS - 1) and not disk.has(self._name(after)):
+                if not stack.enter_context(disk.fetching(self._name(after), wait_s=0.0)):
+                    break
+                after += 1
+            self._fetch_run(block, after, start, buffer)
+        return after
+
+    def _fetch_run(self, block: int, after: int, start: int, buffer: memoryview) -> None:
+        end = start + len(buffer)
+        begin, stop = self._bounds(block)[0], self._bounds(after - 1)[1]
+        is_inside = start <= begin and stop <= end
+        data = buffer[begin - start : stop - start] if is_inside else memoryview(bytearray(stop - begin))
+        self._cache.inner.read_into(self._key, begin, data, etag=self._etag)
+        for number in range(block, after):
+            lo, hi = self._bounds(number)
+            num_wanted = min(hi, end) - max(lo, start)
+            self._cache.keep(self._name(number), data[lo - begin : hi - begin], num_wanted)
+        if not is_inside:
+            lo, hi = max(begin, start), min(stop, end)
+            buffer[lo - start : hi - start] = data[lo - begin : hi - begin]

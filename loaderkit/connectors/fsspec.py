@@ -1,0 +1,279 @@
+"""Whatever fsspec reaches: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and so on.
+
+Each scheme needs a package of its own (gcsfs, adlfs, aiohttp, huggingface_hub); fsspec knows which. Credentials and other
+settings are those packages' own: from the environment and their configuration files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from loaderkit.errors import (
+    AccessDeniedError,
+    ConfigError,
+    ConnectorError,
+    LoaderkitError,
+    MissingExtraError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    TemporaryError,
+    ThrottledError,
+    UnreachableError,
+)
+from loaderkit.types import ObjectInfo
+
+_PACKAGES = {
+    "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs", "hf": "huggingface_hub",
+    "http": "aiohttp", "https": "aiohttp", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol", "oci": "ocifs",
+    "hdfs": "pyarrow", "webhdfs": "requests", "dropbox": "dropboxdrivefs", "oss": "ossfs",
+}  # fmt: skip
+_TAGS = ("etag", "ETag", "md5Hash", "content_md5", "md5", "sha256", "generation", "blob_id", "checksum")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created", "modified")
+_SAID: dict[type[ConnectorError], str] = {
+    ObjectNotFoundError: "there is no such object; was it moved or deleted?",
+    AccessDeniedError: "the store refuses it: check the credentials it is asked with",
+    ThrottledError: "the store asks for fewer requests: lower source.read_ahead.requests",
+    UnreachableError: "the connection failed",
+}
+_UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
+_USER = re.compile(r"(://)[^/@]*@")
+
+
+class FsspecConnector:
+    """The objects below a URL, through the filesystem that fsspec has for its scheme. Made in each process when first used.
+
+    An object is checked against its etag before and after it is read, as far as its store has any: fsspec cannot ask for a
+    range of a certain version. Raises MissingExtraError if fsspec, or what it needs for the scheme, is not installed.
+    """
+
+    is_remote = True
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._scheme = url.partition("://")[0].lower()
+        self.store = _USER.sub(r"\1", url)
+        self._lock = threading.Lock()
+        self._system: Any = None
+        self._root = ""
+        self._pid = 0
+        self._num_requests = self._fetched_bytes = 0
+        self._open()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsspecConnector, (self._url,)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, ordered by its UTF-8 bytes."""
+        system, root = self._open()
+        folder = prefix.rpartition("/")[0]
+        if _UNUSUAL_PART.search(folder) and folder:
+            return
+        self._count(0)
+        try:
+            found = system.find(f"{root}/{folder}".rstrip("/"), detail=True)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._translated(prefix, error) from None
+        infos = []
+        for path, details in found.items():
+            key = path[len(root) + 1 :] if root else path.lstrip("/")
+            if details.get("type", "file") == "file" and key.startswith(prefix) and key and not key.endswith("/"):
+                infos.append(ObjectInfo(key, self._size_of(key, details), _tag_of(details)))
+        yield from sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size in bytes and etag of one object; an empty etag if the store has neither tags nor times."""
+        system, path = self._path(key)
+        self._count(0)
+        try:
+            system.invalidate_cache(system._parent(path))
+            details = system.info(path)
+        except Exception as error:
+            raise self._translated(key, error) from None
+        if details.get("type", "file") != "file":
+            raise ObjectNotFoundError(f"{self.describe(key)} is a directory, not an object")
+        return ObjectInfo(key, self._size_of(key, details), _tag_of(details))
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
+        if start < 0:
+            raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+        system, path = self._path(key)
+        data, wanted = b"", len(buffer)
+        if wanted:
+            self._count(wanted)
+            try:
+                data = system.cat_file(path, start=start, end=start + wanted)
+            except Exception as error:
+                found = self._translated(key, error)
+                if isinstance(found, (ObjectNotFoundError, AccessDeniedError, TemporaryError)):
+                    raise found from None
+                self._check(key, etag)  # some stores answer a range past the end with an error of their own
+                raise self._cut_short(key, 0, wanted, start, found) from None
+        if etag or len(data) != wanted or not wanted:
+            self._check(key, etag)
+        if len(data) < wanted:
+            raise self._cut_short(key, len(data), wanted, start, None)
+        if len(data) > wanted:
+            raise ConnectorError(
+                f"{self.describe(key)}: the server sent {len(data)} bytes where {wanted} were asked for: it knows no ranges"
+            )
+        buffer[:] = data
+
+    def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Create or replace an object."""
+        system, path = self._path(key)
+        self._count(0)
+        try:
+            if "/" in path:
+                system.makedirs(system._parent(path), exist_ok=True)
+            system.pipe_file(path, bytes(data))
+        except Exception as error:
+            raise self._translated(key, error) from None
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error."""
+        system, path = self._path(key)
+        self._count(0)
+        try:
+            system.rm_file(path)
+        except FileNotFoundError:
+            pass
+        except Exception as error:
+            raise self._translated(key, error) from None
+
+    def describe(self, key: str) -> str:
+        """The object's URL, without user and password."""
+        return f"{self.store.rstrip('/')}/{key}" if not self.store.endswith("://") else f"{self.store}{key}"
+
+    def counters(self) -> dict[str, float]:
+        """What was asked of the store."""
+        return {"num_requests": self._num_requests, "fetched_bytes": self._fetched_bytes}
+
+    def close(self) -> None:
+        """Forget the filesystem; it is made again when it is needed."""
+        with self._lock:
+            self._system = None
+
+    # --------------------------------------------------------------------------------------------------------- parts
+
+    def _open(self) -> tuple[Any, str]:
+        """The filesystem and the path of the URL in it, made in this process."""
+        with self._lock:
+            if self._system is None or self._pid != os.getpid():
+                try:
+                    from fsspec.core import url_to_fs
+                except ImportError as error:
+                    raise MissingExtraError(
+                        f"{self._scheme}:// needs the package fsspec ({error}): pip install 'loaderkit[fsspec]'"
+                    ) from error
+                try:
+                    self._system, root = url_to_fs(self._url, use_listings_cache=False, skip_instance_cache=True)
+                except ImportError as error:
+                    package = _PACKAGES.get(self._scheme, "one that fsspec names")
+                    raise MissingExtraError(
+                        f"{self._scheme}:// needs the package {package}: pip install {package} ({error})"
+                    ) from error
+                except LoaderkitError:
+                    raise
+                except Exception as error:
+                    raise ConfigError(f"source.url {self.store!r}: fsspec cannot open it: {_said(error)}") from None
+                self._root = root.rstrip("/")
+                self._pid = os.getpid()
+            return self._system, self._root
+
+    def _path(self, key: str) -> tuple[Any, str]:
+        if _UNUSUAL_PART.search(key) or "\0" in key:
+            raise ObjectNotFoundError(f"{key!r} is no key: a key has no '.', '..' and empty parts")
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            raise ObjectNotFoundError(f"{key!r} is no key: it is not Unicode text") from None
+        system, root = self._open()
+        return system, f"{root}/{key}"
+
+    def _check(self, key: str, etag: str | None) -> None:
+        found = self.stat(key).etag
+        if etag and etag != found:
+            raise ObjectChangedError(
+                f"{self.describe(key)} was replaced since it was listed (then {etag}, now {found}); start again, so that it is "
+                "listed anew"
+            )
+
+    def _cut_short(
+        self, key: str, num_read: int, wanted: int, start: int, otherwise: ConnectorError | None
+    ) -> ConnectorError:
+        size = self.stat(key).size
+        if size >= start + wanted:
+            return otherwise or TemporaryError(
+                f"{self.describe(key)}: the store sent {num_read} of the {wanted} bytes from byte {start} on, and has {size}"
+            )
+        return ShortReadError(
+            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes wanted from byte {start} on: it has {size}; "
+            "it is cut short, or the index that led here is old"
+        )
+
+    def _size_of(self, key: str, details: Any) -> int:
+        size = details.get("size")
+        if size is None:
+            raise ConnectorError(
+                f"{self.describe(key)}: the server does not say how large it is, so it cannot be read by ranges"
+            )
+        return int(size)
+
+    def _translated(self, key: str, error: Exception) -> ConnectorError:
+        """The error without the request that it may quote: a URL may hold a signature."""
+        where, status = self.describe(key), _status_of(error)
+        shown = f" ({type(error).__name__}{f', status {status}' if status else ''})"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
+        kind = _kind_of(error, status)
+        return kind(f"{where}: {_SAID.get(kind) or reason or 'fsspec failed'}{shown}")
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_requests += 1
+            self._fetched_bytes += num_bytes
+
+
+def _status_of(error: Exception) -> int:
+    """The HTTP status in an exception of whichever library; 0: none."""
+    values = (str(getattr(error, name, "")) for name in ("status", "code", "status_code"))
+    return next((int(value) for value in values if value.isdigit()), 0)
+
+
+def _kind_of(error: Exception, status: int) -> type[ConnectorError]:
+    number = error.errno if isinstance(error, OSError) else None
+    is_of_the_wire = isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] == "aiohttp"
+    kinds: dict[type[ConnectorError], bool] = {
+        ObjectNotFoundError: isinstance(error, (FileNotFoundError, IsADirectoryError))
+        or number in (errno.ENOENT, errno.ENAMETOOLONG, errno.ENOTDIR)
+        or status in (404, 410),
+        AccessDeniedError: isinstance(error, PermissionError) or status in (401, 403),
+        ThrottledError: status in (429, 503),
+        UnreachableError: is_of_the_wire and not status,
+        TemporaryError: status >= 500 or (isinstance(error, OSError) and not status),
+    }
+    return next((kind for kind, fits in kinds.items() if fits), ConnectorError)
+
+
+def _tag_of(details: Any) -> str:
+    """What changes when an object does, as far as its store tells."""
+    for name in _TAGS:
+        if details.get(name):
+            return str(details[name]).strip('"')
+    for name in _TIMES:
+        if details.get(name):
+            value = details[name]
+            return f"{value.timestamp() if hasattr(value, 'timestamp') else value}-{details.get('size')}"
+    return ""
+
+
+def _said(error: Exception) -> str:
+    return _USER.sub(r"\1", str(error)) or type(error).__name__

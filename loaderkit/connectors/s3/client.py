@@ -1,0 +1,85 @@
+"""The one place that imports s3torchconnector: what is used of it, as plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from loaderkit.connectors.s3.settings import Place, Reach
+from loaderkit.errors import MissingExtraError
+
+_PAGE = 1000
+_NOBODY_ASKS = object()
+
+
+class Page(NamedTuple):
+    """Some objects of a listing, and what to ask with for the next; `token` is None after the last."""
+
+    objects: list[Any]
+    token: str | None
+
+
+class Client:
+    """A client for one bucket. It belongs to the process that made it. Raises MissingExtraError."""
+
+    def __init__(self, place: Place, reach: Reach) -> None:
+        try:
+            from s3torchconnector import S3ClientConfig, S3Exception
+            from s3torchconnector._s3client import S3Client
+            from s3torchconnectorclient._mountpoint_s3_client import ListObjectStream
+        except ImportError as error:
+            raise MissingExtraError(
+                f"s3:// needs the package s3torchconnector ({error}): pip install 'loaderkit[s3]'"
+            ) from error
+        self.failure: type[Exception] = S3Exception
+        self._bucket = place.bucket
+        self._pages = ListObjectStream
+        config = S3ClientConfig(
+            part_size=reach.part_size,
+            unsigned=reach.anonymous,
+            force_path_style=reach.path_style,
+            max_attempts=1,
+            profile=reach.profile,
+        )
+        self._client = S3Client(reach.region, endpoint=reach.endpoint, s3client_config=config)
+
+    def stream(self, key: str, start: int, end: int) -> Iterator[bytes]:
+        """The bytes [start, end) of an object, in pieces."""
+        # The client's readers write to memory that a request given up must not touch any more: the stream alone is wanted.
+        client: Any = self._client
+        stream_of = client.get_object(
+            self._bucket,
+            key,
+            object_info=_NOBODY_ASKS,
+            reader_constructor=lambda bucket, key, get_object_info, get_stream: get_stream,
+        )
+        found: Iterator[bytes] = stream_of(start, end)
+        return found
+
+    def head(self, key: str) -> Any:
+        """Has `size` and `etag`."""
+        return self._client.head_object(self._bucket, key)
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        """The objects whose key starts with `prefix`, from where `token` points on."""
+        if token is None:
+            stream = self._client.list_objects(self._bucket, prefix, "", _PAGE)
+        else:
+            stream = self._pages._from_state(self._client._client, self._bucket, prefix, "", _PAGE, token, False)
+        found = next(stream, None)
+        return Page(
+            found.object_info if found is not None else [], None if stream.complete else stream.continuation_token
+        )
+
+    def put(self, key: str, data: memoryview, piece_bytes: int, goes_on: Callable[[], None]) -> None:
+        """Create or replace an object; it appears when all of it is there. `goes_on` is called from piece to piece."""
+        # Not the client's writer, which is a file: collected as garbage after a failure it would complete the upload.
+        stream = self._client._client.put_object(self._bucket, key)
+        for start in range(0, len(data), piece_bytes):
+            stream.write(bytes(data[start : start + piece_bytes]))
+            goes_on()
+        stream.close()
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
+        self._client.delete_object(self._bucket, key)

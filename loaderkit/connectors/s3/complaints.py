@@ -1,0 +1,175 @@
+"""From what the S3 client says to errors of loaderkit: which kind, for which object, and what to do.
+
+The client's own text is never shown and never chained: it quotes answers of the store, and those quote tokens and keys.
+What is taken from it is the status, the store's error code and the name of the transport's error.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from loaderkit.errors import (
+    AccessDeniedError,
+    ConnectorError,
+    ExpiredCredentialsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    TemporaryError,
+    ThrottledError,
+    TruncatedError,
+    UnreachableError,
+)
+
+_CODE = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>")
+_STATUS = re.compile(r"(?:response_status|http_status)\D{0,12}(\d{3})")
+_TRANSPORT = re.compile(r"\b(AWS_[A-Z0-9_]{3,80})\b")
+
+
+class _Rule(NamedTuple):
+    """An error, what it is recognised by (any of: a code or transport's name, a status, words), and what is said."""
+
+    kind: type[ConnectorError]
+    names: str
+    statuses: tuple[int, ...]
+    words: str
+    what: str
+
+
+_RULES = (
+    _Rule(
+        ExpiredCredentialsError,
+        r"ExpiredToken|ExpiredTokenException|TokenRefreshRequired|RequestExpired|AWS_ERROR_S3_TOKEN_EXPIRED",
+        (),
+        r"token .{0,40}expired",
+        "the credentials have expired: renew them (a new session token, `aws sso login`) and resume",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"AWS_AUTH_CREDENTIALS\w*",
+        (),
+        r"no signing credentials",
+        "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role; for a public "
+        "bucket say `s3: {{anonymous: true}}`",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken",
+        (),
+        r"signature we calculated|access key id you provided|token .{0,30}(invalid|malformed)",
+        "{store} does not accept the credentials: key, secret or token are wrong, or another store's",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"RequestTimeTooSkewed|AWS_ERROR_S3_REQUEST_TIME_TOO_SKEWED",
+        (),
+        r"request time and the server",
+        "this machine's clock is wrong, so that its signatures are not accepted: set it",
+    ),
+    _Rule(
+        ObjectNotFoundError,
+        r"NoSuchBucket",
+        (),
+        r"bucket does not exist",
+        "there is no such bucket at {store}; check `url`, `s3.region` and `s3.endpoint`",
+    ),
+    _Rule(
+        ObjectNotFoundError,
+        r"NoSuchKey",
+        (404,),
+        r"object was not found|key does not exist",
+        "there is no such object; was it moved or deleted?",
+    ),
+    _Rule(ShortReadError, r"InvalidRange", (416,), r"(?!)", "the object ends before the range asked for"),
+    _Rule(
+        ObjectChangedError,
+        r"PreconditionFailed|AWS_ERROR_S3_OBJECT_MODIFIED",
+        (412,),
+        r"precondition failed",
+        "it was replaced while it was read; start again, so that it is listed anew",
+    ),
+    _Rule(
+        ConnectorError,
+        r"PermanentRedirect|TemporaryRedirect|AuthorizationHeaderMalformed",
+        (301, 307),
+        r"wrong region",
+        "the bucket is in another region than asked for ({store}): set `s3.region`",
+    ),
+    _Rule(
+        AccessDeniedError,
+        r"AccessDenied|AllAccessDisabled",
+        (401, 403),
+        r"client error: forbidden",
+        "{store} refuses it with these credentials: check them, and what the bucket's policy allows",
+    ),
+    _Rule(
+        ThrottledError,
+        r"SlowDown|ServiceUnavailable|Throttling|ThrottlingException|TooManyRequests|RequestLimitExceeded|AWS_ERROR_S3_SLOW_DOWN",
+        (429, 503),
+        r"throttled",
+        "{store} asks for fewer requests: lower `s3.connections`, or make reads larger",
+    ),
+    _Rule(
+        TemporaryError,
+        r"InternalError|AWS_ERROR_S3_INTERNAL_ERROR",
+        (500, 502, 504),
+        r"(?!)",
+        "{store} failed",
+    ),
+    _Rule(
+        TemporaryError,
+        r"RequestTimeout|AWS_ERROR_S3_REQUEST_TIMEOUT",
+        (408,),
+        r"(?!)",
+        "{store} gave up waiting for this client",
+    ),
+    _Rule(
+        TemporaryError,
+        r"AWS_ERROR_S3_RESPONSE_CHECKSUM_MISMATCH",
+        (),
+        r"(?!)",
+        "{store} sent bytes that do not fit their checksum",
+    ),
+    _Rule(
+        TruncatedError,
+        r"AWS_ERROR_HTTP_CONNECTION_CLOSED|AWS_IO_SOCKET_CLOSED|AWS_ERROR_HTTP_SERVER_CLOSED",
+        (),
+        r"(?!)",
+        "{store} broke off the connection",
+    ),
+    _Rule(
+        UnreachableError,
+        r"AWS_IO_\w+|AWS_ERROR_HTTP\w*",
+        (),
+        r"(?!)",
+        "no connection with {store}: is the endpoint right, and up?",
+    ),
+    _Rule(
+        ConnectorError,
+        r"(?!)",
+        (),
+        r"internal s3 client error",
+        "{store} answers as no S3 store does: is `s3.endpoint` right?",
+    ),
+    _Rule(ConnectorError, r".*", (), r"", "the request failed at {store}"),
+)
+
+
+def translate(text: str, where: str, store: str) -> ConnectorError:
+    """The error for a failed request. `where` names the object or listing, `store` the endpoint."""
+    code, transport = _found(_CODE, text), _found(_TRANSPORT, text)
+    status = int(_found(_STATUS, text) or 0)
+    details = ", ".join(filter(None, (f"status {status}" if status else "", code, transport)))
+    rule = next(rule for rule in _RULES if _fits(rule, text, (code, transport), status))
+    return rule.kind(f"{where}: {rule.what.format(store=store)}{f' ({details})' if details else ''}")
+
+
+def _fits(rule: _Rule, text: str, names: tuple[str, str], status: int) -> bool:
+    is_named = any(name and re.fullmatch(rule.names, name) for name in names)
+    return is_named or status in rule.statuses or re.search(rule.words, text, re.IGNORECASE) is not None
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match is not None else ""

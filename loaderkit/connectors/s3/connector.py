@@ -1,0 +1,290 @@
+"""`S3Connector`: the objects below a prefix of a bucket.
+
+    read_into ──> parts of `part_size` ──> one request each, all at once ──> the destination
+              └─> the etag: the MD5 of a whole object where it is one, else a HEAD after the last byte
+
+The client has no If-Match to ask with, hence the second look: bytes are handed on only when, after the last of them came, the
+object still had the etag it was listed with.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from hashlib import md5
+from typing import Any
+
+from loaderkit.connectors.s3.client import Client, Page
+from loaderkit.connectors.s3.requests import Requests
+from loaderkit.connectors.s3.settings import Place, Reach
+from loaderkit.errors import (
+    AccessDeniedError,
+    ChecksumError,
+    ConnectorError,
+    ExpiredCredentialsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    ShortReadError,
+    TruncatedError,
+)
+from loaderkit.hands import Call
+from loaderkit.retries import RetryPolicy
+from loaderkit.stores import RetryArgs, S3Args
+from loaderkit.types import ObjectInfo
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_DOTS = re.compile(r"(?:\A|/)\.{1,2}(?:/|\Z)")
+_EMPTY_PART = re.compile(r"\A/|//")
+_MOST_MD5_BYTES = 64 << 20
+_MOST_KEY_BYTES = 1024
+_TIMEOUT_S = 10.0
+_MOST_READS = 3
+
+
+def _page(prefix: str, token: str | None, client: Client, call: Call[Page]) -> Page:
+    return client.page(prefix, token)
+
+
+class _Part:
+    """One request's share of a read."""
+
+    def __init__(self, start: int, memory: memoryview) -> None:
+        self.start = start
+        self.memory = memory
+        self.call: Call[int] | None = None  # begun, and waited for by nobody yet
+
+    def give_up(self) -> None:
+        if self.call is not None:
+            self.call.give_up()
+
+
+class S3Connector:
+    """The objects of a bucket whose keys start with a prefix; keys are what follows it.
+
+    It holds settings only; the client and its threads are made by the first request in each process, and neither crosses a
+    fork nor is pickled. Raises ConfigError for a URL that is none.
+    """
+
+    is_remote = True
+
+    def __init__(
+        self, url: str, s3: S3Args | None = None, retry: RetryArgs | None = None, odd_keys: Iterable[str] = ()
+    ) -> None:
+        """`odd_keys`: keys with empty parts that are known to be there."""
+        self._url, self._s3, self._retry = url, s3 or S3Args(), retry or RetryArgs()
+        self._place = Place.of(url)
+        reach = Reach.of(self._s3, os.environ)
+        self._requests = Requests(
+            self._place,
+            reach,
+            connections=self._s3.connections,
+            policy=RetryPolicy(self._retry.total, self._s3.max_attempts),
+            timeout_s=self._retry.timeout or _TIMEOUT_S,
+        )
+        self.store = self._requests.store
+        self.num_checksum_failures = 0
+        self._odd_keys = set(odd_keys)  # listed, so the store does not take "a//b" for "a/b"
+        # Buckets of AWS list in the order of the keys' bytes, but for directory buckets; others' do as they like.
+        self._is_sorted = reach.endpoint is None and not self._place.bucket.endswith("--x-s3")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return S3Connector, (self._url, self._s3, self._retry, self._odd_keys)
+
+    # ------------------------------------------------------------------------------------------------------ contract
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix`, ordered by its UTF-8 bytes; "folders" of no bytes are left out."""
+        if self._is_sorted:
+            yield from self._listed(prefix)
+        else:
+            yield from sorted(self._listed(prefix), key=lambda info: info.key.encode())
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size in bytes and etag of one object."""
+        return self._head(key, None)
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
+        if start < 0:
+            raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+        if not len(buffer):
+            self._check_etag(self.stat(key), etag)
+            return
+        begin_s = self._requests.retries.now_s()
+        if etag is None and len(buffer) > self._s3.part_size:  # several requests must be for one object
+            etag = self._head(key, begin_s).etag
+        for attempts_left in reversed(range(_MOST_READS)):
+            try:
+                self._read_checked(key, start, buffer, etag, begin_s)
+                break
+            except ChecksumError:  # on the way or in the store? the next time tells
+                self.num_checksum_failures += 1
+                if not attempts_left:
+                    raise
+
+    def write(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        """Create or replace an object: readers see the old bytes or the new ones."""
+        full, view = self._full(key), memoryview(data).cast("B")
+        self._requests.ask(
+            lambda client, call: client.put(full, view, self._s3.part_size, call.goes_on),
+            self.describe(key),
+            patience=6,
+        )
+
+    def delete(self, key: str) -> None:
+        """Remove an object; a missing one is no error."""
+        full = self._full(key)
+        self._requests.ask(lambda client, call: client.delete(full), self.describe(key))
+
+    def describe(self, key: str) -> str:
+        """The object's URL."""
+        return f"s3://{self._place.bucket}/{self._place.prefix}{key}"
+
+    def counters(self) -> dict[str, float]:
+        """What was asked of the store since this connector was made in this process."""
+        requests = self._requests
+        return {
+            "num_requests": requests.num_requests,
+            "num_retries": requests.retries.num_retries,
+            "num_timeouts": requests.num_timeouts,
+            "num_checksum_failures": self.num_checksum_failures,
+            "fetched_bytes": requests.fetched_bytes,
+        }
+
+    def close(self) -> None:
+        """Let the client and the threads go."""
+        self._requests.close()
+
+    # --------------------------------------------------------------------------------------------------------- parts
+
+    def _head(self, key: str, begin_s: float | None) -> ObjectInfo:
+        full, where = self._full(key), self.describe(key)
+        try:
+            found = self._requests.ask(lambda client, call: client.head(full), where, begin_s=begin_s)
+        except AccessDeniedError:
+            # The answer to a HEAD has no body that could say why: another request's has.
+            try:
+                self._requests.once(lambda client, call: next(client.stream(full, 0, 1), None), where)
+            except AccessDeniedError:
+                raise
+            except ConnectorError:
+                pass
+            raise
+        return ObjectInfo(key, int(found.size), found.etag.strip('"'))
+
+    def _read_checked(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
+        self._read_parts(key, start, buffer, etag, begin_s)
+        if etag is None:
+            return
+        is_digest = self._s3.md5 and start == 0 and len(buffer) <= _MOST_MD5_BYTES and _MD5.fullmatch(etag)
+        digest = md5(buffer, usedforsecurity=False).hexdigest() if is_digest else None
+        if digest == etag:
+            return  # the whole object, every byte of it
+        info = self._head(key, begin_s)
+        self._check_etag(info, etag)
+        if digest is not None and info.size == len(buffer):
+            raise ChecksumError(
+                f"{self.describe(key)} came with the MD5 digest {digest}, and its etag says {etag}: its bytes were changed on "
+                "the way, or in the store; if the bucket is encrypted with SSE-KMS or SSE-C its etags are no digests: then "
+                "set source.s3.md5: false"
+            )
+
+    def _read_parts(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
+        """All parts at once, each tried again by itself."""
+        full, size = self._full(key), self._s3.part_size
+        parts = [_Part(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
+        try:
+            for part in parts:
+                part.call = self._requests.begin_get(full, part.start, part.memory)
+            for part in parts:
+                self._finish(part, key, etag, begin_s)
+        finally:
+            for part in parts:
+                part.give_up()  # after an error the others must not write any more
+
+    def _finish(self, part: _Part, key: str, etag: str | None, begin_s: float) -> None:
+        def once() -> None:
+            call, part.call = part.call, None
+            if call is None:
+                call = self._requests.begin_get(self._full(key), part.start, part.memory)
+            try:
+                num_read = self._requests.finish_get(call, self.describe(key))
+            except ShortReadError as error:
+                if isinstance(error, TruncatedError):
+                    raise
+                num_read = 0  # the store says that nothing lies there
+            if num_read < len(part.memory):
+                raise self._cut_short(key, part, num_read, etag)
+
+        try:
+            self._requests.retries(once, begin_s)
+        except ExpiredCredentialsError:
+            if not self._requests.renew():
+                raise
+            self._requests.retries(once, begin_s)
+
+    def _cut_short(self, key: str, part: _Part, num_read: int, etag: str | None) -> ConnectorError:
+        """Why fewer bytes came than were asked for: is that all there is, or was the answer cut off?"""
+        found = self._requests.once(lambda client, call: client.head(self._full(key)), self.describe(key))
+        info = ObjectInfo(key, int(found.size), found.etag.strip('"'))
+        self._check_etag(info, etag)
+        wanted = len(part.memory)
+        text = (
+            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes wanted from byte {part.start} on: it has "
+            f"{info.size}"
+        )
+        if info.size >= part.start + wanted:
+            return TruncatedError(f"{text}, and the store sent less")
+        return ShortReadError(f"{text}; it is cut short, or the index that led here is old")
+
+    def _check_etag(self, info: ObjectInfo, etag: str | None) -> None:
+        if etag is not None and etag != info.etag:
+            raise ObjectChangedError(
+                f"{self.describe(info.key)} was replaced since it was listed (then {etag}, now {info.etag}); start again, so "
+                "that it is listed anew"
+            )
+
+    def _full(self, key: str) -> str:
+        """The key in the bucket. Raises ObjectNotFoundError for what no object can be called."""
+        full = self._place.prefix + key
+        try:
+            num_bytes = len(full.encode())
+        except UnicodeEncodeError:
+            raise ObjectNotFoundError(f"{key!r} is no key: it is not Unicode text") from None
+        if not key or key.endswith("/") or "\0" in key or num_bytes > _MOST_KEY_BYTES:
+            raise ObjectNotFoundError(
+                f"{key[:100]!r} is no key: keys are not empty, end with no slash and have at most {_MOST_KEY_BYTES} bytes"
+            )
+        # Some stores, and proxies, would walk these like a path.
+        if _DOTS.search(key) or (_EMPTY_PART.search(key) and key not in self._odd_keys):
+            raise ObjectNotFoundError(f"{key!r} is no key: it has parts that are '.', '..' or empty")
+        return full
+
+    def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
+        place, last = self._place, b""
+        token: str | None = None
+        try:
+            full = place.prefix + prefix
+            full.encode()
+        except UnicodeEncodeError:
+            return
+        while True:
+            page = self._requests.ask(partial(_page, full, token), self.describe(prefix) + "*")
+            for found in page.objects:
+                key = found.key[len(place.prefix) :]
+                if not key or key.endswith("/"):
+                    continue
+                if self._is_sorted and key.encode() <= last:
+                    raise ConnectorError(
+                        f"{self.describe(prefix)}*: the store lists {key!r} out of order; name it as source.s3.endpoint, "
+                        "then listings are sorted here"
+                    )
+                last = key.encode() if self._is_sorted else last
+                if _EMPTY_PART.search(key):
+                    self._odd_keys.add(key)
+                yield ObjectInfo(key, int(found.size), found.etag.strip('"'))
+            token = page.token
+            if token is None:
+                return

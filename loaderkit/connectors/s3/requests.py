@@ -1,0 +1,147 @@
+"""Single requests to a bucket, each made by a thread that may be given up, and tried again while that may help."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from loaderkit.connectors.s3.client import Client
+from loaderkit.connectors.s3.complaints import translate
+from loaderkit.connectors.s3.settings import Place, Reach
+from loaderkit.errors import ExpiredCredentialsError, RequestTimeoutError
+from loaderkit.hands import Call, Hands
+from loaderkit.retries import Retries, RetryPolicy
+
+T = TypeVar("T")
+
+
+class Requests:
+    """The requests to one bucket. The client is made when it is first needed, once in every process."""
+
+    def __init__(self, place: Place, reach: Reach, *, connections: int, policy: RetryPolicy, timeout_s: float) -> None:
+        self._place = place
+        self._reach = reach
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self.retries = Retries(policy)
+        self.store = reach.endpoint or f"S3 in {reach.region}"
+        self.num_requests = 0
+        self.num_timeouts = 0
+        self.fetched_bytes = 0
+        self._lock = threading.Lock()
+        self._hands: Hands | None = None
+        self._client: Client | None = None
+        self._pid = os.getpid()
+        self._made_s = 0.0  # time of day
+
+    def ask(
+        self,
+        request: Callable[[Client, Call[T]], T],
+        where: str,
+        *,
+        begin_s: float | None = None,
+        patience: float = 1.0,
+    ) -> T:
+        """The answer to a request about `where`, tried again as need be. Raises ConnectorError.
+
+        `begin_s`: when what it is part of was begun; `patience`: times the usual timeout.
+        """
+        return self.retries(lambda: self.once(request, where, patience), begin_s)
+
+    def once(self, request: Callable[[Client, Call[T]], T], where: str, patience: float = 1.0) -> T:
+        """The same, tried once; again if the credentials have expired and there are newer ones on disk."""
+        try:
+            return self.finish(self.begin(request), where, patience)
+        except ExpiredCredentialsError:
+            if not self.renew():
+                raise
+            return self.finish(self.begin(request), where, patience)
+
+    def begin_get(self, key: str, start: int, target: memoryview) -> Call[int]:
+        """Ask for [start, start + len(target)), to be written to `target`; the result is how many bytes came."""
+        memory = np.frombuffer(target, np.uint8)  # copied to without Python's lock, unlike a memoryview
+
+        def get(client: Client, call: Call[int]) -> int:
+            num_read = 0
+            for piece in client.stream(key, start, start + len(memory)):
+                num_here = min(len(piece), len(memory) - num_read)
+                call.write(memory[num_read : num_read + num_here], np.frombuffer(piece, np.uint8, num_here))
+                num_read += num_here
+            return num_read
+
+        return self.begin(get)
+
+    def finish_get(self, call: Call[int], where: str) -> int:
+        """Wait for `begin_get`'s; the number of bytes. Raises ConnectorError."""
+        num_read = self.finish(call, where)
+        with self._lock:
+            self.fetched_bytes += num_read
+        return num_read
+
+    def begin(self, request: Callable[[Client, Call[T]], T]) -> Call[T]:
+        """Have a request made; it is waited for with `finish`."""
+        client, hands = self._tools()
+        with self._lock:
+            self.num_requests += 1
+        return hands.begin(lambda call: request(client, call))
+
+    def finish(self, call: Call[T], where: str, patience: float = 1.0) -> T:
+        """The answer. Raises ConnectorError, as this is where the client's errors are translated."""
+        timeout_s = self._timeout_s * patience
+        try:
+            return call.wait(timeout_s)
+        except TimeoutError as error:
+            with self._lock:
+                self.num_timeouts += 1
+            raise RequestTimeoutError(
+                f"{where}: {self.store} said nothing for {timeout_s:g} s: it is overloaded, or the network loses packets; "
+                f"source.retry.timeout allows more{f' ({error})' if str(error) else ''}"
+            ) from None
+        except BaseException as error:
+            call.give_up()  # Ctrl-C: what the thread still gets must not be written any more
+            if type(error).__name__ == "S3Exception":
+                raise translate(str(error), where, self.store) from None
+            raise
+
+    def _tools(self) -> tuple[Client, Hands]:
+        """The client and the threads, made in this process."""
+        with self._lock:
+            if self._pid != os.getpid():  # a fork's child has neither
+                self._client = self._hands = None
+                self._pid = os.getpid()
+            if self._client is None:
+                self._made_s = time.time()
+                self._client = Client(self._place, self._reach)
+            if self._hands is None:
+                self._hands = Hands(self._connections, f"loaderkit-s3-{self._place.bucket}"[:40])
+                # At exit, too: a thread that comes out of the client when there is no Python any more ends in a panic.
+                weakref.finalize(self, self._hands.close)
+            return self._client, self._hands
+
+    def renew(self) -> bool:
+        """Have the next request look for credentials anew, if somebody has written some since the client was made."""
+        path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+        with self._lock:
+            try:
+                is_newer = os.stat(os.path.expanduser(path)).st_mtime > self._made_s
+            except OSError:
+                return False
+            if is_newer:
+                self._client = None
+            return is_newer
+
+    def close(self) -> None:
+        """Give up what is under way and let client and threads go; both are made again when they are needed."""
+        with self._lock:
+            hands, self._hands, self._client = self._hands, None, None
+            is_ours = self._pid == os.getpid()
+        if hands is not None and is_ours:
+            self.retries.stop()
+            hands.close()
+            self.retries.resume()

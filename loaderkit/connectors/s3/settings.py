@@ -1,0 +1,88 @@
+"""Where a bucket is and how to talk to it: from the description, the environment and the AWS configuration."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loaderkit.errors import ConfigError
+from loaderkit.stores import S3Args
+
+# A bucket's name, or the ARN of an access point, which has a slash of its own.
+_URL = re.compile(r"s3://(arn:[^/]+/[^/]+|[^/]*)(?:/(.*))?", re.DOTALL | re.IGNORECASE)
+_DEFAULT_REGION = "us-east-1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bucket and a folder in it; `prefix` is empty or ends with a slash."""
+
+    bucket: str
+    prefix: str
+
+    @classmethod
+    def of(cls, url: str) -> Place:
+        """From `s3://bucket/prefix`, taken literally: "%20" and "+" are those characters. Raises ConfigError."""
+        match = _URL.fullmatch(url)
+        if match is None or not match[1]:
+            raise ConfigError(f"source.url {url!r}: expected s3://bucket or s3://bucket/prefix")
+        bucket, prefix = match[1], match[2] or ""
+        if "@" in bucket:
+            raise ConfigError(
+                f"source.url: s3://...@{bucket.rpartition('@')[2]}: a URL must not hold credentials, as it is printed and "
+                "saved; put them where the AWS tools look for them (AWS_ACCESS_KEY_ID, ~/.aws/credentials, a role)"
+            )
+        return cls(bucket, prefix if not prefix or prefix.endswith("/") else prefix + "/")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a client is made of. No secret among it: the client finds those itself, in the process that uses it."""
+
+    region: str
+    endpoint: str | None
+    path_style: bool
+    anonymous: bool
+    profile: str | None
+    part_size: int
+
+    @classmethod
+    def of(cls, args: S3Args, environment: Mapping[str, str]) -> Reach:
+        """The settings with everything filled in that the description leaves open."""
+        endpoint = (
+            args.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
+        )
+        region = (
+            args.region
+            or environment.get("AWS_REGION")
+            or environment.get("AWS_DEFAULT_REGION")
+            or _region_of_profile(args.profile or environment.get("AWS_PROFILE") or None, environment)
+        )
+        path_style = args.path_style
+        if path_style == "auto":
+            path_style = endpoint is not None and ".amazonaws.com" not in endpoint
+        return cls(
+            region or _DEFAULT_REGION,
+            endpoint.rstrip("/") if endpoint is not None else None,
+            path_style,
+            args.anonymous,
+            args.profile,  # AWS_PROFILE is the client's to read: keys in the environment come before it
+            args.part_size,
+        )
+
+
+def _region_of_profile(profile: str | None, environment: Mapping[str, str]) -> str | None:
+    """The region that ~/.aws/config gives a profile; None if it says nothing, or cannot be read."""
+    path = Path(environment.get("AWS_CONFIG_FILE") or "~/.aws/config")
+    found = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        found.read(path.expanduser(), encoding="utf-8")
+    except (configparser.Error, OSError, RuntimeError, UnicodeDecodeError):
+        return None
+    for section in (f"profile {profile}", profile) if profile is not None else ("default",):
+        if section is not None and found.has_option(section, "region"):
+            return found.get(section, "region")
+    return None

@@ -1,0 +1,362 @@
+"""Pieces of objects in a folder of a local disk, shared by any number of processes.
+
+    objects/<2 digits>/<64 digits>   a piece: its bytes, then a trailer with a checksum for every 64 KiB
+    temporary/                       pieces being written; each is locked by its writer, so that a dead one's can be told
+    lock                             byte ranges of it are locked: one for the account, one for every piece being fetched
+    usage                            the account: how many bytes are taken, corrected by every look at all files
+
+A name is a digest, so nothing that a store or an archive calls its objects ever becomes a path. A piece appears by rename,
+complete; the kernel drops the locks of a process that dies. So there is no moment at which a crash does harm.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+logger = logging.getLogger("loaderkit")
+
+_PAGE_BYTES = 64 << 10
+_HEAD = struct.Struct("<8s32sQ")  # magic, digest, number of bytes; then the checksums of the pages and of all that
+_MAGIC = b"LKpiece1"
+_FLOCK = "hhqqi4x"
+_ACCOUNT, _FIRST_PIECE = 0, 1 << 10  # bytes of `lock`
+_LOW_WATER = 0.9  # making room for one more piece makes some for others as well
+_SUSPENDED_S = 30.0
+_TOUCH_NS = 10**9
+_POLL_S = 0.005
+_ACCOUNT_S = 20.0  # looking at a million files takes some seconds
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class _Entry(NamedTuple):
+    used_ns: int
+    num_bytes: int
+    path: str
+
+
+def piece_name(*parts: str | int) -> str:
+    """The name of what is described by `parts`: 64 hexadecimal digits."""
+    text = "\0".join(f"{len(str(part))}:{part}" for part in parts)
+    return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=32).hexdigest()
+
+
+class DiskCache:
+    """At most `size_bytes` in `folder`. Any number of threads. A disk that fails or is full is done without: reading says
+    "not there", writing nothing, and both warn once in a while. `clock` tells the time of day in seconds."""
+
+    def __init__(
+        self, folder: str | Path, size_bytes: int, *, verify: bool = True, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.folder = os.path.abspath(folder)
+        self.size_bytes = size_bytes
+        self.verify = verify
+        self._clock = clock
+        self._suspended_until_s = 0.0
+        self._is_counted = False  # whether this process has looked at all files once
+        self.num_damaged = 0
+        self.num_failures = 0
+        self.num_evicted = 0
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, name: str, whole_bytes: int, start: int, buffer: memoryview) -> bool:
+        """Fill `buffer` with a piece's bytes from `start` on; False if it is not there. `whole_bytes` is its size.
+
+        A piece that is not what was written is removed, and not there.
+        """
+        path = self._path(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._note_failure("read", error)
+            return False
+        try:
+            is_good = self._read(fd, name, whole_bytes, start, buffer)
+        except OSError as error:  # a bad sector, say
+            self._note_failure("read", error)
+            is_good = False
+        finally:
+            os.close(fd)
+        if not is_good:
+            self.num_damaged += 1
+            with suppress(OSError):
+                os.unlink(path)
+        return is_good
+
+    def has(self, name: str) -> bool:
+        """Whether a piece is there, perhaps damaged."""
+        return os.path.exists(self._path(name))
+
+    def _read(self, fd: int, name: str, whole_bytes: int, start: int, buffer: memoryview) -> bool:
+        status = os.fstat(fd)
+        num_pages = -(-whole_bytes // _PAGE_BYTES)
+        num_trailing = _HEAD.size + 4 * num_pages + 4
+        if status.st_size != whole_bytes + num_trailing:
+            return False
+        first, last = start // _PAGE_BYTES, (start + len(buffer) - 1) // _PAGE_BYTES
+        begin, end = first * _PAGE_BYTES, min((last + 1) * _PAGE_BYTES, whole_bytes)
+        if not self.verify:
+            begin, end = start, start + len(buffer)
+        # What the first and the last page have besides is read for their checksums only.
+        before, behind = bytearray(start - begin), bytearray(end - start - len(buffer))
+        trailer = os.pread(fd, num_trailing, whole_bytes)
+        if not _read_all(fd, begin, [memoryview(before), buffer, memoryview(behind)]):
+            return False
+        self._touch(fd, status)
+        head = _HEAD.pack(_MAGIC, bytes.fromhex(name), whole_bytes)
+        if trailer[: len(head)] != head:
+            return False
+        if not self.verify:
+            return True
+        if crc32(trailer[:-4]) != int.from_bytes(trailer[-4:], "little"):
+            return False
+        sums = memoryview(trailer)[len(head) : -4].cast("I")
+        return all(
+            sums[page] == _sum_of(page * _PAGE_BYTES - begin, _PAGE_BYTES, before, buffer, behind)
+            for page in range(first, last + 1)
+        )
+
+    def _touch(self, fd: int, status: os.stat_result) -> None:
+        """Note that a piece was used: many disks are mounted so that reading does not."""
+        now_ns = int(self._clock() * 1e9)
+        if now_ns - status.st_atime_ns > _TOUCH_NS:
+            with suppress(OSError):
+                os.utime(fd, ns=(now_ns, status.st_mtime_ns))
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def write(self, name: str, data: memoryview) -> bool:
+        """Keep a piece, if there is room; whether it is kept. Never raises OSError."""
+        if self._clock() < self._suspended_until_s:
+            return False
+        sums = [crc32(data[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
+        trailer = _HEAD.pack(_MAGIC, bytes.fromhex(name), len(data)) + struct.pack(f"<{len(sums)}I", *sums)
+        trailer += crc32(trailer).to_bytes(4, "little")
+        num_bytes = len(data) + len(trailer)
+        try:
+            self._prepare()
+            if not self._reserve(num_bytes):
+                return False
+            try:
+                self._write_file(name, data, trailer)
+            except BaseException:
+                self._charge(-num_bytes)
+                raise
+        except OSError as error:
+            self._note_failure("written to", error)
+            return False
+        return True
+
+    def _prepare(self) -> None:
+        for part in ("objects", "temporary"):
+            os.makedirs(f"{self.folder}/{part}", exist_ok=True)
+
+    def _write_file(self, name: str, data: memoryview, trailer: bytes) -> None:
+        temporary = f"{self.folder}/temporary/{secrets.token_hex(12)}"
+        fd = os.open(temporary, _OPEN | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # says that its writer lives
+            os.ftruncate(fd, len(data) + len(trailer))  # so that the account knows what it is going to take
+            _write_all(fd, [data, memoryview(trailer)])
+            path = self._path(name)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                os.rename(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+
+    def _note_failure(self, what: str, error: OSError) -> None:
+        self.num_failures += 1
+        now_s = self._clock()
+        if now_s >= self._suspended_until_s:
+            logger.warning(
+                "the cache in %s cannot be %s (%s): going on without it for %g s; free some space, or name another disk in "
+                "source.cache.dir",
+                self.folder,
+                what,
+                error.strerror or error,
+                _SUSPENDED_S,
+            )
+            self._suspended_until_s = now_s + _SUSPENDED_S
+
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/objects/{name[:2]}/{name}"
+
+    # ------------------------------------------------------------------------------------------------------- account
+
+    def _reserve(self, num_bytes: int) -> bool:
+        """Take room for a piece, evicting others; False if it is larger than all of it."""
+        if num_bytes > self.size_bytes:
+            return False
+        with self._locked(_ACCOUNT, _ACCOUNT_S):
+            used_bytes = self._usage()
+            if not self._is_counted or used_bytes + num_bytes > self.size_bytes:
+                used_bytes = self._evict(num_bytes)
+                self._is_counted = True
+            self._set_usage(used_bytes + num_bytes)
+        return True
+
+    def _charge(self, num_bytes: int) -> None:
+        with suppress(OSError), self._locked(_ACCOUNT, _ACCOUNT_S):
+            self._set_usage(max(0, self._usage() + num_bytes))
+
+    def _usage(self) -> int:
+        with suppress(OSError, ValueError):
+            return int(Path(self.folder, "usage").read_text("ascii"))
+        self._is_counted = False
+        return 0
+
+    def _set_usage(self, num_bytes: int) -> None:
+        fd = os.open(f"{self.folder}/usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            os.pwrite(fd, b"%020d" % num_bytes, 0)
+        finally:
+            os.close(fd)
+
+    def _evict(self, num_bytes: int) -> int:
+        """Look at all files, and make room for `num_bytes` if there is not enough; how many bytes are taken then."""
+        entries = list(self._entries())
+        total = sum(entry.num_bytes for entry in entries) + self._clear_temporary()
+        if total + num_bytes <= self.size_bytes:
+            return total
+        target = min(int(_LOW_WATER * self.size_bytes), self.size_bytes - num_bytes)
+        for entry in sorted(entries):
+            if total <= target:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(entry.path)
+                self.num_evicted += 1
+            total -= entry.num_bytes
+        return total
+
+    def _entries(self) -> Iterator[_Entry]:
+        for directory in _scan(f"{self.folder}/objects"):
+            if directory.is_dir(follow_symlinks=False):
+                for file in _scan(directory.path):
+                    with suppress(FileNotFoundError):
+                        status = file.stat(follow_symlinks=False)
+                        yield _Entry(status.st_atime_ns, status.st_size, file.path)
+
+    def _clear_temporary(self) -> int:
+        """Remove what writers that died have left; how many bytes the others' files are going to take is in the account,
+        so here it is what they have so far."""
+        total = 0
+        for file in _scan(f"{self.folder}/temporary"):
+            with suppress(OSError):
+                fd = os.open(file.path, _OPEN)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(file.path)
+                except BlockingIOError:
+                    total += os.fstat(fd).st_size
+                finally:
+                    os.close(fd)
+        return total
+
+    # --------------------------------------------------------------------------------------------------------- locks
+
+    @contextmanager
+    def fetching(self, name: str, *, wait_s: float) -> Iterator[bool]:
+        """Be the one, of all threads and processes, who fetches a piece. False if another one still is after `wait_s`.
+
+        Where files cannot be locked everybody may fetch.
+        """
+        with ExitStack() as stack:
+            is_ours = True
+            try:
+                self._prepare()
+                stack.enter_context(self._locked(_FIRST_PIECE + int(name[:14], 16), wait_s))
+            except BlockingIOError:
+                is_ours = False
+            except OSError:
+                pass
+            yield is_ours
+
+    @contextmanager
+    def _locked(self, place: int, wait_s: float) -> Iterator[None]:
+        """Hold one byte of the lock file. It is the open file that holds it, so it keeps threads apart as well. Raises
+        BlockingIOError if another one has it for so long."""
+        fd = os.open(f"{self.folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            deadline_s = time.monotonic() + wait_s
+            while True:
+                try:
+                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, place))
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline_s:
+                        raise
+                    time.sleep(_POLL_S)
+            try:
+                yield
+            finally:  # said aloud, since a fork made meanwhile has the file open, too
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, place))
+        finally:
+            os.close(fd)
+
+
+def _flock(kind: int, place: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, place, 1, 0)
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except FileNotFoundError:
+        return []
+
+
+def _sum_of(start: int, num_bytes: int, *parts: bytearray | memoryview) -> int:
+    """The checksum of so many bytes (or as many as there are) from `start` on of the parts laid end to end."""
+    found, end, begin = 0, start + num_bytes, 0
+    for part in parts:
+        lo, hi = max(start - begin, 0), min(end - begin, len(part))
+        if lo < hi:
+            found = crc32(memoryview(part)[lo:hi], found)
+        begin += len(part)
+    return found
+
+
+def _read_all(fd: int, start: int, parts: list[memoryview]) -> bool:
+    """Fill the parts, one behind another, from `start` on; False if the file ends first."""
+    left = [part for part in parts if len(part)]
+    while left:
+        num_read = os.preadv(fd, left, start)
+        if not num_read:
+            return False
+        start += num_read
+        left = _behind(left, num_read)
+    return True
+
+
+def _write_all(fd: int, parts: list[memoryview]) -> None:
+    left = [part for part in parts if len(part)]
+    while left:
+        left = _behind(left, os.writev(fd, left))
+
+
+def _behind(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    while parts and num_bytes >= len(parts[0]):
+        num_bytes -= len(parts[0])
+        parts = parts[1:]
+    return [parts[0][num_bytes:], *parts[1:]] if parts and num_bytes else parts

@@ -1,0 +1,147 @@
+"""What a rank is going to read, in the order in which it will be wanted, in pieces worth a request each.
+
+    positions ──> samples ──> of a block that is this rank's: the block, once      ──> pieces by first need
+                          └─> others: their ranges, neighbours together (coalesce)
+
+The order is arithmetic, so the future is known: nothing is guessed, and two ranks whose lanes differ never fetch one another's
+blocks, but for the few samples that even out the lanes at the end of an epoch; those are fetched singly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.errors import SourceError
+from loaderkit.order import BlockOrder, Order, Schedule
+from loaderkit.ranges import Piece, Wanted, coalesce
+from loaderkit.types import Ranges, Source
+
+_MOST_SAMPLES = 4096  # looked at at a time
+_TOGETHER = 256  # consecutive samples among which neighbours are looked for
+_MOST_BYTES = 8 << 20
+
+
+class Forecast:
+    """The pieces that one rank wants, epoch after epoch."""
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        schedule: Schedule,
+        *,
+        num_epochs: int | None,
+        bounds: NDArray[np.int64] | None = None,
+    ) -> None:
+        """`bounds`: the first sample of every block and, last, their number, if `order` is a `BlockOrder`."""
+        self._source = source
+        self._order = order
+        self._schedule = schedule
+        self._num_epochs = num_epochs
+        self._bounds = bounds
+        self._window = 0
+        if isinstance(order, BlockOrder) and bounds is not None:
+            longest = int(np.diff(bounds).max(initial=0))
+            self._window = longest * order.window * order.num_lanes // schedule.world_size
+        records = getattr(source, "records", None)
+        self._record_bytes = records.num_bytes if records is not None else None
+
+    @property
+    def window(self) -> int:
+        """About so many samples of the rank after a block's first comes its last; 0 if there are no blocks."""
+        return self._window
+
+    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+        """All pieces from global `position` of `epoch` on, by the sample that wants them first."""
+        number = 0  # of samples before
+        while self._num_epochs is None or epoch < self._num_epochs:
+            if self._schedule.num_batches() == 0:
+                return
+            for positions in self._positions(position):
+                indices = self._order.indices(epoch, positions % self._schedule.num_samples)
+                yield from self._of_samples(epoch, positions, indices, number)
+                number += len(indices)
+            self._emitted = None
+            epoch, position = epoch + 1, 0
+
+    _emitted: NDArray[np.bool_] | None = None  # the blocks of the epoch that were given already
+    _owned: NDArray[np.bool_] | None = None
+
+    def _positions(self, start: int) -> Iterator[NDArray[np.int64]]:
+        schedule = self._schedule
+        num_batches = schedule.num_batches(start)
+        step = max(1, _MOST_SAMPLES // schedule.batch_size)
+        for first in range(0, num_batches, step):
+            yield schedule.positions(start, first, min(step, num_batches - first))
+
+    def _of_samples(
+        self, epoch: int, positions: NDArray[np.int64], indices: NDArray[np.int64], number: int
+    ) -> list[Piece]:
+        pieces: list[Piece] = []
+        rest = np.arange(len(indices), dtype=np.int64)
+        if self._bounds is not None:
+            blocks = np.searchsorted(self._bounds, indices, "right") - 1
+            is_owned = self._owned_blocks(epoch)[blocks]
+            pieces = self._of_blocks(blocks, rest[is_owned], number)
+            rest = rest[~is_owned]
+        for first in range(0, len(rest), _TOGETHER):
+            some = rest[first : first + _TOGETHER]
+            pieces += coalesce(self._wanted(indices[some], (some + number).tolist()), most_bytes=_MOST_BYTES)
+        return sorted(pieces, key=lambda piece: piece.first)
+
+    def _owned_blocks(self, epoch: int) -> NDArray[np.bool_]:
+        """bool [blocks]: of which this rank reads at least every second sample, so that they are worth a request each."""
+        if self._emitted is None or self._owned is None:
+            assert isinstance(self._order, BlockOrder)
+            assert self._bounds is not None
+            schedule = self._schedule
+            self._emitted = np.zeros(len(self._bounds) - 1, np.bool_)
+            # Position p is of lane p mod lanes and of rank p mod W: they meet where p mod both is the same.
+            common = gcd(schedule.world_size, self._order.num_lanes)
+            is_worth_it = 2 * common >= schedule.world_size
+            self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
+        return self._owned
+
+    def _of_blocks(self, blocks: NDArray[np.int64], places: NDArray[np.int64], number: int) -> list[Piece]:
+        """The blocks that these samples begin; those of which a sample came before are fetched already."""
+        assert self._emitted is not None
+        assert self._bounds is not None
+        found, firsts = np.unique(blocks[places], return_index=True)
+        pieces: list[Piece] = []
+        for block, first in zip(found.tolist(), firsts.tolist(), strict=True):
+            if self._emitted[block]:
+                continue
+            self._emitted[block] = True
+            lo, hi = int(self._bounds[block]), int(self._bounds[block + 1])
+            at = number + int(places[first])
+            inside = self._wanted(np.arange(lo, hi, dtype=np.int64), [at] * (hi - lo))
+            pieces += [piece._replace(last=at + 2 * self._window) for piece in coalesce(inside, most_bytes=1 << 62)]
+        return pieces
+
+    def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[Wanted]:
+        """The ranges of samples that stand at `numbers` of the rank's order."""
+        if self._record_bytes is not None:
+            file, starts = self._source.file, self._source.starts(indices)  # type: ignore[attr-defined]
+            return [
+                Wanted(file.key, start, self._record_bytes, file.etag, number)
+                for start, number in zip(starts.tolist(), numbers, strict=True)
+            ]
+        table_of = getattr(self._source, "table", None)
+        table = table_of(indices) if table_of is not None else None
+        if table is not None:
+            ranges: Ranges = table.ranges
+            num_fields = max(1, len(table.fields))
+            owners = [number for number in numbers for _ in range(num_fields)]
+            return list(map(Wanted, ranges.keys, ranges.starts, ranges.lengths, ranges.etags, owners))
+        found: list[Wanted] = []
+        for index, number in zip(indices.tolist(), numbers, strict=True):
+            try:
+                parts = self._source.ranges(index)
+            except SourceError:  # it lacks a field, which `read` is going to say
+                continue
+            found += [Wanted(*part.range, number) for part in parts]
+        return found

@@ -1,0 +1,181 @@
+"""Threads for calls that may hang: whoever waits for one can give it up and go on.
+
+A call in C cannot be stopped from outside. So it is made by a thread of its own, which writes its results only under a lock
+and only while somebody still wants them; if it is given up, the thread is written off, and ends when the call does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from loaderkit.errors import ClosedError
+
+T = TypeVar("T")
+_MOST_LOST = 64
+
+
+class GivenUp(Exception):  # noqa: N818 - not an error, but how a thread learns that nobody waits
+    """Raised in the thread of a call that nobody waits for any more."""
+
+
+class Call(Generic[T]):
+    """One call on its way. The function gets it as its argument, to write results and to say that it goes on."""
+
+    def __init__(self, function: Callable[[Call[T]], T], hands: Hands) -> None:
+        self._function = function
+        self._hands = hands
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._is_given_up = False
+        self._has_ended = False
+        self._touched_s: float | None = None  # when it was begun, or last went on; None: not begun
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def write(self, target: Any, source: Any) -> None:
+        """`target[:] = source`, unless nobody waits any more: then the memory may be another one's. Raises `GivenUp`."""
+        with self._lock:
+            if self._is_given_up:
+                raise GivenUp
+            target[:] = source
+            self._touched_s = self._hands.clock()
+
+    def goes_on(self) -> None:
+        """Say so, for what is waited for with a time limit. Raises `GivenUp` if nobody waits any more."""
+        self.write([], [])
+
+    def wait(self, timeout_s: float) -> T:
+        """Its result. Raises its error, or TimeoutError once it has given no sign of life for `timeout_s`."""
+        while not self._done.wait(max(0.0, self._left_s(timeout_s))):
+            if self._touched_s is None:
+                self._hands.look_after()
+            elif self._left_s(timeout_s) <= 0 and self.give_up():
+                raise TimeoutError
+        error, self._error = self._error, None  # its traceback holds the buffers
+        if error is not None:
+            raise error
+        return self._result  # type: ignore[return-value]
+
+    def give_up(self, error: BaseException | None = None) -> bool:
+        """From now on it writes nothing; who waits gets `error`. False if it is done already."""
+        with self._lock:
+            if self._done.is_set():
+                return False
+            self._is_given_up = True
+            if error is not None:
+                self._error = error
+                self._done.set()
+            return True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was given up while a thread was in it that has not come out again."""
+        return self._is_given_up and self._touched_s is not None and not self._has_ended
+
+    def _left_s(self, timeout_s: float) -> float:
+        touched_s = self._touched_s
+        return timeout_s if touched_s is None else touched_s + timeout_s - self._hands.clock()
+
+    def run(self) -> None:
+        """Make the call, in the thread that has taken it."""
+        with self._lock:
+            if self._is_given_up:
+                return
+            self._touched_s = self._hands.clock()
+        result, error = None, None
+        try:
+            result = self._function(self)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._has_ended = True
+            if not self._is_given_up:
+                self._result, self._error = result, error
+                self._done.set()
+
+
+class Hands:
+    """At most `num_threads` daemon threads, started when there is something to do, and kept until `close`."""
+
+    def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._num_threads = num_threads
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[Call[Any]] = deque()
+        self._threads: dict[threading.Thread, Call[Any] | None] = {}  # and what each is at
+        self._num_resting = 0
+        self._number = 0
+        self._is_closed = False
+
+    def begin(self, function: Callable[[Call[T]], T]) -> Call[T]:
+        """Have `function` called by the next thread that is free."""
+        call = Call(function, self)
+        with self._changed:
+            self._is_closed = False
+            self._waiting.append(call)
+            if self._num_resting >= len(self._waiting):
+                self._changed.notify()
+            else:
+                self._start_thread()
+        return call
+
+    def look_after(self) -> None:
+        """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""
+        with self._changed:
+            if self.num_lost > _MOST_LOST:
+                raise TimeoutError(f"{self.num_lost} threads hang in calls that do not end")
+            self._start_thread()
+
+    @property
+    def num_lost(self) -> int:
+        """Threads stuck in calls that were given up."""
+        return sum(call is not None and call.is_lost for call in list(self._threads.values()))
+
+    def _start_thread(self) -> None:
+        if self._waiting and len(self._threads) < self._num_threads + min(self.num_lost, _MOST_LOST):
+            self._number += 1
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._number}", daemon=True)
+            self._threads[thread] = None
+            thread.start()
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        try:
+            while (call := self._next(me)) is not None:
+                call.run()
+                del call
+        finally:
+            with self._changed:
+                self._threads.pop(me, None)
+
+    def _next(self, me: threading.Thread) -> Call[Any] | None:
+        with self._changed:
+            self._threads[me] = None
+            while not self._waiting:
+                if self._is_closed or len(self._threads) > self._num_threads + self.num_lost:
+                    return None  # one that was stuck, and another took its place
+                self._num_resting += 1
+                self._changed.wait()
+                self._num_resting -= 1
+            call = self._threads[me] = self._waiting.popleft()
+            return call
+
+    def close(self, join_s: float = 1.0) -> None:
+        """Give up all calls and let the threads go; those stuck end with their calls. Idempotent; `begin` starts others."""
+        with self._changed:
+            self._is_closed = True
+            for call in [*self._waiting, *self._threads.values()]:
+                if call is not None:
+                    call.give_up(ClosedError("it was closed while it was read"))
+            self._waiting.clear()
+            threads = list(self._threads)
+            self._changed.notify_all()
+        deadline_s = time.monotonic() + join_s
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -1,0 +1,63 @@
+"""From a URL and its settings to the connector that reads there: file, s3, fsspec; retried; cached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from loaderkit.connectors.cache import CacheConnector
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.fsspec import FsspecConnector
+from loaderkit.connectors.retry import with_retries
+from loaderkit.connectors.s3 import S3Connector
+from loaderkit.errors import ConfigError
+from loaderkit.registry import SCHEMES
+from loaderkit.retries import RetryPolicy
+from loaderkit.stores import RetryArgs, StoreArgs
+from loaderkit.types import Connector
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_TIMEOUT_S = 10.0
+_NUM_FILE_ATTEMPTS = 5  # within some 3 s: the kernel has waited long already, and a broken disk stays broken
+
+
+def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | None = None) -> Connector:
+    """The connector for a URL or path: one of `given` by its scheme, else our own. Raises ConfigError, MissingExtraError."""
+    args = args or StoreArgs()
+    match = _URL.fullmatch(url)
+    scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
+    if scheme in given:
+        found = given[scheme]
+        if args.retry != RetryArgs():
+            found = with_retries(found, _policy(args, 10), args.retry.timeout, owns_inner=False)
+        if args.cache.dir is not None:
+            found = CacheConnector(found, args.cache, owns_inner=found not in given.values())
+        return found
+    return _cached(_own(url, scheme, rest, args), args)
+
+
+def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
+    if scheme == "file":
+        return with_retries(FileConnector(rest), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
+    if scheme == "memory":
+        raise ConfigError(
+            f"source.url {url!r}: objects in memory have to be given: "
+            'loaderkit.build(..., connectors={"memory": MemoryConnector({...})})'
+        )
+    if scheme == "s3":
+        return S3Connector(url, args.s3, args.retry)
+    if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
+        found = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
+        return with_retries(found, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
+    raise ConfigError(
+        f"source.url {url!r}: no connector for {scheme}://; expected one of {', '.join(SCHEMES)}, or fsspec+{scheme}:// for "
+        "whatever fsspec knows by that name"
+    )
+
+
+def _cached(connector: Connector, args: StoreArgs) -> Connector:
+    return connector if args.cache.dir is None else CacheConnector(connector, args.cache)
+
+
+def _policy(args: StoreArgs, max_attempts: int) -> RetryPolicy:
+    return RetryPolicy(args.retry.total, max_attempts)

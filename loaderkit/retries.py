@@ -1,0 +1,125 @@
+"""Trying again: with growing waits, for a bounded time, and counted."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from loaderkit.errors import ChecksumError, ClosedError, TemporaryError
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+T = TypeVar("T")
+_MOST_CHECKSUM_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often and for how long one call is tried. The n-th wait is between half of and all of first_wait_s * 2^n."""
+
+    total_s: float = 60.0
+    max_attempts: int = 10
+    first_wait_s: float = 0.1
+    most_wait_s: float = 5.0
+
+
+class Retries:
+    """Calls functions until they stop raising `TemporaryError`, as far as a policy allows. Any number of threads at once.
+
+    `sleep` waits so many seconds and may return early; `clock` tells seconds. Both are for tests.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        *,
+        sleep: Callable[[float], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy
+        self.num_retries = 0
+        self._lock = threading.Lock()
+        self._num_stops = 0
+        self._closing = threading.Event()
+        self._sleep = sleep or self._closing.wait
+        self._clock = clock
+
+    def now_s(self) -> float:
+        """The time, to be given as `begin_s` of several calls that are bounded together."""
+        return self._clock()
+
+    def __call__(self, function: Callable[[], T], begin_s: float | None = None) -> T:
+        """What `function` returns; its last error, which then says how often it was tried, when the policy's limits are
+        reached. Any other error at once. Without an error it costs half a microsecond."""
+        begin_s = self._clock() if begin_s is None else begin_s
+        try:
+            return function()
+        except TemporaryError as error:
+            if self.policy.max_attempts == 1:
+                raise
+            return self._again(function, error, begin_s)
+
+    def stop(self) -> None:
+        """Make all calls under way end: what waits with ClosedError. Until `resume` others try once."""
+        self._num_stops += 1
+        self._closing.set()
+
+    def resume(self) -> None:
+        """Undo `stop`."""
+        self._closing.clear()
+
+    def _again(self, function: Callable[[], T], first: TemporaryError, begin_s: float) -> T:
+        import tenacity  # 30 ms that nobody pays whose store works
+
+        done = [first]
+        num_attempts = 0
+        num_stops = self._num_stops
+
+        def attempt() -> T:
+            nonlocal num_attempts
+            num_attempts += 1
+            if done:
+                raise done.pop()
+            if self._num_stops != num_stops:  # or it would make again what is being closed
+                raise ClosedError("it was closed while it was tried again")
+            return function()
+
+        def is_over(state: RetryCallState) -> bool:
+            outcome = state.outcome
+            error = outcome.exception() if outcome is not None else None
+            allowed = self.policy.max_attempts
+            if isinstance(error, ChecksumError):  # what is damaged in the store stays so
+                allowed = min(allowed, _MOST_CHECKSUM_ATTEMPTS)
+            is_late = self._clock() - begin_s + state.upcoming_sleep > self.policy.total_s
+            return is_late or num_attempts >= allowed or self._closing.is_set()
+
+        def count(state: RetryCallState) -> None:
+            with self._lock:
+                self.num_retries += 1
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(TemporaryError),
+            wait=lambda state: self._wait_s(state.attempt_number),
+            stop=is_over,
+            sleep=self._rest,
+            before_sleep=count,
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except TemporaryError as error:
+            took_s = self._clock() - begin_s
+            error.args = (f"{error} (tried {num_attempts} times in {took_s:.1f} s)", *error.args[1:])
+            raise
+
+    def _rest(self, seconds: float) -> None:
+        self._sleep(seconds)
+
+    def _wait_s(self, number: int) -> float:
+        longest_s = min(self.policy.most_wait_s, self.policy.first_wait_s * 2.0 ** (number - 1))
+        return longest_s * (0.5 + 0.5 * random.random())  # noqa: S311 - so that ranks do not all come back at once

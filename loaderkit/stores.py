@@ -1,0 +1,80 @@
+"""What a description may say about the place its bytes come from: S3, retries, a cache on local disk."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from loaderkit.schema import ByteSize, Duration, Model, SourceArgs
+
+
+class S3Args(Model):
+    """How to reach a bucket. Credentials are never part of a description: they come from where the AWS tools look for them."""
+
+    region: str | None = Field(
+        None, min_length=1, description="default: AWS_REGION, AWS_DEFAULT_REGION, the profile's, else us-east-1"
+    )
+    endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/@\s]+/?$",
+        description="of another store than AWS, as http://host:port; default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL",
+    )
+    path_style: bool | Literal["auto"] = Field(
+        "auto", description="the bucket in the path instead of the host's name; auto: with an `endpoint` of one's own"
+    )
+    anonymous: bool = Field(False, description="requests without a signature, for public buckets")
+    profile: str | None = Field(None, min_length=1, description="of the AWS configuration; default: AWS_PROFILE")
+    part_size: ByteSize = Field(8 * 2**20, description="longer reads are cut into parallel requests of this size")
+    connections: PositiveInt = Field(32, le=512, description="requests at a time")
+    max_attempts: PositiveInt = Field(10, description="for one request, within `retry.total`")
+    md5: bool = Field(
+        True,
+        description="check whole objects whose etag is an MD5 digest; false where etags only look like one (SSE-KMS, SSE-C)",
+    )
+
+    @field_validator("part_size")
+    @classmethod
+    def _is_allowed(cls, value: int) -> int:
+        if not 5 * 2**20 <= value <= 5 * 2**30:
+            raise ValueError(f"between 5MiB and 5GiB, as S3 has it, not {value}")
+        return value
+
+
+class RetryArgs(Model):
+    """What to do when a store fails in a way that may pass."""
+
+    total: Duration = Field(60.0, description="for so long one read is tried again before it is an error")
+    timeout: Duration | None = Field(
+        None,
+        description="a request that says nothing for so long is given up and made again; null: 10 s, for files never",
+    )
+
+
+class CacheArgs(Model):
+    """Objects of a slow store, kept on local disk."""
+
+    dir: str | None = Field(
+        None, min_length=1, description="a folder of a local disk, shared by all processes that name it; null: no cache"
+    )
+    size: ByteSize = Field(50 * 2**30, description="what it may take; the least recently used goes first")
+    verify: bool = Field(True, description="compare the checksum of whatever is read from it")
+
+
+class ReadAheadArgs(Model):
+    """What of a slow store is fetched before it is wanted (not with `executor: inline`; local files never are)."""
+
+    memory: ByteSize = Field(
+        2 * 2**30,
+        description="bound on what is held or on its way; a block order holds about 2 x block x window x lanes / ranks",
+    )
+    requests: PositiveInt = Field(32, le=512, description="reads at a time")
+
+
+class StoreArgs(SourceArgs):
+    """What every source takes whose bytes lie in a store."""
+
+    s3: S3Args = Field(S3Args(), description="for `s3://`, below")
+    retry: RetryArgs = Field(RetryArgs(), description="when the store fails for a while, below")
+    cache: CacheArgs = Field(CacheArgs(), description="of slow stores, on local disk, below")
+    read_ahead: ReadAheadArgs = Field(ReadAheadArgs(), description="of slow stores, into memory, below")

@@ -1,0 +1,234 @@
+"""Reading ahead: what is held, for how long, in how much memory, and that what is read is right whatever the forecast says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loaderkit.connectors.ahead import AheadConnector
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import ObjectChangedError, TemporaryError
+from loaderkit.forecast import Forecast
+from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
+from loaderkit.ranges import Piece, Wanted, coalesce
+from loaderkit.sources.files import FilesArgs, FilesSource
+
+DATA = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
+
+
+class Watched(MemoryConnector):
+    """Knows what is on its way, and can be made to wait or fail."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.reads: list[tuple[str, int, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        self.reads.append((key, start, len(buffer)))
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        super().read_into(key, start, buffer, etag=etag)
+
+
+def read(connector: AheadConnector, key: str, start: int, num_bytes: int, etag: str | None) -> bytes:
+    buffer = bytearray(num_bytes)
+    connector.read_into(key, start, memoryview(buffer), etag=etag)
+    return bytes(buffer)
+
+
+def made(inner: Watched, pieces: list[Piece], **more: int) -> AheadConnector:
+    def from_place(epoch: int, position: int) -> Iterator[Piece]:
+        return iter(pieces[position:])
+
+    return AheadConnector(inner, from_place, **{"memory_bytes": 50_000, "num_requests": 3, **more})
+
+
+@pytest.fixture
+def inner() -> Watched:
+    return Watched({"a": DATA, "b": DATA[::-1]})
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit-ahead")]
+
+
+def blocks_of(key: str, etag: str, size: int, num: int) -> list[Piece]:
+    return [Piece(key, n * size, size, etag, 10 * n, 10 * n + 9, size) for n in range(num)]
+
+
+class TestReading:
+    def test_a_block_is_fetched_once_and_dropped(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 1000, 100))
+        for place in range(0, 100_000, 100):
+            assert read(connector, "a", place, 100, etag) == DATA[place : place + 100]
+        counters = connector.counters()
+        assert counters["num_direct_reads"] == 0
+        assert counters["held_bytes"] == 0
+        assert [num for _, _, num in inner.reads] == [1000] * 100
+        connector.stop()
+
+    def test_memory_is_bounded(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 10_000, 10), memory_bytes=25_000)
+        inner.gate.clear()
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(read, connector, "a", 0, 10_000, etag)
+            inner.gate.set()
+            assert first.result() == DATA[:10_000]
+        for place in range(10_000, 100_000, 5_000):
+            assert read(connector, "a", place, 5_000, etag) == DATA[place : place + 5_000]
+            assert connector.counters()["held_bytes"] <= 25_000
+        connector.stop()
+
+    def test_what_is_not_forecast_is_read_directly(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 1000, 3))
+        assert read(connector, "b", 5, 10, inner.stat("b").etag) == DATA[::-1][5:15]
+        assert read(connector, "a", 990, 20, etag) == DATA[990:1010]  # across two blocks
+        assert read(connector, "a", 0, 10, None) == DATA[:10]
+        with pytest.raises(ObjectChangedError):
+            read(connector, "a", 0, 10, "another")
+        connector.stop()
+
+    def test_errors_are_raised_for_who_wants_the_bytes(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 1000, 100))
+        inner.error = TemporaryError("away for long")
+        for place in range(0, 1000, 100):
+            with pytest.raises(TemporaryError, match="away for long"):
+                read(connector, "a", place, 100, etag)
+        assert inner.reads.count(("a", 0, 1000)) == 1  # tried for a block, not for each sample in it
+        assert not [num for _, _, num in inner.reads if num == 100]
+        connector.stop()
+
+    def test_stopping_wakes_who_waits(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 1000, 100))
+        assert read(connector, "b", 0, 1, None) == DATA[-1:]
+        inner.gate.clear()
+        with ThreadPoolExecutor(4) as pool:
+            found = [pool.submit(read, connector, "a", 60_000, 100, etag) for _ in range(4)]
+            threading.Timer(0.05, inner.gate.set).start()
+            connector.stop()
+            for one in found:
+                if one.exception() is None:
+                    assert one.result() == DATA[60_000:60_100]
+        connector.stop()
+
+    def test_who_waits_for_a_piece_has_its_memory(self, inner: Watched) -> None:
+        """Memory for one block, three readers that want several in turns: none may wait for memory that nobody frees."""
+        etag = inner.stat("a").etag
+        for _ in range(20):
+            connector = made(inner, blocks_of("a", etag, 1000, 6), memory_bytes=2000, num_requests=1)
+            wanted = [(block, part) for part in range(10) for block in range(6)][:40]
+            with ThreadPoolExecutor(3) as pool:
+                calls = [
+                    pool.submit(read, connector, "a", 1000 * block + 100 * part, 100, etag) for block, part in wanted
+                ]
+            found = [call.result() for call in calls]
+            assert found == [DATA[1000 * block + 100 * part :][:100] for block, part in wanted]
+            connector.stop()
+
+    def test_a_seek_begins_elsewhere(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 1000, 100))
+        read(connector, "a", 0, 1000, etag)
+        connector.seek(0, 50)
+        inner.reads.clear()
+        assert read(connector, "a", 50_000, 1000, etag) == DATA[50_000:51_000]
+        assert min(start for _, start, _ in inner.reads) == 50_000
+        connector.stop()
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        planned=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 99)), max_size=30),
+        wanted=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 99)), max_size=60),
+        memory=st.integers(1, 2000),
+    )
+    def test_any_forecast_any_reads(
+        self, planned: list[tuple[str, int, int]], wanted: list[tuple[str, int, int]], memory: int
+    ) -> None:
+        inner = Watched({"a": DATA[:1000], "b": DATA[1000:2000]})
+        etags = {key: inner.stat(key).etag for key in "ab"}
+        pieces = [Piece(key, start, num, etags[key], n, n, num) for n, (key, start, num) in enumerate(planned)]
+        connector = made(inner, pieces, memory_bytes=memory, slack=3, num_samples=10)
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda one: read(connector, one[0], one[1], one[2], etags[one[0]]), wanted))
+        data = {"a": DATA[:1000], "b": DATA[1000:2000]}
+        assert found == [data[key][start : start + num] for key, start, num in wanted]
+        assert connector.counters()["held_bytes"] <= memory
+        connector.stop()
+
+
+class TestCoalescing:
+    @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5_000_000), st.integers(0, 100_000)), max_size=40))
+    def test_all_is_covered_and_little_more(self, ranges: list[tuple[str, int, int]]) -> None:
+        wanted = [Wanted(key, start, length, "e", n) for n, (key, start, length) in enumerate(ranges)]
+        pieces = coalesce(wanted, most_bytes=2_000_000)
+        for one in wanted:
+            if one.length:
+                covering = [
+                    piece
+                    for piece in pieces
+                    if piece.key == one.key
+                    and piece.start <= one.start
+                    and one.start + one.length <= piece.start + piece.length
+                    and piece.first <= one.first <= piece.last
+                ]
+                assert covering
+        assert sum(piece.wanted_bytes for piece in pieces) == sum(one.length for one in wanted)
+        for piece in pieces:
+            assert piece.length - piece.wanted_bytes <= max(piece.wanted_bytes // 4, 64 << 10)
+            assert piece.length <= 2_000_000
+
+
+class TestForecast:
+    @settings(max_examples=60, deadline=None)
+    @given(
+        num=st.integers(1, 60),
+        order=st.sampled_from(["global", "none", "block"]),
+        world_size=st.integers(1, 4),
+        start=st.integers(0, 59),
+        seed=st.integers(0, 5),
+    )
+    def test_every_sample_is_in_a_piece_before_it_is_wanted(
+        self, num: int, order: str, world_size: int, start: int, seed: int
+    ) -> None:
+        store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
+        source = FilesSource(store, FilesArgs(url="memory://"))
+        bounds = source.blocks(50)
+        orders: dict[str, Order] = {
+            "global": GlobalOrder(num, seed),
+            "none": SequentialOrder(),
+            "block": BlockOrder(bounds, seed, window=2, lanes=3),
+        }
+        for rank in range(world_size):
+            schedule = Schedule(num, rank, world_size, 3, False)
+            forecast = Forecast(
+                source, orders[order], schedule, num_epochs=2, bounds=bounds if order == "block" else None
+            )
+            pieces = list(forecast.pieces(0, min(start, num)))
+            assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)
+            number = 0
+            for epoch, begin in ((0, min(start, num)), (1, 0)):
+                for step in range(schedule.num_batches(begin)):
+                    positions = schedule.positions(begin, step) % num
+                    for index in orders[order].indices(epoch, positions).tolist():
+                        key = source.key(index)
+                        assert [p for p in pieces if p.key == key and p.first <= number <= max(p.last, number)]
+                        number += 1
+            if order != "none" and world_size == 1 and start == 0:
+                assert len(pieces) == 2 * num

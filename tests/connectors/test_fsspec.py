@@ -1,0 +1,134 @@
+"""fsspec's filesystems: over a real web server, what is missing, and that a URL's secrets stay in it."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from of_stores import epoch_of
+
+import loaderkit
+from loaderkit.connectors.fsspec import FsspecConnector
+from loaderkit.errors import (
+    AccessDeniedError,
+    ConfigError,
+    MissingExtraError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    TemporaryError,
+    ThrottledError,
+)
+
+
+def test_a_pipeline(photos: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.put(str(photos), "/photographs", recursive=True)
+    wanted, _ = epoch_of({"kind": "files", "url": str(photos), "include": "**/*.jpg", "label": "parent"})
+    source = {"kind": "files", "url": "fsspec+memory://photographs", "include": "**/*.jpg", "label": "parent"}
+    found, store = epoch_of(source)
+    assert found == wanted
+    assert store["num_requests"] > 60
+    cache = {"dir": str(tmp_path)}
+    assert epoch_of({**source, "cache": cache})[0] == wanted
+    found, store = epoch_of({**source, "cache": cache})
+    assert (found, store["cache_hit_rate"]) == (wanted, 1.0)
+    system.rm("/photographs", recursive=True)
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("gs", "gcsfs"), ("az", "adlfs"), ("hf", "huggingface_hub")])
+def test_the_package_of_a_scheme_is_named(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (package, "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"{scheme}:// needs the package {package}: pip install {package}"):
+        loaderkit.build(
+            {"source": {"kind": "files", "url": f"{scheme}://b/x"}, "stages": ["read", {"batch": {"size": 1}}]}
+        )
+
+
+def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'loaderkit\[fsspec\]'"):
+        FsspecConnector("memory://x")
+
+
+def test_unknown_schemes() -> None:
+    for url in ("nonsense://x", "fsspec+nonsense://x"):
+        with pytest.raises((ConfigError, MissingExtraError), match="nonsense"):
+            loaderkit.build({"source": {"kind": "files", "url": url}, "stages": ["read", {"batch": {"size": 1}}]})
+
+
+def test_users_and_passwords_stay_inside() -> None:
+    connector = FsspecConnector("memory://user:secret@place/x")
+    assert "secret" not in connector.describe("a") + connector.store
+    with pytest.raises(ObjectNotFoundError) as caught:
+        connector.stat("a")
+    assert "secret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_copy_for_another_process() -> None:
+    connector = FsspecConnector("memory://copied")
+    connector.write("a", b"abc")
+    buffer = bytearray(3)
+    pickle.loads(pickle.dumps(connector)).read_into("a", 0, memoryview(buffer))
+    assert buffer == b"abc"
+    connector.delete("a")
+
+
+class AnswerError(Exception):
+    """As libraries raise what a server answered."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("https://host/x?signature=secret")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (AnswerError(404), ObjectNotFoundError),
+        (AnswerError(403), AccessDeniedError),
+        (AnswerError(429), ThrottledError),
+        (AnswerError(503), ThrottledError),
+        (AnswerError(500), TemporaryError),
+        (ConnectionResetError("x"), TemporaryError),
+        (TimeoutError("x"), TemporaryError),
+        (PermissionError("x"), AccessDeniedError),
+    ],
+)
+def test_errors(error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = FsspecConnector("memory://errors")
+    system, _ = connector._open()
+
+    def fail(*arguments: Any, **more: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(system, "cat_file", fail)
+    with pytest.raises(kind) as caught:
+        connector.read_into("a", 0, memoryview(bytearray(1)))
+    assert "secret" not in str(caught.value)
+    assert "memory://errors/a" in str(caught.value)
+
+
+def test_a_server_that_knows_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = FsspecConnector("memory://ranges")
+    connector.write("a", b"abcdef")
+    system, _ = connector._open()
+    monkeypatch.setattr(system, "cat_file", lambda path, start, end: b"abcdef")
+    with pytest.raises(OSError, match="6 bytes where 2 were asked for: it knows no ranges"):
+        connector.read_into("a", 0, memoryview(bytearray(2)))
+
+
+def test_replaced_objects() -> None:
+    connector = FsspecConnector("memory://replaced")
+    connector.write("a", b"abc")
+    etag = connector.stat("a").etag
+    connector.write("a", b"xyz")
+    with pytest.raises(ObjectChangedError, match="start again"):
+        connector.read_into("a", 0, memoryview(bytearray(3)), etag=etag)

@@ -1,0 +1,272 @@
+"""What networks and stores do to an epoch, by a proxy in front of a real server: the right bytes, or one clear error."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_proxy import Fault, FaultProxy, Request
+from of_stores import digest, epoch_of, upload
+from seaweed import Seaweed
+
+import loaderkit
+from loaderkit.connectors.s3 import S3Connector
+from loaderkit.errors import (
+    AccessDeniedError,
+    ChecksumError,
+    ConnectorError,
+    ExpiredCredentialsError,
+    ObjectChangedError,
+    RequestTimeoutError,
+    StageError,
+    TemporaryError,
+    ThrottledError,
+    UnreachableError,
+)
+from loaderkit.stores import RetryArgs, S3Args
+
+pytestmark = pytest.mark.usefixtures("s3_keys")
+BLOCKS = {"shuffle": "block", "seed": 3, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
+
+
+@pytest.fixture(scope="module")
+def uploaded(seaweed: Seaweed, photos: Path, shards: Path) -> None:
+    upload(seaweed, photos, "faults", "photos/")
+    upload(seaweed, shards, "faults", "shards/")
+
+
+@pytest.fixture
+def proxy(seaweed: Seaweed, uploaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultProxy]:
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    with FaultProxy(seaweed.port) as proxy:
+        yield proxy
+
+
+def source(proxy: FaultProxy, kind: str, **more: Any) -> dict[str, Any]:
+    """The photographs through the proxy."""
+    s3: dict[str, Any] = {"endpoint": proxy.endpoint, "connections": 8}
+    found: dict[str, Any]
+    if kind == "files":
+        found = {"url": "s3://faults/photos", "include": "**/*.jpg", "label": "parent"}
+    else:
+        found = {"url": "s3://faults/shards", "fields": {"image": "jpg", "label": "cls"}}
+    return {"kind": kind, "s3": s3, "retry": {"total": "40s", "timeout": "1500ms"}, **found, **more}
+
+
+def local(photos: Path, shards: Path, kind: str) -> list[str]:
+    if kind == "files":
+        return epoch_of({"kind": "files", "url": str(photos), "include": "**/*.jpg", "label": "parent"})[0]
+    return epoch_of({"kind": "tar", "url": str(shards), "fields": {"image": "jpg", "label": "cls"}}, BLOCKS)[0]
+
+
+def is_read(request: Request) -> bool:
+    """Whether a request is for the bytes of an object."""
+    return request.method == "GET" and "list-type" not in request.path
+
+
+def now_and_then(fault: Fault, every: int = 7) -> Callable[[Request], Fault | None]:
+    """For each `every`-th request for bytes."""
+    seen = iter(range(10**9))
+    lock = threading.Lock()
+
+    def rule(request: Request) -> Fault | None:
+        if not is_read(request):
+            return None
+        with lock:
+            return fault if next(seen) % every == every - 1 else None
+
+    return rule
+
+
+EPOCHS = {
+    "latency": lambda request: Fault(wait_s=0.02),
+    "resets": now_and_then(Fault(reset=True)),
+    "a burst of 503": lambda request: Fault(answer=(503, "SlowDown")) if 20 <= request.number < 30 else None,
+    "500 now and then": now_and_then(Fault(answer=(500, "InternalError"))),
+    "truncated bodies": now_and_then(Fault(keep_bytes=100)),
+    "no answer": now_and_then(Fault(hang=True), 19),
+    "an answer that never ends": now_and_then(Fault(drip=True), 19),
+}
+
+
+@pytest.mark.parametrize("what", EPOCHS)
+@pytest.mark.parametrize("kind", ["files", pytest.param("tar", marks=pytest.mark.prove)])
+def test_an_epoch_has_the_right_bytes(proxy: FaultProxy, photos: Path, shards: Path, kind: str, what: str) -> None:
+    proxy.rule = EPOCHS[what]
+    found, store = epoch_of(source(proxy, kind), BLOCKS if kind == "tar" else None)
+    assert found == local(photos, shards, kind)
+    if what in ("no answer", "an answer that never ends") and kind == "files":
+        assert store["num_timeouts"] >= 1
+        assert store["num_retries"] >= 1
+
+
+def test_a_flipped_byte_whose_checksum_is_known(proxy: FaultProxy, photos: Path, shards: Path) -> None:
+    proxy.rule = now_and_then(Fault(flip=300))
+    found, store = epoch_of(source(proxy, "files"))
+    assert found == local(photos, shards, "files")
+    assert store["num_checksum_failures"] >= 1
+
+
+def test_bytes_that_stay_wrong(proxy: FaultProxy) -> None:
+    proxy.rule = lambda request: Fault(flip=300) if is_read(request) else None
+    with pytest.raises(StageError, match=r"MD5.*source.s3.md5: false") as caught:
+        epoch_of(source(proxy, "files"))
+    assert isinstance(caught.value.__cause__, ChecksumError)
+
+
+def test_the_endpoint_is_down_for_a_while(proxy: FaultProxy, photos: Path, shards: Path) -> None:
+    timers: list[threading.Timer] = []
+
+    def rule(request: Request) -> None:
+        if request.number == 40:
+            proxy.go_down()
+            timers.append(threading.Timer(3.0, proxy.come_up))
+            timers[0].start()
+
+    proxy.rule = rule
+    found, _ = epoch_of(source(proxy, "files"))
+    assert timers
+    timers[0].join()
+    assert found == local(photos, shards, "files")
+
+
+class TestErrors:
+    """One error, with bucket, key and what to do; never a secret."""
+
+    def connector(self, proxy: FaultProxy, **retry: Any) -> S3Connector:
+        args = RetryArgs.model_validate({"total": 3.0, "timeout": 1.0, **retry})
+        return S3Connector("s3://faults/photos", S3Args(endpoint=proxy.endpoint, connections=4), args)
+
+    def error(self, proxy: FaultProxy, fault: Fault, **retry: Any) -> ConnectorError:
+        connector = self.connector(proxy, **retry)
+        etag = connector.stat("ant/000.jpg").etag
+        proxy.rule = lambda request: fault
+        with pytest.raises(ConnectorError) as caught:
+            connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)), etag=etag)
+        connector.close()
+        assert "s3://faults/photos/ant/000.jpg" in str(caught.value)
+        assert "SESSION-TOKEN" not in f"{caught.value!r}{caught.value.__cause__!r}"
+        return caught.value
+
+    def test_expired_credentials_are_known_soon(self, proxy: FaultProxy) -> None:
+        begin_s = time.monotonic()
+        error = self.error(proxy, Fault(answer=(400, "ExpiredToken")), total=60.0, timeout=9.0)
+        assert isinstance(error, ExpiredCredentialsError)
+        assert "renew" in str(error)
+        assert time.monotonic() - begin_s < 5  # the client itself would try for half a minute
+
+    @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"])
+    def test_denied(self, proxy: FaultProxy, code: str) -> None:
+        assert isinstance(self.error(proxy, Fault(answer=(403, code)), timeout=9.0), AccessDeniedError)
+
+    def test_throttled_for_too_long(self, proxy: FaultProxy) -> None:
+        error = self.error(proxy, Fault(answer=(503, "SlowDown")), timeout=9.0)
+        assert isinstance(error, ThrottledError)
+        assert "tried" in str(error)
+
+    def test_broken_off_for_too_long(self, proxy: FaultProxy) -> None:
+        assert isinstance(self.error(proxy, Fault(keep_bytes=10), timeout=9.0), TemporaryError)
+        assert isinstance(self.error(proxy, Fault(reset=True), timeout=9.0), TemporaryError)
+
+    @pytest.mark.parametrize("fault", [Fault(hang=True), Fault(drip=True)])
+    def test_hanging_for_too_long(self, proxy: FaultProxy, fault: Fault) -> None:
+        error = self.error(proxy, fault)
+        assert isinstance(error, RequestTimeoutError)
+        assert "said nothing for 1 s" in str(error)
+
+    def test_nobody_there(self, proxy: FaultProxy) -> None:
+        connector = self.connector(proxy, timeout=9.0)
+        proxy.go_down()
+        with pytest.raises(UnreachableError, match=r"s3://faults/photos/x: no connection with http://127.*tried"):
+            connector.read_into("x", 0, memoryview(bytearray(1)))
+        connector.close()
+        proxy.come_up()
+
+    def test_what_came_too_late_is_not_written(self, proxy: FaultProxy) -> None:
+        release = threading.Event()
+
+        def rule(request: Request) -> Fault | None:
+            if is_read(request):
+                release.wait(5.0)
+            return None
+
+        connector = self.connector(proxy, total=0.1, timeout=0.2)
+        proxy.rule = rule
+        buffer = bytearray(100)
+        with pytest.raises(RequestTimeoutError):
+            connector.read_into("ant/000.jpg", 0, memoryview(buffer))
+        release.set()
+        proxy.rule = lambda request: None
+        connector.stat("ant/000.jpg")
+        connector.close()
+        assert buffer == bytearray(100)
+
+    def test_a_listing_goes_on_where_it_failed(self, proxy: FaultProxy, seaweed: Seaweed) -> None:
+        client = seaweed.boto()
+        client.create_bucket(Bucket="pages")
+        names = [f"{number:04}" for number in range(1100)]
+        for name in names:
+            client.put_object(Bucket="pages", Key=name, Body=b"x")
+        for fault in (Fault(answer=(500, "InternalError")), Fault(hang=True), Fault(keep_bytes=1000)):
+            failed: list[Request] = []
+
+            def rule(request: Request, fault: Fault = fault, failed: list[Request] = failed) -> Fault | None:
+                if "continuation-token" in request.path and len(failed) < 2:
+                    failed.append(request)
+                    return fault
+                return None
+
+            connector = S3Connector("s3://pages", S3Args(endpoint=proxy.endpoint), RetryArgs(total=30.0, timeout=2.0))
+            proxy.rule = rule
+            assert [info.key for info in connector.list("")] == names
+            assert failed
+            connector.close()
+
+
+@pytest.mark.parametrize("kind", ["files", "tar"])
+def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, proxy: FaultProxy, kind: str) -> None:
+    bucket = f"replaced-{kind}"
+    folder = photos if kind == "files" else shards
+    upload(seaweed, folder, bucket, "d/")
+    client = seaweed.boto()
+    overrides = {"source.url": f"s3://{bucket}/d", "source.read_ahead.memory": 100_000}
+    pipeline = {
+        "source": source(proxy, kind),
+        "order": {"shuffle": "none"},
+        "stages": ["read", {"batch": {"size": 4}}],
+        "prefetch": {"batches": 1, "concurrency": 1},
+    }
+    with loaderkit.build(pipeline, overrides=overrides) as loader:
+        batches = iter(loader)
+        found = [digest(next(batches))]
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                body = bytearray(path.read_bytes())
+                body[len(body) // 2] ^= 1
+                client.put_object(Bucket=bucket, Key=f"d/{path.relative_to(folder).as_posix()}", Body=bytes(body))
+        with pytest.raises(StageError, match=r"was replaced since it was listed.*start again") as caught:
+            found += [digest(batch) for batch in batches]
+        assert isinstance(caught.value.__cause__, ObjectChangedError)
+    with loaderkit.build(pipeline, overrides={**overrides, "source.url": str(folder)}) as loader:
+        assert [digest(batch) for batch in loader][: len(found)] == found
+
+
+def test_closing_does_not_wait_for_what_hangs(proxy: FaultProxy) -> None:
+    before = set(threading.enumerate())
+    proxy.rule = lambda request: Fault(hang=True) if is_read(request) and request.number > 30 else None
+    pipeline = source(proxy, "files", retry={"total": "500s", "timeout": "400s"})
+    loader = loaderkit.build({"source": pipeline, "stages": ["read", {"batch": {"size": 4}}]})
+    batches = iter(loader)
+    next(batches)
+    begin_s = time.monotonic()
+    loader.close()
+    assert time.monotonic() - begin_s < 30
+    proxy.close()  # now the requests end, and with them their threads
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("loaderkit"):
+            thread.join(30)
+            assert not thread.is_alive(), thread.name

@@ -1,0 +1,305 @@
+"""Trying again, and giving up: by a clock of the test's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import loaderkit
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.connectors.retry import RetryConnector, with_retries
+from loaderkit.errors import (
+    ChecksumError,
+    ClosedError,
+    ConnectorError,
+    ObjectNotFoundError,
+    RequestTimeoutError,
+    TemporaryError,
+)
+from loaderkit.hands import Call, Hands
+from loaderkit.ranges import bulk_method
+from loaderkit.retries import Retries, RetryPolicy
+from loaderkit.types import ObjectInfo, Ranges
+
+
+class Time:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept_s: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def failing(num_failures: int, error: Callable[[], Exception] = lambda: TemporaryError("away")) -> Callable[[], str]:
+    left = iter(range(num_failures))
+
+    def function() -> str:
+        if next(left, None) is not None:
+            raise error()
+        return "found"
+
+    return function
+
+
+class TestRetries:
+    def test_until_it_works(self) -> None:
+        time = Time()
+        retries = Retries(RetryPolicy(), sleep=time.sleep, clock=time)
+        assert retries(failing(4)) == "found"
+        assert retries.num_retries == 4
+        for number, seconds in enumerate(time.slept_s):
+            assert 0.05 * 2**number <= seconds <= 0.1 * 2**number
+
+    def test_only_so_often(self) -> None:
+        time = Time()
+        retries = Retries(RetryPolicy(max_attempts=3), sleep=time.sleep, clock=time)
+        with pytest.raises(TemporaryError, match=r"^away \(tried 3 times in 0\.\d s\)$"):
+            retries(failing(9))
+        assert len(time.slept_s) == 2
+
+    @given(st.floats(0.01, 100), st.integers(1, 30))
+    def test_never_longer_than_allowed(self, total_s: float, max_attempts: int) -> None:
+        time = Time()
+        retries = Retries(RetryPolicy(total_s, max_attempts), sleep=time.sleep, clock=time)
+        with pytest.raises(TemporaryError):
+            retries(failing(1000))
+        assert time.now_s <= total_s
+        assert len(time.slept_s) < max_attempts
+        assert all(seconds <= 5.0 for seconds in time.slept_s)
+
+    def test_several_calls_bounded_together(self) -> None:
+        time = Time()
+        retries = Retries(RetryPolicy(total_s=10, max_attempts=99), sleep=time.sleep, clock=time)
+        begin_s = retries.now_s()
+        time.now_s = 9.99
+        with pytest.raises(TemporaryError):
+            retries(failing(9), begin_s)
+        assert time.now_s <= 10
+
+    def test_other_errors_at_once(self) -> None:
+        retries = Retries(RetryPolicy(), sleep=lambda seconds: pytest.fail("it slept"))
+        for error in (ObjectNotFoundError("x"), ConnectorError("x"), ValueError("x")):
+            with pytest.raises(type(error)):
+                retries(failing(1, lambda error=error: error))  # type: ignore[misc]
+
+    def test_bytes_that_are_wrong_are_not_asked_for_often(self) -> None:
+        time = Time()
+        retries = Retries(RetryPolicy(), sleep=time.sleep, clock=time)
+        with pytest.raises(ChecksumError, match="tried 3 times"):
+            retries(failing(99, lambda: ChecksumError("wrong")))
+
+    def test_stopped_it_gives_up(self) -> None:
+        retries = Retries(RetryPolicy(total_s=1000, max_attempts=1000, first_wait_s=500))
+
+        def stop() -> None:
+            retries.stop()
+            retries.resume()
+
+        thread = threading.Timer(0.05, stop)
+        thread.start()
+        with pytest.raises(ClosedError):
+            retries(failing(99))
+        thread.join()
+        retries.stop()
+        with pytest.raises(TemporaryError, match="tried 1 times"):
+            retries(failing(99))
+
+
+class TestHands:
+    @pytest.fixture
+    def hands(self) -> Iterator[Hands]:
+        hands = Hands(2, "test-hands")
+        yield hands
+        hands.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-hands")]
+
+    def test_results_and_errors(self, hands: Hands) -> None:
+        calls = [hands.begin(lambda call, number=number: 10 // number) for number in (5, 2, 0, 1)]  # type: ignore[misc]
+        assert [calls[0].wait(9), calls[1].wait(9), calls[3].wait(9)] == [2, 5, 10]
+        with pytest.raises(ZeroDivisionError):
+            calls[2].wait(9)
+        assert len(hands._threads) <= 2
+
+    def test_what_hangs_is_given_up_and_writes_nothing(self, hands: Hands) -> None:
+        release, ended = threading.Event(), threading.Event()
+        memory = bytearray(3)
+
+        def hang(call: Call[None]) -> None:
+            release.wait()
+            try:
+                call.write(memoryview(memory), b"bad")
+            finally:
+                ended.set()
+
+        stuck = [hands.begin(hang) for _ in range(2)]
+        waiting = hands.begin(lambda call: "done")
+        for call in stuck:
+            with pytest.raises(TimeoutError):
+                call.wait(0.02)
+        assert hands.num_lost == 2
+        assert waiting.wait(0.02) == "done"  # by a thread in the place of one that is stuck
+        release.set()
+        ended.wait()
+        assert memory == bytearray(3)
+
+    def test_what_goes_on_has_all_the_time(self) -> None:
+        now_s = 0.0
+        hands = Hands(1, "test-hands", clock=lambda: now_s)
+
+        def slow(call: Call[str]) -> str:
+            nonlocal now_s
+            for _ in range(5):
+                now_s += 0.9
+                call.goes_on()
+            return "done"
+
+        assert hands.begin(slow).wait(1.0) == "done"
+        hands.close()
+
+    def test_closing_tells_who_waits(self) -> None:
+        hands = Hands(1, "test-hands")
+        release = threading.Event()
+        calls = [hands.begin(lambda call: release.wait()) for _ in range(3)]
+        hands.close(join_s=0.01)
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call.wait(60)
+        release.set()
+
+
+class Flaky(MemoryConnector):
+    """Fails as it is told to, before it does what it is asked."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.failures: list[Callable[[], None]] = []
+
+    def fail(self) -> None:
+        if self.failures:
+            self.failures.pop()()
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for number, info in enumerate(super().list(prefix)):
+            if number == 1500:
+                self.fail()
+            yield info
+
+    def stat(self, key: str) -> ObjectInfo:
+        self.fail()
+        return super().stat(key)
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        self.fail()
+        super().read_into(key, start, buffer, etag=etag)
+
+
+def away() -> None:
+    raise TemporaryError("away")
+
+
+class TestConnector:
+    def test_everything_is_tried_again(self) -> None:
+        inner = Flaky({f"{number:04}": b"abc" for number in range(2000)})
+        connector = with_retries(inner, RetryPolicy(first_wait_s=0.001))
+        inner.failures = [away, away]
+        assert [info.key for info in connector.list("")] == [f"{number:04}" for number in range(2000)]
+        inner.failures = [away]
+        assert connector.stat("0001").size == 3
+        inner.failures = [away, away]
+        buffer = bytearray(3)
+        connector.read_into("0001", 0, memoryview(buffer))
+        assert buffer == b"abc"
+        assert connector.counters() == {"num_retries": 5, "num_timeouts": 0}
+
+    def test_what_hangs(self) -> None:
+        inner = Flaky({"a": b"abc"})
+        release = threading.Event()
+        connector = with_retries(inner, RetryPolicy(total_s=30, first_wait_s=0.001), timeout_s=0.05)
+
+        def hang() -> None:
+            release.wait()
+
+        inner.failures = [hang, hang]
+        buffer = bytearray(3)
+        connector.read_into("a", 0, memoryview(buffer))
+        assert buffer == b"abc"
+        assert connector.counters() == {"num_retries": 2, "num_timeouts": 2}
+        inner.failures = [hang] * 3
+        short = with_retries(inner, RetryPolicy(total_s=30, max_attempts=2, first_wait_s=0.001), timeout_s=0.05)
+        with pytest.raises(RequestTimeoutError, match=r"memory://a: nothing came for 0.05 s.*tried 2 times"):
+            short.read_into("a", 0, memoryview(buffer))
+        release.set()
+        for one in (connector, short):
+            one.close()
+
+    def test_a_files_ways_to_read_many_are_kept(self, tmp_path: Path) -> None:
+        connector = with_retries(FileConnector(tmp_path), RetryPolicy())
+        assert bulk_method(connector, "read_many") is not None
+        assert bulk_method(connector, "gather_into") is not None
+        assert bulk_method(with_retries(FileConnector(tmp_path), RetryPolicy(), 5.0), "read_many") is None
+        assert bulk_method(with_retries(MemoryConnector(), RetryPolicy()), "read_many") is None
+        again = pickle.loads(pickle.dumps(connector))
+        assert type(again) is type(connector)
+
+    @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+    def test_files_on_a_network_disk(self, tmp_path: Path, number: int) -> None:
+        (tmp_path / "a").write_bytes(b"abc")
+        (tmp_path / "b").write_bytes(b"defg")
+
+        class Disk(FileConnector):
+            """As `FileConnector` is when the kernel says this."""
+
+            left = 3
+
+            def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+                if Disk.left:
+                    Disk.left -= 1
+                    raise self._translated(key, OSError(number, os.strerror(number)))
+                super().read_into(key, start, buffer, etag=etag)
+
+            def read_many(self, ranges: Ranges, offsets: Any, buffer: memoryview) -> Any:
+                return {number: TemporaryError("x") for number in range(len(ranges.keys))}
+
+            def gather_into(self, key: str, starts: Any, length: int, buffer: memoryview, *, etag: Any = None) -> None:
+                self.read_into(key, 0, memoryview(bytearray(1)))
+                super().gather_into(key, starts, length, buffer, etag=etag)
+
+        connector: Any = with_retries(Disk(tmp_path), RetryPolicy(first_wait_s=0.001))
+        assert type(connector) is not RetryConnector
+        buffer = bytearray(7)
+        assert connector.read_many(Ranges(["a", "b"], [0, 0], [3, 4], [None, None]), [0, 3], memoryview(buffer)) == {}
+        assert buffer == b"abcdefg"
+        assert connector.counters()["num_retries"] == 3
+        Disk.left = 2
+        connector.gather_into("b", np.array([2, 0]), 2, memoryview(buffer)[:4])
+        assert buffer[:4] == b"fgde"
+
+    def test_in_a_pipeline(self, tmp_path: Path) -> None:
+        inner = Flaky({f"{number}.txt": b"x" for number in range(8)})
+        pipeline = {
+            "source": {"kind": "files", "url": "memory://", "retry": {"total": "20s"}},
+            "stages": ["read", {"batch": {"size": 4}}],
+        }
+        with loaderkit.build(pipeline, connectors={"memory": inner}) as loader:
+            inner.failures = [away, away]
+            assert len(list(loader)) == 2
+            assert loader.stats().to_dict()["store"]["num_retries"] == 2
+        inner.stat("0.txt")  # it was given, so it is not closed

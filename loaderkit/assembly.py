@@ -32,6 +32,7 @@ from loaderkit.stores import StoreArgs
 from loaderkit.types import Connector, Source, Stage
 
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
+_MOST_BATCHES = 64  # that `batches: auto` may come to
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
     if not getattr(connector, "is_remote", False):
         return None
     bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
+    num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
     forecast = Forecast(source, _order(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds)
     return AheadConnector(
         connector,
@@ -143,7 +145,7 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
         num_requests=args.read_ahead.requests,
         # Far enough for the next window of blocks, or for some seconds of small files; never much of the epoch after this.
         num_samples=min(_NUM_AHEAD + 2 * forecast.window, len(source) // recipe.schedule.world_size + _NUM_LEAST),
-        slack=256 + 2 * (config.prefetch.batches + 2) * recipe.schedule.batch_size,
+        slack=256 + 2 * (num_batches + 2) * recipe.schedule.batch_size,
     )
 
 

@@ -853,7 +853,6 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "processes": 1,
         "on_timeout": "warn",
         "timeout": "60s",
-        "on_timeout": "warn",
     }
     assert (config.prefetch.memory, config.prefetch.timeout) == (2 * 2**30, 60.0)
     assert config.errors.model_dump() == {"on_bad_sample": "raise", "max_bad_samples": 100, "quarantine": None}

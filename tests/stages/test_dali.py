@@ -249,7 +249,7 @@ class TestRefused:
             ({}, [{"resize": {"size": 8, "interpolation": "nearest"}}], "nearest takes other pixels inside DALI"),
             ({"scaled": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
             ({"exif_orientation": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
-            ({}, [{"resize": {"size": 8, "fields": ["image"]}}], "all of `decode`'s images"),
+            ({}, [{"resize": {"size": 8, "fields": ["image"]}}], "the same to all images that it decodes"),
         ],
     )
     def test_what_dali_cannot_do(self, photos: Path, decode: dict[str, Any], stages: list[Any], said: str) -> None:

@@ -47,14 +47,20 @@ class Graph:
         """One line an operator, for people."""
         where = "cpu" if self.device is None else f"gpu {self.device}"
         first = "decoders.image_slice (only the crop)" if self.decodes_crops else "decoders.image"
-        found = [f"{first} on {'cpu' if self.device is None else 'mixed'}"]
-        for name, steps in self.stages:
-            for kind in steps.kinds:
-                if not (found[1:] == [] and self.decodes_crops and kind is Crop):
-                    found.append(f"{_OPERATORS[kind]} on {where}: {name}")
-        if self.finish is not None:
-            found.append(f"crop_mirror_normalize on {where}")
-        return found
+        does = [(kind, name) for name, steps in self.stages for kind in steps.kinds]
+        mirrored = does.pop()[1] if self.mirrors_last else None
+        found = [f"{_OPERATORS[kind]} on {where}: {name}" for kind, name in does[1 if self.decodes_crops else 0 :]]
+        last = [name for name in (mirrored, "normalize" if self.finish is not None else None) if name is not None]
+        return [
+            f"{first} on {'cpu' if self.device is None else 'mixed'}",
+            *found,
+            f"crop_mirror_normalize on {where}: {', '.join([*last, 'batch'])}",
+        ]
+
+    @property
+    def mirrors_last(self) -> bool:
+        """Whether the last thing that is done is to mirror, so that the operator that writes the batch does it as well."""
+        return bool(self.stages) and self.stages[-1][1].kinds[-1:] == (Flip,)
 
     @property
     def decodes_crops(self) -> bool:
@@ -295,7 +301,7 @@ def _build(dali: Any, graph: Graph) -> Any:
             images = fn.decoders.image(encoded, device=device, output_type=types.RGB, adjust_orientation=False)
         number = 0
         mirror = 0
-        last = sum(len(steps.kinds) for _, steps in graph.stages) - 1
+        last = sum(len(steps.kinds) for _, steps in graph.stages) - 1 if graph.mirrors_last else -1
         for _, steps in graph.stages:
             for kind in steps.kinds:
                 if kind is Crop:

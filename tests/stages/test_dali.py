@@ -292,8 +292,7 @@ def test_explain_shows_the_graph(photos: Path) -> None:
         assert loader.stats().to_dict()["tuning"]["graph"] == [
             "decoders.image_slice (only the crop) on cpu",
             "resize on cpu: random_resized_crop",
-            "flip on cpu: random_horizontal_flip",
-            "crop_mirror_normalize on cpu",
+            "crop_mirror_normalize on cpu: random_horizontal_flip, normalize, batch",
         ]
 
 

@@ -120,6 +120,53 @@ class TestSizesThatDiffer:
             assert "the batch has no image field" in message
 
 
+def with_thumbnail(data: bytes) -> bytes:
+    """A JPEG with another one, its end marker and all, in its header."""
+    payload = b"Exif\0\0" + encoded(photo(2, (16, 16)))
+    return data[:2] + b"\xff\xe1" + (len(payload) + 2).to_bytes(2, "big") + payload + data[2:]
+
+
+class TestOddJpegs:
+    def make(self, **options: Any) -> bytes:
+        buffer = io.BytesIO()
+        photo(4, (150, 110)).save(buffer, "JPEG", **options)
+        return buffer.getvalue()
+
+    def test_pixels_are_those_of_our_own_decoder(self) -> None:
+        orientation = Pillow.Exif()
+        orientation[0x0112] = 6
+        plain = self.make()
+        files = {
+            "progressive": self.make(progressive=True),
+            "restarts": self.make(restart_marker_rows=1),
+            "no subsampling": self.make(subsampling=0),
+            "rgb": self.make(keep_rgb=True),
+            "orientation": self.make(exif=orientation),
+            "thumbnail": with_thumbnail(plain),
+            "comment": self.make(comment=b"\xff\xd9\xff\xda"),
+            "a little behind": plain + b"\7" * 100,
+            "much behind": plain + b"\7" * 10_000,
+            "another behind": plain + plain,
+            "fill bytes": plain[:2] + b"\xff\xff" + plain[2:],
+            "one pixel": encoded(Pillow.new("L", (1, 1), 77)),
+            "one row": encoded(Pillow.new("RGB", (900, 1), (9, 99, 30))),
+        }
+        assert_same(
+            Pipeline.files("memory://", include="*.jpg"),
+            lambda p: p.random_resized_crop(24).random_horizontal_flip().batch(1),
+            connectors={"memory": MemoryConnector({f"{name}.jpg": data for name, data in files.items()})},
+        )
+
+    def test_the_end_of_a_thumbnail_is_not_that_of_the_image(self) -> None:
+        data = with_thumbnail(self.make())
+        message = assert_same(
+            Pipeline.files("memory://", include="*.jpg"),
+            lambda p: p.resize([8, 8]).batch(1),
+            connectors={"memory": MemoryConnector({"a.jpg": data[: len(data) * 3 // 4]})},
+        )
+        assert "truncated" in message
+
+
 class TestSeveralImages:
     """A crop of one place needs images of one size, whoever decodes them."""
 

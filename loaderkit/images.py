@@ -83,7 +83,7 @@ def jpeg_size(data: memoryview) -> tuple[int, int] | None:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return None if colorspace == "CMYK" else (height, width)
+    return None if colorspace in ("CMYK", "YCCK") else (height, width)
 
 
 def describe(value: Any) -> str:

@@ -18,7 +18,7 @@ from conftest import make_photo
 from PIL import Image as Pillow
 
 import loaderkit
-from loaderkit import Pipeline
+from loaderkit import Pipeline, images
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.stages.dali import Graph, Renderer
@@ -126,6 +126,13 @@ def with_thumbnail(data: bytes) -> bytes:
     return data[:2] + b"\xff\xe1" + (len(payload) + 2).to_bytes(2, "big") + payload + data[2:]
 
 
+def ycck() -> bytes:
+    """Four channels as brightness, colour and black: what printers' programs write."""
+    data = bytearray(encoded(photo(3).convert("CMYK")))
+    data[data.index(b"Adobe") + 11] = 2
+    return bytes(data)
+
+
 class TestOddJpegs:
     def make(self, **options: Any) -> bytes:
         buffer = io.BytesIO()
@@ -148,14 +155,22 @@ class TestOddJpegs:
             "much behind": plain + b"\7" * 10_000,
             "another behind": plain + plain,
             "fill bytes": plain[:2] + b"\xff\xff" + plain[2:],
+            "cmyk": encoded(photo(3).convert("CMYK")),
+            "ycck": ycck(),
             "one pixel": encoded(Pillow.new("L", (1, 1), 77)),
             "one row": encoded(Pillow.new("RGB", (900, 1), (9, 99, 30))),
         }
-        assert_same(
+        found = assert_same(
             Pipeline.files("memory://", include="*.jpg"),
             lambda p: p.random_resized_crop(24).random_horizontal_flip().batch(1),
             connectors={"memory": MemoryConnector({f"{name}.jpg": data for name, data in files.items()})},
         )
+        assert len(found) == len(files)
+
+    def test_four_channels_are_known_without_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(images, "kernels", None)
+        assert images.jpeg_size(memoryview(ycck())) is None
+        assert images.jpeg_size(memoryview(self.make())) == (110, 150)
 
     def test_the_end_of_a_thumbnail_is_not_that_of_the_image(self) -> None:
         data = with_thumbnail(self.make())

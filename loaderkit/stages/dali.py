@@ -25,6 +25,7 @@ from torch.utils.dlpack import from_dlpack
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.errors import ConfigError
+from loaderkit.formats.jpeg import is_well_formed
 from loaderkit.images import jpeg_size, to_tensor
 from loaderkit.steps import Crop, Finish, Flip, Scale, Step, Steps, size_after
 from loaderkit.types import Chunk, Encoded, Image, Rendered, Sample
@@ -160,7 +161,7 @@ class Renderer:
     def _job(self, place: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
         """What an image goes through; None where the CPU has to look at it."""
         size = jpeg_size(value.data) if value.extension.rpartition(".")[2] in _JPEG_EXTENSIONS else None
-        if size is None or size[0] * size[1] > self._max_pixels or not _is_well_formed(value.data):
+        if size is None or size[0] * size[1] > self._max_pixels or not is_well_formed(value.data):
             return None
         job = _Job(place, np.frombuffer(value.data, np.uint8), [], [])
         for (_, stage), numbers in zip(self._graph.stages, draws, strict=True):
@@ -369,26 +370,3 @@ def _import_dali() -> Any:
             f"stages.decode.device needs NVIDIA DALI, which cannot be imported ({error}): pip install 'loaderkit[dali]'"
         ) from error
     return dali
-
-
-_MARKER, _START_OF_SCAN, _END = 0xFF, 0xDA, b"\xff\xd9"
-_WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
-
-
-def _is_well_formed(data: memoryview) -> bool:
-    """Whether a JPEG is a chain of segments up to its scan, and has its end.
-
-    DALI 2.4.0 may crash some time after it was given one whose segments do not follow one another; what is wrong inside
-    segments or in the scan it only refuses. And decoders on a GPU fill up what is missing at the end and say nothing.
-    """
-    if bytes(data[:2]) != b"\xff\xd8":
-        return False
-    at = 2
-    while at + 4 <= len(data) and data[at] == _MARKER and data[at + 1] not in _WITHOUT_LENGTH:
-        if data[at + 1] == _START_OF_SCAN:
-            return _END in bytes(data[max(at, len(data) - 4096) :])
-        length = int.from_bytes(data[at + 2 : at + 4], "big")
-        if length < 2:
-            return False
-        at += 2 + length
-    return False

@@ -111,10 +111,10 @@ class RetryConnector:
         """Give up what hangs or waits; close `inner`, if it is this one's."""
         with self._lock:
             hands, self._hands = self._hands, None
+        self._retries.stop()
         if hands is not None and self._pid == os.getpid():
-            self._retries.stop()
             hands.close()
-            self._retries.resume()
+        self._retries.resume()
         if self._owns_inner:
             self.inner.close()
 

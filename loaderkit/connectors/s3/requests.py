@@ -141,7 +141,7 @@ class Requests:
         with self._lock:
             hands, self._hands, self._client = self._hands, None, None
             is_ours = self._pid == os.getpid()
+        self.retries.stop()
         if hands is not None and is_ours:
-            self.retries.stop()
             hands.close()
-            self.retries.resume()
+        self.retries.resume()

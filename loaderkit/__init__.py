@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loaderkit import errors
+    from loaderkit.checkpoint.restoring import restore
     from loaderkit.loader import Loader, build
     from loaderkit.pipeline import Pipeline
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "Pipeline", "__version__", "build", "errors"]
+__all__ = ["Loader", "Pipeline", "__version__", "build", "errors", "restore"]
 
-_HOMES = {"Loader": "loaderkit.loader", "build": "loaderkit.loader", "Pipeline": "loaderkit.pipeline"}
+_HOMES = {
+    "Loader": "loaderkit.loader",
+    "Pipeline": "loaderkit.pipeline",
+    "build": "loaderkit.loader",
+    "restore": "loaderkit.checkpoint.restoring",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
-from loaderkit.prefetch.plan import BatchPlan
+from loaderkit.prefetch.plan import Plan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
 from loaderkit.prefetch.stats import Stats, collect
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        plan: BatchPlan,
+        plan: Plan,
         stages: Sequence[Stage],
         pools: Sequence[PoolPlan],
         *,

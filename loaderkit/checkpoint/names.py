@@ -1,0 +1,106 @@
+"""The dotted names of torch.distributed.checkpoint: a nested state is a flat table of tensors and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from loaderkit.errors import CheckpointError
+from loaderkit.unpickling import Array, Opaque
+
+_MAX_DEPTH = 100
+
+
+class Leaf(NamedTuple):
+    """A value of a nested state, and where it stands: `container[key]`."""
+
+    container: Any
+    key: Any
+    value: Any
+
+
+def flatten(tree: Any, is_tensor: Callable[[Any], bool], limit: int, *, single: str = "tensor") -> dict[str, Leaf]:
+    """Name -> leaf. Tables are entered always, lists and tuples if they hold a tensor or a table; the rest is a leaf.
+
+    Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
+    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves or endless nesting, which are bombs.
+    """
+    found: dict[str, Leaf] = {}
+    known: dict[int, bool] = {}  # whether a list is to be entered: shared lists are looked at once
+
+    def is_entered(value: Any, depth: int) -> bool:
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
+        if isinstance(value, Mapping):
+            return True
+        if not isinstance(value, (list, tuple)):
+            return False
+        if id(value) not in known:
+            known[id(value)] = False
+            known[id(value)] = any(is_tensor(item) or is_entered(item, depth + 1) for item in value)
+        return known[id(value)]
+
+    def visit(name: str, leaf: Leaf, depth: int) -> None:
+        value = leaf.value
+        if not is_entered(value, depth):
+            if name in found:
+                raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
+            if len(found) >= limit:
+                raise CheckpointError(
+                    f"it has more than {limit} values, more than its description can hold: it is a bomb"
+                )
+            found[name] = leaf
+            return
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item), depth + 1)
+
+    visit(single, Leaf(None, None, tree), 0)
+    return found
+
+
+def opaque_in(value: Any) -> Opaque | None:
+    """The first object inside a plain value that was not made; None if there is none."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Opaque):
+            return item
+        if isinstance(item, Mapping):
+            inside = [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            inside = list(item)
+        else:
+            continue
+        if id(item) not in seen:
+            seen.add(id(item))
+            todo += inside
+    return None
+
+
+def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
+    """A plain value with stand-ins replaced: arrays by NumPy's, others by what `tensor` makes of them. What was shared in it
+    stays shared."""
+    made: dict[int, Any] = {}
+
+    def visit(item: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
+        if isinstance(item, Array):
+            return item.value
+        if not isinstance(item, (list, tuple, Mapping)):
+            return tensor(item)
+        if id(item) not in made:
+            if isinstance(item, Mapping):
+                made[id(item)] = _like(item, ((key, visit(inner, depth + 1)) for key, inner in item.items()))
+            else:
+                made[id(item)] = type(item)(visit(inner, depth + 1) for inner in item)
+        return made[id(item)]
+
+    return visit(value, 0)
+
+
+def _like(table: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A table of the same kind: a dict, or an OrderedDict."""
+    return type(table)(items)

@@ -44,7 +44,8 @@ class Limits(NamedTuple):
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous CPU tensor's own memory, to be written to."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    # Where a dimension has size 1 its stride says nothing, and `view` to another type would mind it all the same.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     found: memoryview = flat.numpy().data
     return found
 

@@ -53,6 +53,8 @@ def flatten(tree: Any, is_tensor: Callable[[Any], bool], limit: int, *, single: 
             return
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
+            if (unknown := opaque_in(key)) is not None:
+                raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
             visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item), depth + 1)
 
     visit(single, Leaf(None, None, tree), 0)

@@ -128,9 +128,12 @@ class Shards:
                 self._read_run(run, buffer, *span)
                 wrong = self._first_wrong(run, buffer, checksums, span)
                 if wrong is not None:
-                    block = checksums.block_bytes
+                    lo, hi = (
+                        wrong * checksums.block_bytes,
+                        min((wrong + 1) * checksums.block_bytes, checksums.num_bytes),
+                    )
                     raise CheckpointError(
-                        f"{_who(run)} is damaged: bytes {wrong * block} to {min((wrong + 1) * block, checksums.num_bytes)} of "
+                        f"{_who(run, lo, hi)} is damaged: bytes {lo} to {hi} of "
                         f"{self._connector.describe(run.key)} are not those of its manifest, read twice. Restore another "
                         "checkpoint; or, if this one was replaced on purpose, write its manifest again"
                     )
@@ -205,8 +208,10 @@ def _parts(run: Run, buffer: memoryview, begin: int) -> list[tuple[int, memoryvi
     return [(begin, buffer[:num_before]), (run.start, target), (run.end, buffer[num_before:])]
 
 
-def _who(run: Run) -> str:
-    names = list(dict.fromkeys(piece.label for piece in run.pieces))
+def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
+    """The tensors that a run is for, as far as they have bytes in [lo, hi) of the object."""
+    inside = [p for p in run.pieces if p.start + p.length > lo and (hi is None or p.start < hi)]
+    names = list(dict.fromkeys(piece.label for piece in inside or run.pieces))
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

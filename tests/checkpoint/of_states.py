@@ -16,7 +16,9 @@ DTYPES = (
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
 )  # fmt: skip
 NAMES = st.text(
-    st.characters(exclude_categories=("Cs", "Cc"), exclude_characters=("\0",)) | st.sampled_from("./_0"), min_size=1, max_size=8
+    st.characters(exclude_categories=("Cs", "Cc"), exclude_characters=("\0",)) | st.sampled_from("./_0"),
+    min_size=1,
+    max_size=8,
 )
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -60,7 +62,7 @@ def bytes_in(tensor: torch.Tensor) -> bytes:
     """The elements' bytes, in C order."""
     if not tensor.numel():
         return b""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
 
 
 def save_dcp(state: dict[str, Any], path: Path) -> None:

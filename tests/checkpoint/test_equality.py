@@ -30,7 +30,9 @@ from tests.checkpoint.of_states import (
 warnings.filterwarnings("ignore", module="torch.distributed")
 TREES = st.recursive(
     st.integers() | st.text(max_size=4) | st.none() | st.booleans() | st.floats(allow_nan=False) | tensors(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -94,7 +96,9 @@ def test_torch_distributed_checkpoint_equals_its_own_reader(state: dict[str, tor
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step-1"
         save_dcp({**state, "other": values}, path)
-        wanted = {name: torch.empty_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
+        wanted = {
+            name: torch.empty_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()
+        }
         dcp.load(wanted, checkpoint_id=path, no_dist=True)
         found = loaderkit.restore(path)
         assert_same({name: found.pop(name) for name in wanted}, wanted)
@@ -104,10 +108,15 @@ def test_torch_distributed_checkpoint_equals_its_own_reader(state: dict[str, tor
 
 
 @given(
-    st.sampled_from(DTYPES), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 9), st.randoms(use_true_random=False)
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.integers(0, 9),
+    st.randoms(use_true_random=False),
 )
 @settings(max_examples=80, deadline=None)
-def test_targets_of_any_strides_and_types_are_filled(dtype: torch.dtype, shape: list[int], seed: int, random: Any) -> None:
+def test_targets_of_any_strides_and_types_are_filled(
+    dtype: torch.dtype, shape: list[int], seed: int, random: Any
+) -> None:
     source = random_tensor(dtype, tuple(shape), seed)
     floating = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
     target_dtype = random.choice(floating) if dtype.is_floating_point else dtype

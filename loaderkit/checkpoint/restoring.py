@@ -181,13 +181,12 @@ class Source:
                 )
         return leaves, tensors, values
 
-    def fill_new(
-        self, keys: str | Iterable[str] | None, device: torch.device, dtype: Dtype, **settings: Any
-    ) -> tuple[dict[str, Any], Filling]:
-        """(plain values, what yields new tensors as they become whole)."""
-        tensors, values = choose(self.found, keys)
-        wants = new_tensors(self.resolved(tensors), tensors, device, parse_dtype(dtype))
-        return self.plain_values(values), self.filling(wants, device, **settings)
+    def fill_new(self, names: list[str], device: torch.device, dtype: Dtype, **settings: Any) -> Filling:
+        """What yields these tensors, new, as they become whole."""
+        kind = parse_dtype(dtype)
+        if kind == "target":
+            raise ConfigError("dtype 'target' needs tensors to be filled: see loaderkit.restore(url, into=...)")
+        return self.filling(new_tensors(self.resolved(names), names, device, kind), device, **settings)
 
     def filling(
         self, wants: list[Want], device: torch.device, concurrency: int | Literal["auto"] = "auto", **settings: Any

@@ -233,7 +233,7 @@ def _distinct(targets: Mapping[str, torch.Tensor]) -> list[str]:
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What tensors have in common that are the same memory, seen in the same way; unlike that of any other."""
-    if not tensor.numel():
+    if not tensor.numel() or tensor.is_meta or tensor.layout != torch.strided:
         return (id(tensor),)
     return (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 

@@ -13,7 +13,9 @@ from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Debug
 
 if TYPE_CHECKING:
+    from loaderkit.checkpoint.filling import Filling
     from loaderkit.checkpoint.restoring import Progress, Source
+    from loaderkit.config import PipelineConfig
 
 _SECONDS_A_LINE = 5.0
 Url = Annotated[
@@ -52,24 +54,64 @@ def restore(
         if list_only:
             _tell_list(source, keys, as_json)
             return
-        settings = {"keys": keys, "device": device, "dtype": dtype, "concurrency": concurrency or "auto"}
-        result = _read_through(source, settings, begin_s)
-    result |= {"url": url, "verified": bool(source.checksums)}
+        from loaderkit.checkpoint.restoring import parse_device
+        from loaderkit.checkpoint.wanting import choose
+
+        names, values = choose(source.found, keys)
+        source.plain_values(values)
+        place = parse_device(device)
+        assert place is not None
+        filling = source.fill_new(names, place, dtype, concurrency=concurrency or "auto", counts_made=True)
+        result = _read_through(source, filling, begin_s, len(values))
+    _tell_result(result, as_json)
+
+
+def run_checkpoint(config: PipelineConfig, as_json: bool) -> None:
+    """`loaderkit run` of a pipeline whose source is a checkpoint: read it through once."""
+    from loaderkit.checkpoint.loading import TensorLoader
+
+    begin_s = time.perf_counter()
+    with TensorLoader(config, {}, time.perf_counter) as loader:
+        filling = loader.fill()
+        result = _read_through(loader.source, filling, begin_s, len(loader.values))
+    _tell_result({"pipeline": config.name, **result}, as_json)
+
+
+def check_checkpoint(config: PipelineConfig, as_json: bool) -> None:
+    """`loaderkit check` of such a pipeline: whether it is whole, and what is in it."""
+    from loaderkit.checkpoint.loading import TensorLoader
+
+    with TensorLoader(config, {}, time.perf_counter) as loader:
+        name, tensor = next(iter(loader), (None, None))
+        found = {
+            "pipeline": config.name,
+            "url": loader.source.found.name,
+            "format": loader.source.found.format,
+            "num_tensors": len(loader),
+            "num_values": len(loader.values),
+            "verified": bool(loader.source.checksums),
+            "first_tensor": None if tensor is None else f"{name}: {str(tensor.dtype)[6:]} {list(tensor.shape)}",
+        }
+    if as_json:
+        console.tell_json(found)
+        return
+    console.tell(f"{config.name}: it works")
+    for key, value in found.items():
+        if key != "pipeline":
+            console.tell(f"  {key.replace('_', ' '):<14}{value}")
+
+
+def _tell_result(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         console.tell_json(result)
     else:
         _tell(result)
 
 
-def _read_through(source: Source, settings: dict[str, Any], begin_s: float) -> dict[str, Any]:
+def _read_through(source: Source, filling: Filling, begin_s: float, num_values: int) -> dict[str, Any]:
     """Make every tensor and let go of it: what counts is that it can be read, and how fast."""
-    from loaderkit.checkpoint.restoring import parse_device, progress_of
+    from loaderkit.checkpoint.restoring import progress_of
 
-    device = parse_device(settings["device"])
-    assert device is not None
-    values, filling = source.fill_new(
-        settings["keys"], device, settings["dtype"], concurrency=settings["concurrency"], counts_made=True
-    )
     num_tensors = 0
     total = filling.plan.num_bytes
 
@@ -85,9 +127,11 @@ def _read_through(source: Source, settings: dict[str, Any], begin_s: float) -> d
     done = now()
     totals = filling.totals
     return {
+        "url": source.found.name,
         "format": source.found.format,
+        "verified": bool(source.checksums),
         "num_tensors": num_tensors,
-        "num_values": len(values),
+        "num_values": num_values,
         "num_bytes": done.num_bytes,
         "fetched_bytes": totals.fetched_bytes,
         "num_reads": totals.num_reads,
@@ -159,8 +203,9 @@ def _tell(result: dict[str, Any]) -> None:
     from loaderkit.report import print_summary
 
     more = result["fetched_bytes"] / max(result["num_bytes"], 1)
+    name = f"{result['pipeline']}: " if "pipeline" in result else ""
     console.tell(
-        f"{result['url']}: {result['format']}, {result['num_tensors']} tensors and {result['num_values']} values, "
+        f"{name}{result['url']}: {result['format']}, {result['num_tensors']} tensors and {result['num_values']} values, "
         f"{_size(result['num_bytes'])} in {result['wall_s']:.2f} s, {_size(result['bytes_per_s'])}/s"
     )
     checked = "every block compared with the manifest" if result["verified"] else "no manifest, so nothing was compared"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -66,7 +66,7 @@ def bytes_in(tensor: torch.Tensor) -> bytes:
 
 
 def save_dcp(state: dict[str, Any], path: Path) -> None:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    save(state, checkpoint_id=path, no_dist=True)
 
 
 def pack(paths: list[Path], root: Path, archive: Path) -> None:

@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import loaderkit
-from loaderkit.connectors.memory import MemoryConnector
-from tests.checkpoint.of_states import (
+from of_states import (
     DTYPES,
     flat_states,
     pack,
@@ -26,6 +22,10 @@ from tests.checkpoint.of_states import (
     saved,
     tensors,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+
+import loaderkit
+from loaderkit.connectors.memory import MemoryConnector
 
 warnings.filterwarnings("ignore", module="torch.distributed")
 TREES = st.recursive(
@@ -82,7 +82,7 @@ def test_torch_save_equals_torch_load(state: dict[str, torch.Tensor]) -> None:
 def test_nested_states_have_the_names_of_torch(tree: dict[str, Any]) -> None:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    wanted, _ = flatten_state_dict(tree)  # type: ignore[no-untyped-call]
+    wanted, _ = flatten_state_dict(tree)
     found = loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": saved(tree)})})
     assert_same(found, wanted)
 
@@ -91,7 +91,7 @@ def test_nested_states_have_the_names_of_torch(tree: dict[str, Any]) -> None:
 @settings(max_examples=15, deadline=None)
 @pytest.mark.filterwarnings("ignore")
 def test_torch_distributed_checkpoint_equals_its_own_reader(state: dict[str, torch.Tensor]) -> None:
-    state = {name: tensor for name, tensor in state.items()} | {"step": torch.tensor(3)}
+    state = state | {"step": torch.tensor(3)}
     values: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "names": ["a", "b"]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step-1"
@@ -99,7 +99,7 @@ def test_torch_distributed_checkpoint_equals_its_own_reader(state: dict[str, tor
         wanted = {
             name: torch.empty_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()
         }
-        dcp.load(wanted, checkpoint_id=path, no_dist=True)
+        load(wanted, checkpoint_id=path, no_dist=True)
         found = loaderkit.restore(path)
         assert_same({name: found.pop(name) for name in wanted}, wanted)
         assert found == {f"other.{name}": value for name, value in values.items()}

@@ -81,6 +81,7 @@ class Filling:
             inline=inline,
             timeout_s=timeout_s,
             raises=raises,
+            takes_turns=False,
             clock=clock,
         )
 

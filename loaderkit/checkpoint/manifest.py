@@ -123,7 +123,7 @@ def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
         if manifest["version"] != _VERSION or manifest["hash"] != "xxh3_64":
             raise ValueError(f"version {manifest['version']!r}, hash {manifest['hash']!r}")
         block = manifest["block_bytes"]
-        if type(block) is not int or not 4096 <= block <= BLOCK_BYTES:
+        if type(block) is not int or not 4096 <= block <= 2**20:
             raise ValueError(f"block_bytes {block!r}")
         found = {}
         for key, item in manifest["objects"].items():

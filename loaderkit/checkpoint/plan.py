@@ -117,7 +117,8 @@ def limits_of(connector: Connector, memory_bytes: int, num_workers: int, *, is_c
             f"memory is {say_bytes(memory_bytes)}, and {num_workers} workers need {say_bytes(2 * num_workers * least)}: allow "
             "that much"
         )
-    return Limits(found, gap_of(connector), found // 2 if is_checked else found // 32)
+    # With checksums a run that is read to its target needs staging memory for the rest of two blocks: less than it is long.
+    return Limits(found, gap_of(connector), found // 2 if is_checked and found < CHUNK_BYTES else found // 16)
 
 
 class TensorPlan:

@@ -254,10 +254,8 @@ def _really_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _given(name: str, stored: Stored, tensor: torch.Tensor) -> Want:
-    target = tensor.detach()
-
     def make(limits: Limits) -> Laid:
-        pieces = lay(name, stored, target, limits)
+        pieces = lay(name, stored, tensor.detach(), limits)
 
         def give() -> list[tuple[str, Any]]:
             torch.autograd.graph.increment_version(tensor)
@@ -271,12 +269,10 @@ def _given(name: str, stored: Stored, tensor: torch.Tensor) -> Want:
 def compare_names(found: Checkpoint, wanted: Mapping[str, Leaf], chosen: Sequence[str], *, strict: bool) -> None:
     """Raise CheckpointError listing what is wanted and not there, and what is there and not wanted (unless not `strict`)."""
     present = set(chosen)
-    tied = {identity(leaf.value) for name, leaf in wanted.items() if name in present and _is_tensor(leaf.value)}
-    missing = [
-        name
-        for name, leaf in wanted.items()
-        if name not in present and not (_is_tensor(leaf.value) and identity(leaf.value) in tied)
-    ]
+    missing = [name for name in wanted if name not in present]
+    if missing:  # except those that are the same memory as something that is there
+        tied = {identity(leaf.value) for name, leaf in wanted.items() if name in present and _is_tensor(leaf.value)}
+        missing = [n for n in missing if not _is_tensor(wanted[n].value) or identity(wanted[n].value) not in tied]
     unexpected = [name for name in chosen if name not in wanted] if strict else []
     if not missing and not unexpected:
         return

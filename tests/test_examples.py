@@ -13,6 +13,7 @@ PROGRAMS = sorted(FOLDER.glob("*.py"))
 ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoint", "run.pt"],
     "torch_dataset.py": ["--samples", "100"],
+    "restore.py": ["--steps", "6", "--check"],
 }
 
 

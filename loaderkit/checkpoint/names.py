@@ -11,18 +11,36 @@ from loaderkit.unpickling import Array, Opaque
 _MAX_DEPTH = 100
 
 
+class Index(int):
+    """A place in a list, in a path: unlike a whole number that is a table's key."""
+
+    __slots__ = ()
+
+
+Path = tuple[Any, ...]
+
+
 class Leaf(NamedTuple):
-    """A value of a nested state, and where it stands: `container[key]`."""
+    """A value of a nested state, and where it stands: `container[key]`, the last of the keys in `path`."""
 
     container: Any
     key: Any
     value: Any
+    path: Path = ()
 
 
-def flatten(tree: Any, is_tensor: Callable[[Any], bool], limit: int, *, single: str = "tensor") -> dict[str, Leaf]:
+def flatten(
+    tree: Any,
+    is_tensor: Callable[[Any], bool],
+    limit: int,
+    *,
+    single: str = "tensor",
+    empty: list[Path] | None = None,
+) -> dict[str, Leaf]:
     """Name -> leaf. Tables are entered always, lists and tuples if they hold a tensor or a table; the rest is a leaf.
 
     Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
+    `empty` is given the paths of empty tables, which have no name.
     Raises CheckpointError for two leaves of one name, and for more than `limit` leaves or endless nesting, which are bombs.
     """
     found: dict[str, Leaf] = {}
@@ -51,14 +69,21 @@ def flatten(tree: Any, is_tensor: Callable[[Any], bool], limit: int, *, single: 
                 )
             found[name] = leaf
             return
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        if not value and empty is not None:
+            empty.append(leaf.path)
+        items = value.items() if isinstance(value, Mapping) else ((Index(n), item) for n, item in enumerate(value))
         for key, item in items:
-            if (unknown := opaque_in(key)) is not None:
-                raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
-            visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item), depth + 1)
+            _require_made(name, key)
+            visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
 
     visit(single, Leaf(None, None, tree), 0)
     return found
+
+
+def _require_made(name: str, key: Any) -> None:
+    unknown = opaque_in(key)
+    if unknown is not None:
+        raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
 
 
 def opaque_in(value: Any) -> Opaque | None:
@@ -106,3 +131,30 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
 def _like(table: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     """A table of the same kind: a dict, or an OrderedDict."""
     return type(table)(items)
+
+
+def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> Any:
+    """Flat names as the nested state that `paths` say they came from: tables, and lists of what is there of them."""
+    root: dict[Any, Any] = {}
+    for path in empty:
+        _enter(root, path)
+    for name, value in flat.items():
+        path = paths.get(name, (name,))
+        if not path:
+            return value
+        _enter(root, path[:-1])[path[-1]] = value
+    return _with_lists(root)
+
+
+def _enter(table: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    for key in path:
+        table = table.setdefault(key, {})
+    return table
+
+
+def _with_lists(table: Any) -> Any:
+    if not isinstance(table, dict):
+        return table
+    if table and all(isinstance(key, Index) for key in table):
+        return [_with_lists(table[key]) for key in sorted(table)]
+    return {key: _with_lists(value) for key, value in table.items()}

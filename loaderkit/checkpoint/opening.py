@@ -12,7 +12,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from loaderkit.checkpoint.names import flatten
+from loaderkit.checkpoint.names import Index, flatten
 from loaderkit.checkpoint.places import Place
 from loaderkit.checkpoint.records import Checkpoint, Part, Stored, strides_of
 from loaderkit.errors import CheckpointError, FormatError
@@ -216,11 +216,12 @@ def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
 
         try:
             archive = torch_zip.read_archive(_reader(found, info), info.size, fetch_here)
-            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled))
+            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=found.empty)
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{found.describe(info.key)}: {error}") from None
         for leaf_name, leaf in leaves.items():
             _require_new(found, leaf_name, info)
+            found.paths[leaf_name] = leaf.path
             if _is_view(leaf.value):
                 found.tensors[leaf_name] = _stored(leaf.value, archive.starts, info.key)
             else:
@@ -255,7 +256,8 @@ def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
     except FormatError as error:
         raise _named(found, info, error) from None
     _check_files(found, contents)
-    found.paths.update(contents.paths)
+    for name, path in contents.paths.items():
+        found.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
     for name, tensor in contents.tensors.items():
         parts = tuple(
             Part(

@@ -56,7 +56,8 @@ class Checkpoint:
     tensors: dict[str, Stored] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     pickled: dict[str, ByteRange] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> path in the nested state it came from
+    empty: list[tuple[Any, ...]] = field(default_factory=list)  # paths of empty tables
 
     def describe(self, key: str) -> str:
         """An object's full name."""

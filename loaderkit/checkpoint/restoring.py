@@ -15,7 +15,7 @@ import torch
 from loaderkit.checkpoint.filling import Filling, fetch_ranges, num_workers_of
 from loaderkit.checkpoint.laying import as_tensor, unpacked
 from loaderkit.checkpoint.manifest import Verify, read_manifest
-from loaderkit.checkpoint.names import Leaf, flatten, opaque_in, settle
+from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
 from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import open_place
 from loaderkit.checkpoint.plan import Totals, Want
@@ -64,6 +64,7 @@ def restore(
     dtype: Dtype = None,
     keys: str | Iterable[str] | None = None,
     strict: bool = True,
+    nested: bool = False,
     memory: int | str = "2GiB",
     verify: Verify = "auto",
     progress: Callable[[Progress], None] | None = None,
@@ -78,15 +79,23 @@ def restore(
 
     `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target":
     to those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more
-    names than `into`. `memory`: bound on staging memory, besides the tensors. `verify`: "auto" checks against the manifest
-    if there is one, True demands one, False does not look. `progress` is called in this thread as tensors become whole.
+    names than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
+    on staging memory, besides the tensors. `verify`: "auto" compares with the manifest if there is one, True demands one,
+    False does not look. `progress` is called in this thread as tensors become whole.
 
     Raises CheckpointError (partial, damaged, or not fitting; its `touched` names what was written to before), FormatError,
     ConnectorError, ConfigError.
     """
     with opened(url, connectors, memory, verify) as source:
         return source.restore(
-            into, device=device, dtype=dtype, keys=keys, strict=strict, progress=progress, concurrency=concurrency
+            into,
+            device=device,
+            dtype=dtype,
+            keys=keys,
+            strict=strict,
+            nested=nested,
+            progress=progress,
+            concurrency=concurrency,
         )
 
 
@@ -127,6 +136,7 @@ class Source:
         dtype: Dtype,
         keys: str | Iterable[str] | None,
         strict: bool,
+        nested: bool,
         progress: Callable[[Progress], None] | None,
         concurrency: int | Literal["auto"],
     ) -> Any:
@@ -142,7 +152,8 @@ class Source:
             given = self.plain_values(values)
             wants = new_tensors(self.resolved(tensors), tensors, place or torch.device("cpu"), kind)
             made = dict(self._fill(wants, place or torch.device("cpu"), progress, concurrency, names_touched=False))
-            return {name: made[name] for name in tensors} | given
+            flat = {name: made[name] for name in tensors} | given
+            return nest(flat, self.found.paths, self.found.empty if keys is None else ()) if nested else flat
         leaves, tensors, values = self._fit(into, keys, strict)
         targets = {name: leaves[name].value for name in tensors}
         for name in values:

@@ -143,6 +143,23 @@ def test_small_memory_gives_the_same_as_much(rows: int, columns: int, kind: int)
         assert same(found["b"], tensor)
 
 
+def equal_trees(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(equal_trees(one[k], other[k]) for k in one)
+        )
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(equal_trees, one, other))
+    return same(one, other)
+
+
+@given(st.dictionaries(st.text("abc", min_size=1, max_size=3) | st.integers(0, 3), TREES, max_size=4))
+@settings(max_examples=40, deadline=None)
+def test_nested_is_what_was_saved(tree: dict[Any, Any]) -> None:
+    given = {"memory": MemoryConnector({"x.pt": saved(tree)})}
+    assert equal_trees(loaderkit.restore("memory://x.pt", nested=True, connectors=given), tree)
+
+
 def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
     state = {f"layer.{n}": torch.full((n % 7,), n) for n in range(10_000)}
     safetensors.torch.save_file(state, tmp_path / "m.safetensors")

@@ -102,7 +102,7 @@ class Filling:
             raise
 
     def _name_touched(self, error: BaseException) -> None:
-        touched = tuple(sorted(self.totals.touched))
+        touched = tuple(sorted(self.totals.touched.copy()))  # a worker that hangs may still add to it
         if isinstance(error, CheckpointError):
             error.touched = touched
         if touched:

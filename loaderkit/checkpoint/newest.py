@@ -35,7 +35,8 @@ def latest(
         place.close()
     skipped = []
     for name in sorted(names, key=_by_number, reverse=True):
-        url = f"{os.fspath(prefix).rstrip('/')}/{name}"
+        root = os.fspath(prefix)
+        url = root + name if root.endswith("/") else f"{root}/{name}"
         try:
             inside = open_place(url, given)
             try:
@@ -65,7 +66,7 @@ def _names(place: Place) -> list[str]:
         raise CheckpointError(f"{place.url} is a file: give the directory that the checkpoints are in")
     cut = len(place.prefix)
     found = dict.fromkeys(info.key[cut:].partition("/")[0] for info in place.connector.list(place.prefix))
-    return [name for name in found if not name.endswith(NAME)]
+    return [name for name in found if not name.endswith((NAME, ".tmp"))]  # .tmp: on its way to another name
 
 
 def _by_number(name: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from loaderkit.schema import parse_bytes
 from loaderkit.stages.transfer import resolve_device
 from loaderkit.types import ByteRange, Connector
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MOST_LEAVES = 100_000_000
 _BLOB_HEAD = 4096  # of a piece's archive: its pickle, and its record's header
 _BLOB_TAIL = 4096  # its directory
@@ -224,6 +226,8 @@ class Source:
         names_touched: bool,
     ) -> Iterator[tuple[str, Any]]:
         begin_s = time.perf_counter()
+        if device.type == "cuda":  # what still reads or writes these tensors; workers have streams of their own
+            torch.cuda.current_stream(device).synchronize()
         with self.filling(wants, device, concurrency, names_touched=names_touched) as filling:
             self.totals = filling.totals
             total = filling.plan.num_bytes
@@ -336,12 +340,17 @@ def progress_of(found: Checkpoint, totals: Totals, total_bytes: int, seconds: fl
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
     """The device meant by its name; "auto": a GPU if there is one. Raises ConfigError."""
-    if device is None or isinstance(device, torch.device):
-        return device
+    if device is None:
+        return None
     try:
-        return resolve_device(device)
+        if isinstance(device, str) and not _DEVICE.fullmatch(device):
+            raise ValueError(f"expected auto, cpu, cuda or cuda:N, not {device!r}")
+        found = device if isinstance(device, torch.device) else resolve_device(device)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"device: {error}") from error
+    if str(found) == "cuda":  # this thread's: workers have a current device of their own
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _is_tensor(value: Any) -> bool:

@@ -258,7 +258,8 @@ def _given(name: str, stored: Stored, tensor: torch.Tensor) -> Want:
         pieces = lay(name, stored, tensor.detach(), limits)
 
         def give() -> list[tuple[str, Any]]:
-            torch.autograd.graph.increment_version(tensor)
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
             return [(name, tensor)]
 
         return pieces, give

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_states import random_tensor, same, saved
 
-from loaderkit.checkpoint.laying import Limits, lay_box
+from loaderkit.checkpoint.laying import Limits, Piece, lay_box
 from loaderkit.checkpoint.plan import joined
 from loaderkit.checkpoint.records import Part
 
@@ -26,18 +25,19 @@ def boxes(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ..
     return tensor, tuple(offsets), tuple(sizes)
 
 
-def fill(data: bytes, pieces: list[Any], limits: Limits) -> int:
+def fill(data: bytes, pieces: list[Piece], limits: Limits) -> int:
     """Do what the stages do; the bytes fetched."""
     fetched = 0
     for run in joined(pieces, limits):
-        assert run.end - run.start <= max(limits.most_bytes, max(piece.length for piece in run.pieces))
-        buffer = memoryview(np.frombuffer(data[run.start : run.end], np.uint8).copy())
+        assert run.end - run.start <= max(limits.most_bytes, *(piece.length for piece in run.pieces))
+        buffer = memoryview(bytearray(data[run.start : run.end]))
         fetched += len(buffer)
         for piece in run.pieces:
             part = buffer[piece.start - run.start : piece.start - run.start + piece.length]
             if piece.target is not None:
                 piece.target[:] = part
             else:
+                assert piece.place is not None
                 piece.place(part)
     return fetched
 

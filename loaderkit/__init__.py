@@ -11,14 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loaderkit import errors
+    from loaderkit import checkpoint, errors
+    from loaderkit.checkpoint.restoring import restore
     from loaderkit.loader import Loader, build
     from loaderkit.pipeline import Pipeline
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "Pipeline", "__version__", "build", "errors"]
+__all__ = ["Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
 
-_HOMES = {"Loader": "loaderkit.loader", "build": "loaderkit.loader", "Pipeline": "loaderkit.pipeline"}
+_HOMES = {
+    "Loader": "loaderkit.loader",
+    "Pipeline": "loaderkit.pipeline",
+    "build": "loaderkit.loader",
+    "restore": "loaderkit.checkpoint.restoring",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -27,8 +33,8 @@ def __getattr__(name: str) -> Any:
 
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name == "errors":
-        found = importlib.import_module("loaderkit.errors")
+    elif name in ("checkpoint", "errors"):
+        found = importlib.import_module(f"loaderkit.{name}")
     else:
         raise AttributeError(f"module 'loaderkit' has no attribute {name!r}")
     globals()[name] = found

@@ -25,6 +25,7 @@ from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.process import ProcessEngine
 from loaderkit.prefetch.wire import pack
 from loaderkit.sources.array import ArrayArgs, ArraySource
+from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.tar import TarArgs, TarSource
@@ -95,6 +96,11 @@ def make_parts(
     clock: Clock,
 ) -> Parts:
     """Open the source and prepare everything; no thread is started. Raises LoaderkitError."""
+    if isinstance(config.source, CheckpointArgs):
+        raise ConfigError(
+            f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
+            "use loaderkit run, check, explain or restore"
+        )
     rank, world_size = ranks_of(rank, world_size)
     source, connector = open_source(config, connectors)
     batch = config.stage("batch").args

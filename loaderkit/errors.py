@@ -16,6 +16,7 @@
     │       ├── TruncatedError         the answer ended early (also a ShortReadError)
     │       └── ChecksumError          the bytes are not those whose checksum is known
     ├── FormatError            the bytes are not what their format promises (also a ValueError)
+    ├── CheckpointError        a checkpoint cannot be restored: partial, damaged, or not what is to be filled
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
@@ -118,6 +119,27 @@ class ChecksumError(TemporaryError):
 
 class FormatError(LoaderkitError, ValueError):
     """The bytes are not what their format promises."""
+
+
+class CheckpointError(LoaderkitError):
+    """A checkpoint cannot be restored: it is partial or damaged, or its names, shapes and types are not those to be filled.
+
+    `touched` names the tensors that were given to be filled and have been written to already, in part or whole; `missing` are
+    names that are wanted and not there, `unexpected` those that are there and not wanted.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        touched: tuple[str, ...] = (),
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.touched = touched
+        self.missing = missing
+        self.unexpected = unexpected
 
 
 class SourceError(LoaderkitError):

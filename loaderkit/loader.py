@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
@@ -24,6 +24,7 @@ from loaderkit.prefetch.monitor import Monitor, Series
 from loaderkit.prefetch.stats import Stats
 from loaderkit.quarantine import BadSamples
 from loaderkit.sizes import Sizes, make_tuner
+from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.types import Connector
 
 
@@ -42,10 +43,17 @@ def build(
     `overrides` replaces single values by dotted key ("stages.batch.size"); paths among them are relative to the working
     directory. `connectors` gives a connector for a URL scheme, such as {"memory": MemoryConnector(...)}.
 
+    With `source.kind: checkpoint` it yields (name, tensor) instead of batches, has `values` and `stats`, and no epochs: see
+    `loaderkit.checkpoint.loading.TensorLoader`.
+
     The source is listed here, so that `len()` and `classes` are known; no thread runs before `start()` or the first
     `next()`. Raises ConfigError, SourceError, ConnectorError, FormatError.
     """
     config = to_config(pipeline, overrides)
+    if isinstance(config.source, CheckpointArgs):
+        from loaderkit.checkpoint.loading import TensorLoader  # the one case that has no batches
+
+        return cast(Loader, TensorLoader(config, connectors or {}, clock))
     return Loader(make_parts(config, rank=rank, world_size=world_size, connectors=connectors or {}, clock=clock))
 
 

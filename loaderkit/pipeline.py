@@ -49,6 +49,11 @@ class Pipeline:
         return cls._of_source("dataset", object=object, **source)
 
     @classmethod
+    def checkpoint(cls, url: str | Path, **source: Any) -> Pipeline:
+        """The tensors of a checkpoint; see `source` of kind checkpoint in the reference."""
+        return cls._of_source("checkpoint", url=str(url), **source)
+
+    @classmethod
     def _of_source(cls, kind: str, **source: Any) -> Pipeline:
         return cls({"source": {"kind": kind, **_plain(source)}, "stages": []})
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from loaderkit.schema import SourceArgs, StageArgs
 from loaderkit.sources.array import ArrayArgs
+from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.sources.dataset import DatasetArgs
 from loaderkit.sources.files import FilesArgs
 from loaderkit.sources.tar import TarArgs
@@ -79,7 +80,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
 )
 
 SOURCES: Mapping[str, type[SourceArgs]] = MappingProxyType(
-    {"files": FilesArgs, "tar": TarArgs, "array": ArrayArgs, "dataset": DatasetArgs}
+    {"files": FilesArgs, "tar": TarArgs, "array": ArrayArgs, "dataset": DatasetArgs, "checkpoint": CheckpointArgs}
 )
 
 SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "hf")

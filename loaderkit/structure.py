@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.config import OrderArgs, StageConfig
@@ -27,6 +27,9 @@ def check_structure(
             complain(kinds.index("read"), "`read` must be the first stage")
         else:
             complain(0, "the first stage must be `read`, which is missing")
+    if type(source) is SOURCES["checkpoint"]:
+        _check_restore(kinds, complain)
+        return
     if "batch" not in kinds:
         complain(len(kinds) - 1, "no `batch` stage: samples must be gathered into batches, e.g. `- batch: {size: 64}`")
         return
@@ -48,6 +51,18 @@ def check_structure(
             "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
             "use global or none",
         )
+
+
+def _check_restore(kinds: list[str], complain: Callable[[int, str], None]) -> None:
+    """The tensors of a checkpoint are read, and maybe sent to a GPU: that is all."""
+    for number, kind in enumerate(kinds):
+        if kind not in ("read", "transfer"):
+            complain(
+                number,
+                f"`{kind}` acts on samples: of a checkpoint there are tensors, and `read` and `transfer` for them",
+            )
+        elif kinds.index(kind) != number:
+            complain(number, f"a second `{kind}`: a pipeline has one")
 
 
 def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:

@@ -88,7 +88,11 @@ class BulkConnector(Connector, Protocol):
     """What a connector may have besides, where many ranges cost less together: either method, or both.
 
     A subclass that overrides `read_into` overrides these too, or they are not used; see `loaderkit.ranges.bulk_method`.
+    `gap_bytes` says from how many unwanted bytes on another range costs less than reading them; without it, 1 MiB, as for
+    a store that takes milliseconds to answer, and many ranges are asked for at a time.
     """
+
+    gap_bytes: int
 
     def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
         """Read every range to its offset in `buffer`; the errors, as `read_into` raises them, by number of the range."""

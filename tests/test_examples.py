@@ -15,6 +15,7 @@ ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "train.py": ["PHOTOS", "--batch-size", "20", "--checkpoint", "run.pt"],
     "torch_dataset.py": ["--samples", "100"],
     "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],
+    "restore.py": ["--steps", "6", "--check"],
 }
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.cli import console
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, open_parts
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_parts
+from loaderkit.cli.restoring import check_checkpoint
 
 if TYPE_CHECKING:
     from loaderkit.builder import Parts
@@ -19,6 +20,9 @@ def check(
     pipeline: PipelineFile, assignments: Assignments = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
     """Validate pipeline P, list its source and make one batch; say what is in it."""
+    if (config := checkpoint_config(pipeline, assignments)) is not None:
+        check_checkpoint(config, as_json)
+        return
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
     parts = open_parts(pipeline, [*(assignments or []), "prefetch.batches=1", "prefetch.executor=inline"])
     found = {
@@ -108,6 +112,14 @@ def explain(
     """Print pipeline P with every default filled in, and the pools of workers it will run in: YAML that can be run."""
     from loaderkit.prefetch.cpus import num_cpus
 
+    of_tensors = checkpoint_config(pipeline, assignments)
+    if of_tensors is not None:
+        if as_json:
+            console.tell_json({"pipeline": of_tensors.name, "config": of_tensors.to_dict(defaults=True)})
+        else:
+            console.tell(f"# {of_tensors.name}, with every default filled in")
+            console.tell(of_tensors.to_yaml(defaults=True).rstrip())
+        return
     parts = open_parts(pipeline, assignments)
     config = parts.config
     found = {

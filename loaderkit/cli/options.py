@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from loaderkit.builder import Parts
+    from loaderkit.config import PipelineConfig
 
 
 @dataclass
@@ -82,3 +83,12 @@ def open_parts(pipeline: Path, assignments: Sequence[str] | None) -> Parts:
         sys.path.append(os.getcwd())
     config = to_config(pipeline, parse_assignments(assignments or []))
     return make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter)
+
+
+def checkpoint_config(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig | None:
+    """The description of a pipeline whose source is a checkpoint, which has tensors and no batches; None for any other."""
+    from loaderkit.loader import to_config
+    from loaderkit.sources.checkpoint import CheckpointArgs
+
+    config = to_config(pipeline, parse_assignments(assignments or []))
+    return config if isinstance(config.source, CheckpointArgs) else None

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from loaderkit.cli import console
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, open_parts, parse_duration
+from loaderkit.cli.options import (
+    AsJson,
+    Assignments,
+    Debug,
+    PipelineFile,
+    checkpoint_config,
+    open_parts,
+    parse_duration,
+)
+from loaderkit.cli.restoring import run_checkpoint
 
 if TYPE_CHECKING:
     from loaderkit.builder import Parts
@@ -64,6 +73,9 @@ def run(
 
     from loaderkit.loader import Loader
 
+    if (config := checkpoint_config(pipeline, assignments)) is not None:
+        run_checkpoint(config, as_json)
+        return
     parts = open_parts(pipeline, assignments)
     with Loader(parts) as loader:
         if resume is not None:

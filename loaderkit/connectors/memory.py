@@ -13,6 +13,8 @@ from loaderkit.types import ObjectInfo
 class MemoryConnector:
     """A dictionary of objects. The etag is a digest of the content, so it means the same in another process."""
 
+    gap_bytes = 64 * 2**10  # as for files: tests of them mean the same here
+
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, str]] = {}

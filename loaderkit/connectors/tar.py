@@ -34,6 +34,11 @@ class TarConnector:
         self._lock = threading.Lock()
         self._shards: dict[str, _Shard] = {}
 
+    @property
+    def gap_bytes(self) -> int:
+        """That of the connector that holds the archives; see `BulkConnector`."""
+        return int(getattr(self._inner, "gap_bytes", 2**20))
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All members whose key starts with `prefix`, ordered by the UTF-8 bytes of the key.
 

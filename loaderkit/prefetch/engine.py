@@ -22,7 +22,7 @@ from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.intraop import threads_to_come_kept
-from loaderkit.prefetch.plan import BatchPlan
+from loaderkit.prefetch.plan import Plan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
 from loaderkit.prefetch.stats import Stats, collect
@@ -36,8 +36,9 @@ logger = logging.getLogger("loaderkit")
 class Pool:
     """A running pool. The first takes its chunks from the engine's intake, the others from a buffer."""
 
-    def __init__(self, number: int, plan: PoolPlan, states: States, clock: Clock) -> None:
+    def __init__(self, number: int, plan: PoolPlan, states: States, clock: Clock, *, takes_turns: bool = True) -> None:
         self.number = number
+        self._takes_turns = takes_turns
         self.plan = plan
         self.num_workers = plan.num_workers  # that are wanted; others rest
         self.buffer: Buffer[Chunk | Destination] | None = Buffer(2 * plan.num_workers, states) if number else None
@@ -51,11 +52,11 @@ class Pool:
 
     def begin(self) -> Ticket | None:
         """A worker begins with a chunk."""
-        return self.turns.begin() if self.num_workers > 1 else None
+        return self.turns.begin() if self.num_workers > 1 and self._takes_turns else None
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it."""
-        if ticket is not None or self.num_workers > 1:
+        if ticket is not None or (self.num_workers > 1 and self._takes_turns):
             self.turns.end(ticket, num_samples)
 
 
@@ -64,7 +65,7 @@ class Engine:
 
     def __init__(
         self,
-        plan: BatchPlan,
+        plan: Plan,
         stages: Sequence[Stage],
         pools: Sequence[PoolPlan],
         *,
@@ -72,17 +73,22 @@ class Engine:
         self_service: bool = False,
         timeout_s: float,
         raises: bool = False,
+        takes_turns: bool = True,
         clock: Clock = time.perf_counter,
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `counters`: what the store has done."""
+        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `takes_turns`: try whether one worker
+        alone is faster; not where no stage holds the GIL, and workers are off the CPU because they wait for a store.
+        `counters`: what the store has done."""
         self.plan = plan
         self.stages = stages
         self.states = States(len(stages))
         self.clock = clock
         self.counters = counters
         self.inline = inline
-        self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
+        self.pools = [
+            Pool(number, pool, self.states, clock, takes_turns=takes_turns) for number, pool in enumerate(pools)
+        ]
         self._stage_names = [stage.name for stage in stages]
         self._accounts = [pool.accounts for pool in self.pools]
         self.waits = stalls.Waits()

@@ -14,7 +14,7 @@ from typing import Any
 from loaderkit.errors import ClosedError
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
-from loaderkit.prefetch.plan import BatchPlan
+from loaderkit.prefetch.plan import Plan
 from loaderkit.types import Chunk, Destination
 
 # Interleaved rounds on pictures of 1 ms, two threads: chunks of 2 ms 1,070 img/s, 4 ms 1,439, 10 ms 1,530, 20 ms 1,716,
@@ -32,7 +32,7 @@ class Intake:
 
     def __init__(
         self,
-        plan: BatchPlan,
+        plan: Plan,
         states: States,
         clock: Clock,
         *,
@@ -128,6 +128,7 @@ class Intake:
         self.num_ready -= 1
         if not keep:
             self.num_open -= 1
+            self._plan.release(self._queue[0])
             has_room = not self._is_quick() or self.num_open <= self._plan.room[0] - self._burst()
             if has_room and self._resting and not self.is_self_service:
                 self._room.notify()
@@ -357,6 +358,7 @@ class Intake:
         destination.fields = {}
         destination.result = None
         self.num_open -= 1
+        self._plan.release(destination)
         if self._resting:
             self._room.notify()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,51 @@ from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
 from loaderkit.stages.batch import pad, put_together
 from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
+
+
+class Plan(Protocol):
+    """Which destinations there are to fill, in their order: what `Engine` asks for, be it batches or tensors."""
+
+    specs: Mapping[str, FieldSpec] | None
+    """None until `prepare` has run."""
+    memory_bytes: int
+
+    @property
+    def batch_size(self) -> int:
+        """Into how many slots a destination can be split, if chunks are to be chosen in size."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, position) of the destination that would be opened next."""
+
+    @property
+    def room(self) -> tuple[int, bool]:
+        """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
+
+    def prepare(self) -> None:
+        """Find out what destinations look like. It may run a user's code, and is called without the lock."""
+
+    def open(self, chunk_size: int) -> Destination | None:
+        """The next destination with its memory and its chunks, or None after the last."""
+
+    def finish(self, destination: Destination) -> Any:
+        """What the consumer gets of a full destination; called without the lock."""
+
+    def release(self, destination: Destination) -> None:
+        """A destination has left the budget: it was handed over, or dropped."""
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Go on from another place."""
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how far is read ahead; None: as it is."""
+
+    def key(self, index: int) -> str:
+        """What a chunk's index stands for, for messages."""
+
+    def memory_stats(self, num_open: int) -> dict[str, int]:
+        """What `Stats.memory` says of slabs and batches, while so many destinations are open; for any thread."""
+
 
 _BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
 
@@ -161,6 +206,21 @@ class BatchPlan:
         """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
         allowed = self.max_open()
         return allowed, allowed < self._num_batches
+
+    def release(self, destination: Destination) -> None:
+        """Nothing to count: a slab's lease brings it back."""
+
+    def memory_stats(self, num_open: int) -> dict[str, int]:
+        """What batches take: one, those that are open, those that somebody sees, and all there is memory for."""
+        slabs = self.slabs
+        slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
+        return {
+            "slab_bytes": slab_bytes,
+            "batch_bytes": self.batch_bytes,
+            "open_bytes": num_open * self.batch_bytes,
+            "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
+            "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
+        }
 
     def open(self, chunk_size: int) -> Destination | None:
         """The next batch with its memory and its chunks, or None after the last epoch."""

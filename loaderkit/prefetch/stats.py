@@ -259,9 +259,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         for account in pool.accounts:
             # Inline, one account serves all pools; threads only ever enter their own pool's stages.
             add_account(rows, (first, last), account, engine.states, now)
-    slabs = engine.plan.slabs
     host = host_stats()
-    slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
     return Stats(
         run=run,
         now_s=now,
@@ -274,11 +272,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         num_open=engine.intake.num_open,
         memory={
             "budget_bytes": engine.plan.memory_bytes,
-            "slab_bytes": slab_bytes,
-            "batch_bytes": engine.plan.batch_bytes,
-            "open_bytes": engine.intake.num_open * engine.plan.batch_bytes,
-            "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
-            "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
+            **engine.plan.memory_stats(engine.intake.num_open),
             "rss_peak_bytes": host.rss_peak_bytes,
         },
         host=host,

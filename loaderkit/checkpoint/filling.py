@@ -1,0 +1,158 @@
+"""Run a plan of tensors through the engine: the same workers, accounts and watchdog that make batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from loaderkit.checkpoint.laying import Limits, Piece
+from loaderkit.checkpoint.plan import Laid, TensorPlan, Want, gap_of, limits_of
+from loaderkit.checkpoint.stages import Checksums, Shards
+from loaderkit.errors import CheckpointError
+from loaderkit.prefetch.accounts import Clock
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.pools import plan_pools
+from loaderkit.prefetch.stats import Stats
+from loaderkit.types import ByteRange, Connector, ObjectInfo
+
+_SMALL_GAP = 256 * 2**10
+_REMOTE_WORKERS = 16
+_FEW = 4
+_CPU = torch.device("cpu")
+
+
+def num_workers_of(connector: Connector, concurrency: int | Literal["auto"]) -> int:
+    """Threads: one a CPU for files, more for a store that answers late."""
+    if concurrency != "auto":
+        return concurrency
+    return max(2, num_cpus()) if gap_of(connector) < _SMALL_GAP else _REMOTE_WORKERS
+
+
+class Filling:
+    """Fills what `wants` name, and iterates over what has become whole. Close it; it is a context manager."""
+
+    def __init__(
+        self,
+        wants: Sequence[Want],
+        connector: Connector,
+        objects: Mapping[str, ObjectInfo],
+        *,
+        memory_bytes: int,
+        num_workers: int,
+        checksums: Mapping[str, Checksums] | None = None,
+        device: torch.device = _CPU,
+        names_touched: bool = False,
+        counts_made: bool = False,
+        timeout_s: float = 60.0,
+        raises: bool = False,
+        inline: bool = False,
+        depth: int | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        num_workers = 1 if inline else num_workers
+        limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums))
+        self.plan = TensorPlan(
+            wants,
+            limits=limits,
+            memory_bytes=memory_bytes,
+            staging_bytes=num_workers * limits.most_bytes,
+            depth=depth or 2 * num_workers + 2,
+            counts_made=counts_made,
+        )
+        self.totals = self.plan.totals
+        shards = Shards(
+            connector,
+            objects,
+            self.totals,
+            checksums=checksums or {},
+            device=device,
+            names_touched=names_touched,
+        )
+        stages = shards.stages()
+        self.engine = Engine(
+            self.plan,
+            stages,
+            plan_pools(stages, num_workers),
+            inline=inline,
+            timeout_s=timeout_s,
+            raises=raises,
+            takes_turns=False,
+            clock=clock,
+        )
+
+    def __iter__(self) -> Iterator[list[tuple[str, Any]]]:
+        """What every destination gave, as it became whole: names with their tensors.
+
+        An error stops everything; where tensors of the caller were being filled, it names those that were written to.
+        """
+        try:
+            for _ in range(len(self.plan)):
+                destination = self.engine.next()
+                if destination.error is not None:
+                    raise destination.error
+                yield destination.result
+        except BaseException as error:
+            self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
+            self._name_touched(error)
+            raise
+
+    def _name_touched(self, error: BaseException) -> None:
+        touched = tuple(sorted(self.totals.touched.copy()))  # a worker that hangs may still add to it
+        if isinstance(error, CheckpointError):
+            error.touched = touched
+        if touched:
+            listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
+            error.add_note(f"written to already, so neither old nor new: {listed}")
+
+    def stats(self) -> Stats:
+        """The engine's accounts."""
+        return self.engine.stats({}, 0)
+
+    def close(self) -> None:
+        """Stop the workers. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> Filling:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def fetch_ranges(
+    connector: Connector, objects: Mapping[str, ObjectInfo], ranges: Sequence[ByteRange], memory_bytes: int
+) -> list[bytes]:
+    """The bytes of many ranges, read by the engine where there are more than a few."""
+    found = [bytearray(item.length) for item in ranges]
+    if len(ranges) <= _FEW:
+        for item, data in zip(ranges, found, strict=True):
+            connector.read_into(item.key, item.start, memoryview(data), etag=item.etag)
+        return [bytes(data) for data in found]
+    wants = [
+        Want("its description", (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
+        for item, data in zip(ranges, found, strict=True)
+    ]
+    workers = num_workers_of(connector, "auto")
+    with Filling(wants, connector, objects, memory_bytes=memory_bytes, num_workers=workers) as filling:
+        for _ in filling:
+            pass
+    return [bytes(data) for data in found]
+
+
+def _into(item: ByteRange, target: memoryview) -> Callable[[Limits], Laid]:
+    def lay(limits: Limits) -> Laid:
+        pieces = [
+            Piece("its description", item.key, item.start + lo, min(limits.most_bytes, item.length - lo), part, None)
+            for lo in range(0, item.length, limits.most_bytes)
+            for part in (target[lo : lo + limits.most_bytes],)
+        ]
+        return pieces, list
+
+    return lay

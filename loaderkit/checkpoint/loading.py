@@ -1,0 +1,128 @@
+"""`loaderkit.build` of a pipeline whose source is a checkpoint: its tensors, one by one, as they become whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from loaderkit.checkpoint.filling import Filling
+from loaderkit.checkpoint.restoring import Source, opened, parse_device
+from loaderkit.checkpoint.wanting import choose
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.prefetch.accounts import Clock
+from loaderkit.prefetch.stats import Stats, blank
+from loaderkit.sources.checkpoint import CheckpointArgs
+from loaderkit.stages.transfer import TransferArgs
+from loaderkit.types import Connector
+
+
+class TensorLoader:
+    """Iterates over (name, tensor), in the order in which they lie in the checkpoint. Every tensor is new and the consumer's.
+
+    Tensors that are read and not yet taken count towards `prefetch.memory`, as staging memory does; one that is larger than
+    all of it comes alone. `values` are the checkpoint's plain values. Close it; it is a context manager.
+    """
+
+    def __init__(self, config: PipelineConfig, connectors: Mapping[str, Connector], clock: Clock) -> None:
+        """Opens the checkpoint and reads its description. Raises as `loaderkit.restore`."""
+        args = config.source
+        assert isinstance(args, CheckpointArgs)
+        if config.prefetch.executor == "process":
+            raise ConfigError("prefetch.executor: tensors of a checkpoint are read by threads: use thread or inline")
+        self.config = config
+        self._args = args
+        self._clock = clock
+        self._filling: Filling | None = None
+        self._last: Stats | None = None
+        self._run = 0
+        moves = [stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)]
+        self._device = (parse_device(moves[0].device) if moves else None) or torch.device("cpu")
+        self._stack = ExitStack()
+        self.source: Source = self._stack.enter_context(
+            opened(args.url, connectors, config.prefetch.memory, args.verify)
+        )
+        self._is_closed = False
+        try:
+            names, values = choose(self.source.found, args.keys)
+            self._names = [*islice(names, args.limit)]
+            self.values: dict[str, Any] = self.source.plain_values(values)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        """Tensors in all."""
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them, from the first; ends an earlier iteration."""
+        return self._tensors(self.fill())
+
+    def fill(self) -> Filling:
+        """Begin an iteration: what gives the tensors as they come, several at a time. This loader closes it."""
+        self._check_open()
+        self._stop()
+        prefetch = self.config.prefetch
+        filling = self._filling = self.source.fill_new(
+            self._names,
+            self._device,
+            self._args.dtype,
+            concurrency=prefetch.concurrency,
+            counts_made=True,
+            timeout_s=prefetch.timeout,
+            raises=prefetch.on_timeout == "raise",
+            inline=prefetch.executor == "inline",
+            clock=self._clock,
+        )
+        return filling
+
+    def _tensors(self, filling: Filling) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            for given in filling:
+                while given:
+                    yield given.pop(0)
+        finally:
+            if self._filling is filling:
+                self._stop()
+            else:
+                filling.close()
+
+    def stats(self, since: Stats | None = None) -> Stats:
+        """The accounts up to now; with `since`, only what happened after that moment."""
+        filling = self._filling
+        now = filling.engine.stats({}, self._run) if filling is not None else self._last
+        if now is None:
+            now = blank([], self.config.prefetch.memory)
+        return now if since is None else now.since(since)
+
+    def _stop(self) -> None:
+        filling, self._filling = self._filling, None
+        if filling is not None:
+            self._last = filling.engine.stats({}, self._run)
+            self._run += 1
+            filling.close()
+
+    def close(self) -> None:
+        """Stop everything. Idempotent; tensors delivered stay."""
+        self._is_closed = True
+        self._stop()
+        self._stack.close()
+
+    def __enter__(self) -> TensorLoader:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the loader is closed: build another one")

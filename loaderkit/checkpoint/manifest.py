@@ -1,0 +1,161 @@
+"""A manifest: checksums of a checkpoint's objects, block by block, in a file beside them.
+
+`loaderkit manifest URL` writes it; restoring compares every block it reads. It covers all bytes of the checkpoint's files,
+descriptions as well as tensors, and says how large each file is, so that one which is cut short is noticed at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import xxhash
+
+from loaderkit.checkpoint.opening import open_checkpoint
+from loaderkit.checkpoint.places import Place, open_place
+from loaderkit.checkpoint.records import Checkpoint
+from loaderkit.checkpoint.stages import Checksums
+from loaderkit.connectors.tar import TarConnector
+from loaderkit.errors import CheckpointError, ConfigError, FormatError, ObjectNotFoundError
+from loaderkit.types import Connector, ObjectInfo
+
+NAME = "loaderkit-manifest.json"
+BLOCK_BYTES = 256 * 2**10
+_VERSION = 1
+_MAX_MANIFEST = 2**30
+Verify = Literal["auto"] | bool
+
+
+def manifest_key(place: Place) -> str:
+    """Where the manifest of a checkpoint lies: in its directory, or beside its one file."""
+    if place.single is not None:
+        return f"{place.single.key}.{NAME}"
+    return f"{place.prefix}{NAME}"
+
+
+def needed_objects(found: Checkpoint) -> list[ObjectInfo]:
+    """The objects a checkpoint consists of, manifests and strangers left out."""
+    keys = {part.key for stored in found.tensors.values() for part in stored.parts}
+    keys |= {item.key for item in found.pickled.values()}
+    described = (".metadata", ".index.json")
+    return [info for info in found.objects.values() if info.key in keys or info.key.endswith(described)]
+
+
+def write_manifest(
+    url: str | os.PathLike[str], *, connectors: Mapping[str, Connector] | None = None, block_bytes: int = BLOCK_BYTES
+) -> dict[str, Any]:
+    """Read a checkpoint once and write the checksums of its blocks beside it; what was written.
+
+    Raises CheckpointError for one that is not whole, or that lies where nothing can be written.
+    """
+    place = open_place(url, connectors or {})
+    try:
+        write = getattr(place.connector, "write", None)
+        if write is None or isinstance(place.connector, TarConnector):
+            raise CheckpointError(
+                f"{place.url}: no manifest can be written there: write it before packing or uploading"
+            )
+        found = open_checkpoint(place)
+        objects = {}
+        for info in needed_objects(found):
+            objects[info.key[len(place.prefix) :]] = {
+                "num_bytes": info.size,
+                "hashes": _hashes(place.connector, info, block_bytes),
+            }
+        manifest = {"version": _VERSION, "hash": "xxh3_64", "block_bytes": block_bytes, "objects": objects}
+        write(manifest_key(place), json.dumps(manifest).encode())
+        return manifest
+    finally:
+        place.close()
+
+
+def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[str]:
+    num_blocks = 32
+    buffer = memoryview(bytearray(num_blocks * block_bytes))
+    found = []
+    for begin in range(0, info.size, len(buffer)):
+        part = buffer[: min(len(buffer), info.size - begin)]
+        connector.read_into(info.key, begin, part, etag=info.etag)
+        found += [xxhash.xxh3_64_hexdigest(part[lo : lo + block_bytes]) for lo in range(0, len(part), block_bytes)]
+    return found
+
+
+def read_manifest(place: Place, found: Checkpoint, verify: Verify) -> dict[str, Checksums]:
+    """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest.
+
+    Raises CheckpointError if `verify` is True and there is none, or if an object has another size than it says.
+    """
+    if verify not in ("auto", True, False):
+        raise ConfigError(f"verify {verify!r}: expected 'auto', True or False")
+    if verify is False:
+        return {}
+    key = manifest_key(place)
+    try:
+        info = place.connector.stat(key)
+    except ObjectNotFoundError:
+        if verify is True:
+            raise CheckpointError(
+                f"{place.url} has no manifest ({key}), and verify is True: write one with `loaderkit manifest`"
+            ) from None
+        return {}
+    if info.size > _MAX_MANIFEST:
+        raise FormatError(f"{place.connector.describe(key)}: {info.size} bytes are too many for a manifest")
+    data = bytearray(info.size)
+    place.connector.read_into(key, 0, memoryview(data), etag=info.etag)
+    checksums = {place.prefix + name: found for name, found in _parse(place.connector.describe(key), data).items()}
+    for item in needed_objects(found):
+        known = checksums.get(item.key)
+        if known is None or known.num_bytes != item.size:
+            said = "does not have it" if known is None else f"says {known.num_bytes}"
+            raise CheckpointError(
+                f"{found.describe(item.key)} has {item.size} bytes, and the manifest {said}: the file is cut short, or was "
+                "replaced; if that was on purpose, write the manifest again"
+            )
+    _check_descriptions(found, checksums)
+    return checksums
+
+
+def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
+    try:
+        manifest = json.loads(data)
+        if manifest["version"] != _VERSION or manifest["hash"] != "xxh3_64":
+            raise ValueError(f"version {manifest['version']!r}, hash {manifest['hash']!r}")
+        block = manifest["block_bytes"]
+        if type(block) is not int or not 4096 <= block <= 2**20:
+            raise ValueError(f"block_bytes {block!r}")
+        found = {}
+        for key, item in manifest["objects"].items():
+            size, hashes = item["num_bytes"], item["hashes"]
+            if type(size) is not int or not isinstance(hashes, list) or len(hashes) != -(-size // block):
+                raise ValueError(f"{key!r} has {len(hashes)} hashes of {size} bytes")
+            found[key] = Checksums(block, size, hashes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{name} is no manifest of loaderkit: {error!r}") from None
+    return found
+
+
+def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums]) -> None:
+    """What was read already to learn what lies where is compared, too: all that stands before and after the tensors."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for stored in found.tensors.values():
+        for part in stored.parts:
+            places.setdefault(part.key, []).append((part.start, part.start + part.length))
+    for item in found.pickled.values():
+        places.setdefault(item.key, []).append((item.start, item.start + item.length))
+    for info in needed_objects(found):
+        known = checksums[info.key]
+        inside = places.get(info.key, [(info.size, info.size)])
+        first, last = min(inside)[0], max(end for _, end in inside)
+        head = range(-(-first // known.block_bytes))
+        tail = range(last // known.block_bytes, len(known.hashes)) if last < info.size else ()
+        for number in sorted({*head, *tail}):
+            lo = number * known.block_bytes
+            data = bytearray(min(known.block_bytes, info.size - lo))
+            found.connector.read_into(info.key, lo, memoryview(data), etag=info.etag)
+            if xxhash.xxh3_64_hexdigest(data) != known.hashes[number]:
+                raise CheckpointError(
+                    f"{found.describe(info.key)} is damaged: its bytes {lo} to {lo + len(data)}, which hold its description, "
+                    "are not those of its manifest"
+                )

@@ -1,0 +1,160 @@
+"""The dotted names of torch.distributed.checkpoint: a nested state is a flat table of tensors and plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from loaderkit.errors import CheckpointError
+from loaderkit.unpickling import Array, Opaque
+
+_MAX_DEPTH = 100
+
+
+class Index(int):
+    """A place in a list, in a path: unlike a whole number that is a table's key."""
+
+    __slots__ = ()
+
+
+Path = tuple[Any, ...]
+
+
+class Leaf(NamedTuple):
+    """A value of a nested state, and where it stands: `container[key]`, the last of the keys in `path`."""
+
+    container: Any
+    key: Any
+    value: Any
+    path: Path = ()
+
+
+def flatten(
+    tree: Any,
+    is_tensor: Callable[[Any], bool],
+    limit: int,
+    *,
+    single: str = "tensor",
+    empty: list[Path] | None = None,
+) -> dict[str, Leaf]:
+    """Name -> leaf. Tables are entered always, lists and tuples if they hold a tensor or a table; the rest is a leaf.
+
+    Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
+    `empty` is given the paths of empty tables, which have no name.
+    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves or endless nesting, which are bombs.
+    """
+    found: dict[str, Leaf] = {}
+    known: dict[int, bool] = {}  # whether a list is to be entered: shared lists are looked at once
+
+    def is_entered(value: Any, depth: int) -> bool:
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
+        if isinstance(value, Mapping):
+            return True
+        if not isinstance(value, (list, tuple)):
+            return False
+        if id(value) not in known:
+            known[id(value)] = False
+            known[id(value)] = any(is_tensor(item) or is_entered(item, depth + 1) for item in value)
+        return known[id(value)]
+
+    def visit(name: str, leaf: Leaf, depth: int) -> None:
+        value = leaf.value
+        if not is_entered(value, depth):
+            if name in found:
+                raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
+            if len(found) >= limit:
+                raise CheckpointError(
+                    f"it has more than {limit} values, more than its description can hold: it is a bomb"
+                )
+            found[name] = leaf
+            return
+        if not value and empty is not None:
+            empty.append(leaf.path)
+        items = value.items() if isinstance(value, Mapping) else ((Index(n), item) for n, item in enumerate(value))
+        for key, item in items:
+            _require_made(name, key)
+            visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
+
+    visit(single, Leaf(None, None, tree), 0)
+    return found
+
+
+def _require_made(name: str, key: Any) -> None:
+    unknown = opaque_in(key)
+    if unknown is not None:
+        raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
+
+
+def opaque_in(value: Any) -> Opaque | None:
+    """The first object inside a plain value that was not made; None if there is none."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Opaque):
+            return item
+        if isinstance(item, Mapping):
+            inside = [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            inside = list(item)
+        else:
+            continue
+        if id(item) not in seen:
+            seen.add(id(item))
+            todo += inside
+    return None
+
+
+def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
+    """A plain value with stand-ins replaced: arrays by NumPy's, others by what `tensor` makes of them. What was shared in it
+    stays shared."""
+    made: dict[int, Any] = {}
+
+    def visit(item: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
+        if isinstance(item, Array):
+            return item.value
+        if not isinstance(item, (list, tuple, Mapping)):
+            return tensor(item)
+        if id(item) not in made:
+            if isinstance(item, Mapping):
+                made[id(item)] = _like(item, ((key, visit(inner, depth + 1)) for key, inner in item.items()))
+            else:
+                made[id(item)] = type(item)(visit(inner, depth + 1) for inner in item)
+        return made[id(item)]
+
+    return visit(value, 0)
+
+
+def _like(table: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """A table of the same kind: a dict, or an OrderedDict."""
+    return type(table)(items)
+
+
+def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> Any:
+    """Flat names as the nested state that `paths` say they came from: tables, and lists of what is there of them."""
+    root: dict[Any, Any] = {}
+    for path in empty:
+        _enter(root, path)
+    for name, value in flat.items():
+        path = paths.get(name, (name,))
+        if not path:
+            return value
+        _enter(root, path[:-1])[path[-1]] = value
+    return _with_lists(root)
+
+
+def _enter(table: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    for key in path:
+        table = table.setdefault(key, {})
+    return table
+
+
+def _with_lists(table: Any) -> Any:
+    if not isinstance(table, dict):
+        return table
+    if table and all(isinstance(key, Index) for key in table):
+        return [_with_lists(table[key]) for key in sorted(table)]
+    return {key: _with_lists(value) for key, value in table.items()}

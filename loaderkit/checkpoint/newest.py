@@ -1,0 +1,74 @@
+"""Find the newest checkpoint that is whole: what a job does that was restarted by its scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from loaderkit.checkpoint.manifest import NAME, Verify, read_manifest
+from loaderkit.checkpoint.opening import open_checkpoint
+from loaderkit.checkpoint.places import Place, open_place
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+from loaderkit.types import Connector
+
+logger = logging.getLogger("loaderkit")
+_DIGITS = re.compile(r"(\d+)")
+
+
+def latest(
+    prefix: str | os.PathLike[str], *, verify: Verify = "auto", connectors: Mapping[str, Connector] | None = None
+) -> str:
+    """The URL of the newest complete checkpoint directly below `prefix`: "runs/a" holding "step-100/", "step-2000/".
+
+    Newer is the larger number in the name ("step-2000" after "step-300"). A checkpoint is complete if its format says so,
+    every file it needs is there and long enough, and, with a manifest, as large as it says and its descriptions unchanged.
+    Those that are not are skipped with a warning that says why. Raises CheckpointError if none is left.
+    """
+    given = connectors or {}
+    place = open_place(prefix, given)
+    try:
+        names = _names(place)
+    finally:
+        place.close()
+    skipped = []
+    for name in sorted(names, key=_by_number, reverse=True):
+        root = os.fspath(prefix)
+        url = root + name if root.endswith("/") else f"{root}/{name}"
+        try:
+            inside = open_place(url, given)
+            try:
+                read_manifest(inside, open_checkpoint(inside), verify)
+            finally:
+                inside.close()
+        except (CheckpointError, FormatError, ConnectorError) as error:
+            if not isinstance(error, CheckpointError) or "holds no checkpoint" not in str(error):
+                logger.warning("%s is skipped: %s", url, error)
+                skipped.append(f"{name}: {error}")
+        else:
+            return url
+    reasons = "\n  ".join(skipped[:5])
+    raise CheckpointError(
+        f"no complete checkpoint is below {os.fspath(prefix)!r}"
+        + (
+            f"; {len(skipped)} were skipped:\n  {reasons}"
+            if skipped
+            else f"; there are {', '.join(names[:3]) or 'no files'}"
+        )
+    )
+
+
+def _names(place: Place) -> list[str]:
+    """The files and folders directly below a place."""
+    if place.single is not None:
+        raise CheckpointError(f"{place.url} is a file: give the directory that the checkpoints are in")
+    cut = len(place.prefix)
+    found = dict.fromkeys(info.key[cut:].partition("/")[0] for info in place.connector.list(place.prefix))
+    return [name for name in found if not name.endswith((NAME, ".tmp"))]  # .tmp: on its way to another name
+
+
+def _by_number(name: str) -> list[Any]:
+    """Numbers in a name as numbers: "step-300" before "step-2000"."""
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in _DIGITS.split(name)]

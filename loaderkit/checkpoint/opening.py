@@ -1,0 +1,309 @@
+"""Open a checkpoint: recognise its format by its content, find it whole, and reduce it to boxes of bytes.
+
+Nothing is written anywhere here. What is partial (a shard missing or short, an index without its files, not committed) is
+refused by name, and so is what holds two formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+from loaderkit.checkpoint.names import Index, flatten
+from loaderkit.checkpoint.places import Place
+from loaderkit.checkpoint.records import Checkpoint, Part, Stored, strides_of
+from loaderkit.errors import CheckpointError, FormatError
+from loaderkit.formats import dcp, safetensors, torch_zip
+from loaderkit.types import ByteRange, ObjectInfo
+
+_METADATA = ".metadata"
+_INDEX = ".index.json"
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
+_MAX_INDEX = 2**28
+_MAX_METADATA = 2**31
+_MAX_LOOKED_AT = 1000
+_HEAD = 32
+_FORMATS = {
+    "safetensors": "safetensors",
+    "torch": "torch.save",
+    "dcp": "torch.distributed.checkpoint",
+    "legacy": "a torch.save file older than torch 1.6",
+}
+Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
+
+
+def open_checkpoint(place: Place, fetch: Fetch | None = None) -> Checkpoint:
+    """What is at a place. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
+    fetch = fetch or partial(_one_by_one, place)
+    infos = {info.key[len(place.prefix) :]: info for info in place.children()}
+    kinds = _kinds(place, infos)
+    if len(kinds) > 1:
+        (first, some), (second, others), *_ = kinds.items()
+        raise CheckpointError(
+            f"{place.url} holds two formats, {_FORMATS[first]} ({some[0]}) and {_FORMATS[second]} ({others[0]}): name the "
+            "file that is meant"
+        )
+    if not kinds:
+        names = ", ".join(list(infos)[:3]) or "nothing"
+        raise CheckpointError(
+            f"{place.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
+            f"{names}"
+        )
+    ((kind, files),) = kinds.items()
+    if kind == "legacy":
+        raise CheckpointError(
+            f"{place.connector.describe(infos[files[0]].key)} is {_FORMATS[kind]}, which can only be read by running it: load "
+            "it with torch.load(weights_only=True) and save it again"
+        )
+    found = Checkpoint(place.url, kind, place.connector, place.prefix, infos)
+    readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_dcp}
+    readers[kind](found, files, fetch)
+    return found
+
+
+def _kinds(place: Place, infos: dict[str, ObjectInfo]) -> dict[str, list[str]]:
+    """Format -> the files of it, by what they begin with."""
+    if _METADATA in infos and place.single is None:
+        found = {"dcp": [_METADATA]}
+        names = [name for name in infos if name.endswith(_SUFFIXES)]
+    else:
+        parts = [name for name in infos if name.endswith(".distcp")]
+        if parts and place.single is None:
+            raise CheckpointError(
+                f"{place.url} has {parts[0]} and no {_METADATA}: the checkpoint was not committed, so it is not whole"
+            )
+        found = {}
+        indexes = [name for name in infos if name.endswith(_INDEX)]
+        names = [name for name in infos if name.endswith(_SUFFIXES)] or [] if indexes else _candidates(infos)
+        for index in indexes:
+            if not any(name.endswith(index.removesuffix(_INDEX).rpartition(".")[2]) for name in names):
+                raise CheckpointError(
+                    f"{place.connector.describe(infos[index].key)} is there, and none of its files is"
+                )
+    for name in names:
+        kind = _kind_of(place, infos[name])
+        if kind is not None:
+            found.setdefault(kind, []).append(name)
+    return found
+
+
+def _candidates(infos: dict[str, ObjectInfo]) -> list[str]:
+    usual = [name for name in infos if name.endswith(_SUFFIXES)]
+    return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_LOOKED_AT]
+
+
+def _kind_of(place: Place, info: ObjectInfo) -> str | None:
+    head = bytearray(min(_HEAD, info.size))
+    place.connector.read_into(info.key, 0, memoryview(head), etag=info.etag)
+    if head.startswith(torch_zip.MAGIC):
+        return "torch"
+    if torch_zip.is_legacy(bytes(head)):
+        return "legacy"
+    if safetensors.looks_like_safetensors(bytes(head), info.size) or info.key.endswith(".safetensors"):
+        return "safetensors"
+    if info.key.endswith((".pt", ".pth")):
+        raise CheckpointError(
+            f"{place.connector.describe(info.key)} is no whole torch.save file: it begins with {bytes(head[:4])!r}"
+        )
+    return None
+
+
+def _one_by_one(place: Place, ranges: Sequence[ByteRange]) -> list[bytes]:
+    found = []
+    for key, start, length, etag in ranges:
+        data = bytearray(length)
+        place.connector.read_into(key, start, memoryview(data), etag=etag)
+        found.append(bytes(data))
+    return found
+
+
+def _reader(found: Checkpoint, info: ObjectInfo, base: int = 0) -> Callable[[int, memoryview], None]:
+    return lambda start, buffer: found.connector.read_into(info.key, base + start, buffer, etag=info.etag)
+
+
+def _named(found: Checkpoint, info: ObjectInfo, error: Exception) -> FormatError:
+    return FormatError(f"{found.describe(info.key)}: {error}")
+
+
+# ------------------------------------------------------------------------------------------------------ safetensors
+
+
+def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
+    wanted = _indexed(found, files, ".safetensors")
+    for name in files if wanted is None else wanted:
+        info = found.objects[name]
+        try:
+            entries, _ = safetensors.read_header(_reader(found, info), info.size)
+        except FormatError as error:
+            raise _named(found, info, error) from None
+        for entry in entries:
+            _require_new(found, entry.name, info)
+            shape = entry.shape
+            part = Part((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
+            found.tensors[entry.name] = Stored(entry.dtype, shape, (part,))
+    _check_index(found, wanted)
+
+
+def _require_new(found: Checkpoint, name: str, info: ObjectInfo) -> None:
+    if name in found.tensors or name in found.values:
+        raise CheckpointError(
+            f"{found.describe(info.key)}: {name!r} is in another file of {found.name}, too: name one file"
+        )
+
+
+def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list[str]] | None:
+    """File -> the names that the directory's index says are in it; None without an index."""
+    indexes = [name for name in found.objects if name.endswith(suffix + _INDEX)]
+    if not indexes:
+        return None
+    if len(indexes) > 1:
+        raise CheckpointError(
+            f"{found.name} has two indexes, {indexes[0]} and {indexes[1]}: name the file that is meant"
+        )
+    info = found.objects[indexes[0]]
+    if info.size > _MAX_INDEX:
+        raise _named(found, info, FormatError(f"{info.size} bytes are too many for an index"))
+    data = bytearray(info.size)
+    found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    try:
+        names = json.loads(data)["weight_map"]
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise TypeError("its weight_map is no table of file names")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _named(found, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
+    wanted: dict[str, list[str]] = {}
+    for name, file in names.items():
+        if "/" in file or "\\" in file or file in ("", ".", ".."):
+            raise _named(found, info, FormatError(f"it places {name!r} in {file!r}, which is no file beside it"))
+        wanted.setdefault(file, []).append(name)
+    if missing := [file for file in wanted if file not in found.objects]:
+        raise CheckpointError(
+            f"{found.name} is not whole: {len(missing)} of {len(wanted)} shards are missing, such as {missing[0]!r}, which "
+            f"{indexes[0]} names"
+        )
+    if other := [file for file in wanted if file not in files]:
+        raise _named(found, found.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it"))
+    return wanted
+
+
+def _check_index(found: Checkpoint, wanted: dict[str, list[str]] | None) -> None:
+    for file, names in (wanted or {}).items():
+        for name in names:
+            if name not in found.tensors and name not in found.values:
+                raise CheckpointError(
+                    f"{found.name} is not whole: {file} has no tensor {name!r}, and the index says it has"
+                )
+
+
+# ------------------------------------------------------------------------------------------------------- torch.save
+
+
+def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
+    wanted = _indexed(found, files, ".bin")
+    if wanted is None and len(files) > 1:
+        raise CheckpointError(
+            f"{found.name} holds {len(files)} torch.save files ({', '.join(files[:4])}) and no index that says how they belong "
+            "together: name the one that is meant"
+        )
+    for name in files if wanted is None else wanted:
+        info = found.objects[name]
+
+        def fetch_here(ranges: Sequence[tuple[int, int]], info: ObjectInfo = info) -> list[bytes]:
+            return fetch([ByteRange(info.key, start, length, info.etag) for start, length in ranges])
+
+        try:
+            archive = torch_zip.read_archive(_reader(found, info), info.size, fetch_here)
+            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=found.empty)
+        except (FormatError, CheckpointError) as error:
+            raise type(error)(f"{found.describe(info.key)}: {error}") from None
+        for leaf_name, leaf in leaves.items():
+            _require_new(found, leaf_name, info)
+            found.paths[leaf_name] = leaf.path
+            if _is_view(leaf.value):
+                found.tensors[leaf_name] = _stored(leaf.value, archive.starts, info.key)
+            else:
+                found.values[leaf_name] = leaf.value
+    _check_index(found, wanted)
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, torch_zip.View)
+
+
+def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> Stored:
+    base, item = starts[view.storage.key], view.dtype.itemsize
+    part = Part(
+        (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides
+    )
+    storage = (key, base, view.storage.num_elements * view.storage.dtype.itemsize)
+    return Stored(view.dtype, view.shape, (part,), storage)
+
+
+# ------------------------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
+    info = found.objects[_METADATA]
+    if info.size > _MAX_METADATA:
+        raise _named(found, info, FormatError(f"{info.size} bytes are too many for it"))
+    data = bytearray(info.size)
+    found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    try:
+        contents = dcp.read_metadata(bytes(data))
+    except FormatError as error:
+        raise _named(found, info, error) from None
+    _check_files(found, contents)
+    for name, path in contents.paths.items():
+        found.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
+    for name, tensor in contents.tensors.items():
+        parts = tuple(
+            Part(
+                piece.offsets,
+                piece.sizes,
+                found.prefix + piece.place.path,
+                piece.place.start,
+                piece.place.length,
+                is_blob=True,
+            )
+            for piece in tensor.pieces
+            if prod(piece.sizes)
+        )
+        found.tensors[name] = Stored(tensor.dtype, tensor.shape, parts)
+    for name, place in contents.values.items():
+        key = found.prefix + place.path
+        found.pickled[name] = ByteRange(key, place.start, place.length, found.objects[place.path].etag)
+
+
+def _places(contents: dcp.Contents) -> Iterable[tuple[str, dcp.Place]]:
+    for name, tensor in contents.tensors.items():
+        for piece in tensor.pieces:
+            yield name, piece.place
+    yield from contents.values.items()
+
+
+def _check_files(found: Checkpoint, contents: dcp.Contents) -> None:
+    """Every file named is there and long enough; else the checkpoint is refused, naming what is missing."""
+    missing: dict[str, str] = {}
+    for name, place in _places(contents):
+        info = found.objects.get(place.path)
+        if info is None and "/" in place.path:
+            info = next(
+                (i for i in found.connector.list(found.prefix + place.path) if i.key == found.prefix + place.path), None
+            )
+            if info is not None:
+                found.objects[place.path] = info
+        if info is None:
+            missing.setdefault(place.path, name)
+        elif place.start + place.length > info.size:
+            raise CheckpointError(
+                f"{found.name} is not whole: {place.path} has {info.size} bytes, and {name!r} ends at byte "
+                f"{place.start + place.length}"
+            )
+    if missing:
+        file, name = next(iter(missing.items()))
+        raise CheckpointError(
+            f"{found.name} is not whole: {len(missing)} of its files are missing, such as {file!r} with {name!r}"
+        )

@@ -1,0 +1,124 @@
+"""From a URL to a connector and the objects below it: a directory, one file, or either of them inside a tar."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+from loaderkit.opening import open_connector
+from loaderkit.connectors.tar import TarConnector
+from loaderkit.errors import CheckpointError, ObjectNotFoundError
+from loaderkit.formats.tar_index import default_cache_dir, load_index
+from loaderkit.types import Connector, ObjectInfo
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+class Place(NamedTuple):
+    """Where a checkpoint is. `single` is its one object; without it, it is the directory `prefix` ("" or "name/")."""
+
+    url: str
+    connector: Connector
+    prefix: str
+    single: ObjectInfo | None
+    owned: bool  # whether the connector is to be closed in the end
+
+    def close(self) -> None:
+        """Close the connector, unless it was given."""
+        if self.owned:
+            self.connector.close()
+
+    def children(self) -> list[ObjectInfo]:
+        """The objects directly in the directory; or the one object."""
+        if self.single is not None:
+            return [self.single]
+        cut = len(self.prefix)
+        return [info for info in self.connector.list(self.prefix) if "/" not in info.key[cut:]]
+
+
+def open_place(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> Place:
+    """Find what a URL or path means. Raises CheckpointError if nothing is there, and what the connector raises."""
+    url = os.fspath(url)
+    root, key, given = _split(url, connectors)
+    connector = given if given is not None else open_connector(root, connectors)
+    try:
+        return _find(url, connector, key, given is None)
+    except BaseException:
+        if given is None:
+            connector.close()
+        raise
+
+
+def _split(url: str, connectors: Mapping[str, Connector]) -> tuple[str, str, Connector | None]:
+    """(the connector's root, the key in it, the connector if it was given). A tar's folder is the root of what it holds."""
+    match = _URL.fullmatch(url)
+    scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
+    if scheme in connectors:
+        return url, rest.strip("/"), connectors[scheme]
+    if scheme == "file":
+        rest = os.path.abspath(os.path.expanduser(rest))
+    parts = rest.rstrip("/").split("/")
+    cut = next((n for n, part in enumerate(parts) if part.endswith(".tar")), len(parts) - 1)
+    if scheme == "file" and os.path.isdir("/".join(parts[: cut + 1])):
+        cut = len(parts) - 1  # a directory may be called "x.tar", too
+    if cut == 0:  # a bucket without a prefix, or the root directory
+        return (rest or "/") if scheme == "file" else url, "", None
+    root = "/".join(parts[:cut]) or "/"
+    return root if scheme == "file" else f"{scheme}://{root}", "/".join(parts[cut:]), None
+
+
+def _find(url: str, connector: Connector, key: str, owned: bool) -> Place:
+    info = _stat(connector, key) if key else None
+    if info is not None and not key.endswith(".tar"):
+        return Place(url, connector, "", info, owned)
+    cut = _archive_in(connector, key) if info is None else len(key)
+    if cut:
+        archives = TarConnector(connector, partial(_members, connector))
+        inside = _stat(archives, key) if cut < len(key) else None
+        if inside is not None:
+            return Place(url, archives, "", inside, owned)
+        prefix = key.rstrip("/") + "/"
+        found = next(iter(archives.list(prefix)), None)
+        if found is None:
+            raise CheckpointError(f"{url}: nothing of this name is in the archive {connector.describe(key[:cut])}")
+        return Place(url, archives, _descend(archives, prefix), None, owned)
+    prefix = f"{key}/" if key else ""
+    try:
+        found = next(iter(connector.list(prefix)), None)
+    except ObjectNotFoundError:
+        found = None
+    if found is None:
+        raise CheckpointError(f"{url}: there is no such file, and no directory with files; check the path")
+    return Place(url, connector, prefix, None, owned)
+
+
+def _members(connector: Connector, info: ObjectInfo) -> list:  # type: ignore[type-arg]
+    return load_index(connector, info, default_cache_dir(), use_wds_index=False).members()
+
+
+def _descend(archives: TarConnector, prefix: str) -> str:
+    """The folder in an archive that everything in it lies in: `tar -c step-100` puts all under "step-100/"."""
+    folders = {info.key[len(prefix) :].rpartition("/")[0] for info in archives.list(prefix)}
+    common = posixpath.commonpath(folders)
+    return f"{prefix}{common}/" if common else prefix
+
+
+def _archive_in(connector: Connector, key: str) -> int:
+    """Where the name of an archive ends that `key` leads into; 0 if it leads into none."""
+    cut = key.find(".tar/")
+    while cut >= 0:
+        if _stat(connector, key[: cut + 4]) is not None:
+            return cut + 4
+        cut = key.find(".tar/", cut + 1)
+    return 0
+
+
+def _stat(connector: Connector, key: str) -> ObjectInfo | None:
+    try:
+        return connector.stat(key)
+    except ObjectNotFoundError:
+        return None

@@ -1,0 +1,303 @@
+"""The plan of tensors: what `prefetch.plan.BatchPlan` is for batches. One destination is a large tensor, or some small ones.
+
+Destinations come in the order in which their first bytes lie. When one is opened, its pieces are sorted by object and place,
+neighbours are joined to runs, and runs are dealt to chunks of at most `chunk_bytes`: so no staging memory is larger.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loaderkit.checkpoint.laying import Limits, Piece
+from loaderkit.errors import ConfigError
+from loaderkit.schema import say_bytes
+from loaderkit.types import Chunk, Connector, Destination, FieldSpec
+
+CHUNK_BYTES = 8 * 2**20
+_LEAST_CHUNK = 64 * 2**10
+_LEAST_CHECKED_CHUNK = 2**20
+_MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
+_REMOTE_GAP = 2**20
+
+Laid = tuple[list[Piece], Callable[[], list[tuple[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Want:
+    """Something to be filled. `lay` makes its memory, if it has none, and its pieces; what it then returns is called when all
+    of them have landed, and says what to deliver: names with their tensors."""
+
+    label: str
+    first: tuple[str, int]  # where its bytes begin
+    num_bytes: int  # that are needed of the checkpoint
+    made_bytes: int  # of memory that is made for it
+    lay: Callable[[Limits], Laid]
+
+
+class Run(NamedTuple):
+    """Neighbouring pieces that are read at once: bytes [start, end) of an object. `is_direct`: one piece, to its target."""
+
+    key: str
+    start: int
+    end: int
+    pieces: tuple[Piece, ...]
+    is_direct: bool
+
+
+class RangeChunk(Chunk):
+    """Some runs of one destination."""
+
+    __slots__ = ("buffers", "runs")
+    runs: tuple[Run, ...]
+    buffers: list[memoryview]
+
+
+class TensorDestination(Destination):
+    """Some tensors being filled. `gives` are called for what to deliver."""
+
+    __slots__ = ("gives", "made_bytes", "num_bytes")
+    gives: list[Callable[[], list[tuple[str, Any]]]]
+    made_bytes: int
+    num_bytes: int
+
+
+@dataclass
+class ObjectTotals:
+    """What was read of one object, and how long the reads took together."""
+
+    num_bytes: int = 0
+    num_reads: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Totals:
+    """What has happened so far; for any thread."""
+
+    needed_bytes: int = 0
+    fetched_bytes: int = 0
+    num_reads: int = 0
+    num_reread: int = 0
+    objects: dict[str, ObjectTotals] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, key: str, num_bytes: int, seconds: float) -> None:
+        """One read of an object is done."""
+        with self.lock:
+            totals = self.objects.setdefault(key, ObjectTotals())
+            totals.num_bytes += num_bytes
+            totals.num_reads += 1
+            totals.seconds += seconds
+            self.fetched_bytes += num_bytes
+            self.num_reads += 1
+
+
+def gap_of(connector: Connector) -> int:
+    """How many bytes cost less to read than another request: little in a file, much in an object store."""
+    return int(getattr(connector, "gap_bytes", _REMOTE_GAP))
+
+
+def limits_of(connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool) -> Limits:
+    """How ranges are cut so that all workers' staging memory stays within the bound. Raises ConfigError.
+
+    `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks.
+    """
+    # Each worker has one staging buffer, which may be a quarter larger than what was asked for, and copies within it.
+    found = min(CHUNK_BYTES, memory_bytes // (2 * num_workers) // 4096 * 4096)
+    least = _LEAST_CHECKED_CHUNK if is_checked else _LEAST_CHUNK
+    if found < least:
+        raise ConfigError(
+            f"memory is {say_bytes(memory_bytes)}, and {num_workers} workers need {say_bytes(2 * num_workers * least)}: allow "
+            "that much"
+        )
+    # With checksums a run that is read to its target needs staging memory for the rest of two blocks: less than it is long.
+    return Limits(found, gap_of(connector), found // 2 if is_checked and found < CHUNK_BYTES else found // 16)
+
+
+class TensorPlan:
+    """Fills `wants` once, from the first to the last. Implements `prefetch.plan.Plan`."""
+
+    def __init__(
+        self,
+        wants: Sequence[Want],
+        *,
+        limits: Limits,
+        memory_bytes: int,
+        staging_bytes: int,
+        depth: int,
+        counts_made: bool,
+    ) -> None:
+        """`counts_made`: the tensors made count as memory until they are delivered, because the consumer may drop them."""
+        self.specs: Mapping[str, FieldSpec] | None = MappingProxyType({})
+        self.memory_bytes = memory_bytes
+        self.totals = Totals()
+        self._limits = limits
+        self._staging_bytes = staging_bytes
+        self._depth = depth
+        self._counts_made = counts_made
+        self._groups = _grouped(sorted(wants, key=lambda want: want.first), limits.most_bytes)
+        self._next = 0
+        self._made_bytes = 0
+        self._labels: list[str] = []  # of chunks, by number
+
+    def __len__(self) -> int:
+        """Destinations in all."""
+        return len(self._groups)
+
+    @property
+    def num_bytes(self) -> int:
+        """That are needed of the checkpoint."""
+        return sum(want.num_bytes for group in self._groups for want in group)
+
+    @property
+    def batch_size(self) -> int:
+        return 1
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return 0, self._next
+
+    @property
+    def room(self) -> tuple[int, bool]:
+        if not self._counts_made or self._made_bytes == 0 or self._next >= len(self._groups):
+            return self._depth, False
+        wanted = sum(want.made_bytes for want in self._groups[self._next])
+        fits = self._staging_bytes + self._made_bytes + wanted <= self.memory_bytes
+        return (self._depth, False) if fits else (0, True)
+
+    def prepare(self) -> None:
+        raise AssertionError("tensors are known from the start")
+
+    def seek(self, epoch: int, position: int) -> None:
+        self._next = position
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        self._depth = num_batches or self._depth
+        self.memory_bytes = memory_bytes or self.memory_bytes
+
+    def key(self, index: int) -> str:
+        return self._labels[index]
+
+    def memory_stats(self, num_open: int) -> dict[str, int]:
+        return {
+            "slab_bytes": self._limits.most_bytes,
+            "batch_bytes": self._limits.most_bytes,
+            "open_bytes": self._staging_bytes + self._made_bytes,
+            "live_bytes": self._made_bytes,
+            "allocated_bytes": self._staging_bytes + self._made_bytes,
+        }
+
+    def open(self, chunk_size: int) -> TensorDestination | None:
+        if self._next >= len(self._groups):
+            return None
+        group = self._groups[self._next]
+        numbers = np.arange(self._next, self._next + len(group), dtype=np.int64)
+        destination = TensorDestination(
+            epoch=0, step=self._next, positions=numbers, indices=numbers, begin=self._next, end=self._next + 1
+        )
+        self._next += 1
+        pieces: list[Piece] = []
+        destination.gives = []
+        for want in group:
+            laid, give = want.lay(self._limits)
+            pieces += laid
+            destination.gives.append(give)
+        destination.made_bytes = sum(want.made_bytes for want in group)
+        destination.num_bytes = sum(want.num_bytes for want in group)
+        self._made_bytes += destination.made_bytes
+        runs = joined(pieces, self._limits)
+        for dealt in _dealt(runs, self._limits.most_bytes) or [[]]:
+            destination.chunks.append(self._chunk(destination, dealt))
+        destination.num_pending = len(destination.chunks)
+        return destination
+
+    def _chunk(self, destination: TensorDestination, runs: Sequence[Run]) -> RangeChunk:
+        number = len(self._labels)
+        self._labels.append(_label(runs))
+        place = len(destination.chunks)
+        chunk = RangeChunk(destination, place, place + 1, 0, np.array([number], np.int64))
+        chunk.runs = tuple(runs)
+        chunk.buffers = []
+        return chunk
+
+    def finish(self, destination: Destination) -> list[tuple[str, Any]]:
+        assert isinstance(destination, TensorDestination)
+        found = [item for give in destination.gives for item in give()]
+        destination.gives = []
+        with self.totals.lock:
+            self.totals.needed_bytes += destination.num_bytes
+        return found
+
+    def release(self, destination: Destination) -> None:
+        assert isinstance(destination, TensorDestination)
+        self._made_bytes -= destination.made_bytes
+
+
+def _grouped(wants: Sequence[Want], most_bytes: int) -> list[list[Want]]:
+    """Neighbours together until they are a chunk's worth."""
+    groups: list[list[Want]] = []
+    size = most_bytes
+    for want in wants:
+        if not groups or size + want.num_bytes > most_bytes or len(groups[-1]) >= _MOST_IN_GROUP:
+            groups.append([])
+            size = 0
+        groups[-1].append(want)
+        size += want.num_bytes
+    return groups
+
+
+def joined(pieces: Sequence[Piece], limits: Limits) -> list[Run]:
+    """Neighbouring pieces as runs: gaps are read over, up to the bound; large pieces with a target stay by themselves."""
+    found: list[list[Piece]] = []
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.key, piece.start)):
+        stays = piece.target is not None and piece.length >= limits.least_direct
+        run = found[-1] if found else None
+        if (
+            run is None
+            or stays
+            or run[0].key != piece.key
+            or (run[0].target is not None and run[0].length >= limits.least_direct)
+            or piece.start - end > limits.gap_bytes
+            or max(end, piece.start + piece.length) - run[0].start > limits.most_bytes
+        ):
+            found.append([piece])
+            end = piece.start + piece.length
+        else:
+            run.append(piece)
+            end = max(end, piece.start + piece.length)
+    return [_run(run) for run in found]
+
+
+def _run(pieces: list[Piece]) -> Run:
+    end = max(piece.start + piece.length for piece in pieces)
+    is_direct = len(pieces) == 1 and pieces[0].target is not None
+    return Run(pieces[0].key, pieces[0].start, end, tuple(pieces), is_direct)
+
+
+def _dealt(runs: Sequence[Run], most_bytes: int) -> list[list[Run]]:
+    """Runs in chunks of at most so many bytes, or one run."""
+    chunks: list[list[Run]] = []
+    size = most_bytes
+    for run in runs:
+        if not chunks or size + run.end - run.start > most_bytes:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(run)
+        size += run.end - run.start
+    return chunks
+
+
+def _label(runs: Sequence[Run]) -> str:
+    if not runs:
+        return "nothing"
+    names = [piece.label for run in runs for piece in run.pieces]
+    more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
+    return f"{names[0]}{more}, bytes {runs[0].start} to {runs[-1].end} of {runs[0].key}"

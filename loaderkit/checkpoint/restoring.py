@@ -1,0 +1,368 @@
+"""`loaderkit.restore`: a checkpoint's tensors, new or in place, and the plain values beside them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from loaderkit.checkpoint.filling import Filling, fetch_ranges, num_workers_of
+from loaderkit.checkpoint.laying import as_tensor, unpacked
+from loaderkit.checkpoint.manifest import Verify, read_manifest
+from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
+from loaderkit.checkpoint.opening import open_checkpoint
+from loaderkit.checkpoint.places import open_place
+from loaderkit.checkpoint.plan import Totals, Want
+from loaderkit.checkpoint.records import Checkpoint, Part, Stored
+from loaderkit.checkpoint.stages import Checksums
+from loaderkit.checkpoint.wanting import (
+    Dtype,
+    choose,
+    compare_names,
+    given_tensors,
+    matches,
+    new_tensors,
+    parse_dtype,
+)
+from loaderkit.errors import CheckpointError, ConfigError, FormatError
+from loaderkit.formats import dcp, torch_zip
+from loaderkit.schema import parse_bytes
+from loaderkit.stages.transfer import resolve_device
+from loaderkit.types import ByteRange, Connector
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_MOST_LEAVES = 100_000_000
+_BLOB_HEAD = 4096  # of a piece's archive: its pickle, and its record's header
+_BLOB_TAIL = 4096  # its directory
+_SMALL_BLOB = 256 * 2**10  # read whole at once
+
+
+class Progress(NamedTuple):
+    """How far a restore is. `fetched_bytes` can be more than `num_bytes` where gaps were read over."""
+
+    num_bytes: int
+    total_bytes: int
+    fetched_bytes: int
+    seconds: float
+    slowest_object: str  # that with the most time in reads
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+def restore(
+    url: str | os.PathLike[str],
+    into: Any = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: Dtype = None,
+    keys: str | Iterable[str] | None = None,
+    strict: bool = True,
+    nested: bool = False,
+    memory: int | str = "2GiB",
+    verify: Verify = "auto",
+    progress: Callable[[Progress], None] | None = None,
+    concurrency: int | Literal["auto"] = "auto",
+    connectors: Mapping[str, Connector] | None = None,
+) -> Any:
+    """Bring a checkpoint's tensors back: as a dict, name -> tensor or plain value, or into the nested state dict `into`.
+
+    `url` is a file, a directory, or either inside a tar: safetensors, torch.save, or torch.distributed.checkpoint. Names are
+    dotted paths ("optimizer.state.0.step"). With `into` nothing is read or written before every name, shape and dtype fits;
+    then its tensors are filled where they are, its plain values replaced, and `into` is returned.
+
+    `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target":
+    to those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more
+    names than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
+    on staging memory, besides the tensors. `verify`: "auto" compares with the manifest if there is one, True demands one,
+    False does not look. `progress` is called in this thread as tensors become whole.
+
+    Raises CheckpointError (partial, damaged, or not fitting; its `touched` names what was written to before), FormatError,
+    ConnectorError, ConfigError.
+    """
+    with opened(url, connectors, memory, verify) as source:
+        return source.restore(
+            into,
+            device=device,
+            dtype=dtype,
+            keys=keys,
+            strict=strict,
+            nested=nested,
+            progress=progress,
+            concurrency=concurrency,
+        )
+
+
+@contextmanager
+def opened(
+    url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None, memory: int | str, verify: Verify
+) -> Iterator[Source]:
+    """A checkpoint that was found whole, to restore from; its connector is closed in the end."""
+    try:
+        memory_bytes = parse_bytes(memory)
+    except ValueError as error:
+        raise ConfigError(f"memory: expected {error}") from None
+    place = open_place(url, connectors or {})
+    try:
+        fetch = partial(fetch_ranges, place.connector, {}, memory_bytes=memory_bytes)
+        found = open_checkpoint(place, fetch)
+        yield Source(found, read_manifest(place, found, verify), memory_bytes)
+    finally:
+        place.close()
+
+
+class Source:
+    """An open checkpoint, its checksums by object, and the bound on memory."""
+
+    def __init__(self, found: Checkpoint, checksums: Mapping[str, Checksums], memory_bytes: int) -> None:
+        self.found = found
+        self.checksums = checksums
+        self.memory_bytes = memory_bytes
+        self.objects = {info.key: info for info in found.objects.values()}
+        self.totals: Totals | None = None
+        self.stats: dict[str, Any] | None = None
+
+    def restore(
+        self,
+        into: Any,
+        *,
+        device: str | torch.device | None,
+        dtype: Dtype,
+        keys: str | Iterable[str] | None,
+        strict: bool,
+        nested: bool,
+        progress: Callable[[Progress], None] | None,
+        concurrency: int | Literal["auto"],
+    ) -> Any:
+        """See `loaderkit.restore`."""
+        kind = parse_dtype(dtype)
+        place = parse_device(device)
+        if into is None:
+            if kind == "target":
+                raise ConfigError(
+                    "dtype 'target' needs `into`: without it there are no tensors whose types could be meant"
+                )
+            tensors, values = choose(self.found, keys)
+            given = self.plain_values(values)
+            wants = new_tensors(self.resolved(tensors), tensors, place or torch.device("cpu"), kind)
+            made = dict(self._fill(wants, place or torch.device("cpu"), progress, concurrency, names_touched=False))
+            flat = {name: made[name] for name in tensors} | given
+            return nest(flat, self.found.paths, self.found.empty if keys is None else ()) if nested else flat
+        leaves, tensors, values = self._fit(into, keys, strict)
+        targets = {name: leaves[name].value for name in tensors}
+        for name in values:
+            _check_settable(self.found, name, leaves[name])
+        wants = given_tensors(self.resolved(tensors), targets, kind, place)
+        given = self.plain_values(values)
+        on = next((t.device for t in targets.values() if t.device.type != "cpu"), torch.device("cpu"))
+        for _ in self._fill(wants, on, progress, concurrency, names_touched=True):
+            pass
+        for name, value in given.items():
+            leaves[name].container[leaves[name].key] = value
+        return into
+
+    def _fit(
+        self, into: Any, keys: str | Iterable[str] | None, strict: bool
+    ) -> tuple[dict[str, Leaf], list[str], list[str]]:
+        """(leaves of `into`, names of tensors to fill, names of values to set), names compared."""
+        if not isinstance(into, (dict, list)):
+            raise ConfigError(
+                f"into: expected a state dict, possibly nested, not {type(into).__name__}; of a module give module.state_dict()"
+            )
+        leaves = {name: leaf for name, leaf in flatten(into, _is_tensor, _MOST_LEAVES).items() if matches(name, keys)}
+        tensors, values = choose(self.found, keys)
+        compare_names(self.found, leaves, [*tensors, *values], strict=strict)
+        tensors, values = ([name for name in names if name in leaves] for names in (tensors, values))
+        for name in tensors:
+            if not _is_tensor(leaves[name].value):
+                raise CheckpointError(
+                    f"{self.found.name}: {name!r} is a tensor, and a {type(leaves[name].value).__name__} in `into`; nothing "
+                    "was written"
+                )
+        for name in values:
+            if _is_tensor(leaves[name].value):
+                raise CheckpointError(
+                    f"{self.found.name}: {name!r} is no tensor, but one in `into`; nothing was written"
+                )
+        return leaves, tensors, values
+
+    def fill_new(self, names: list[str], device: torch.device, dtype: Dtype, **settings: Any) -> Filling:
+        """What yields these tensors, new, as they become whole."""
+        kind = parse_dtype(dtype)
+        if kind == "target":
+            raise ConfigError("dtype 'target' needs tensors to be filled: see loaderkit.restore(url, into=...)")
+        return self.filling(new_tensors(self.resolved(names), names, device, kind), device, **settings)
+
+    def filling(
+        self, wants: list[Want], device: torch.device, concurrency: int | Literal["auto"] = "auto", **settings: Any
+    ) -> Filling:
+        """The engine for `wants`."""
+        return Filling(
+            wants,
+            self.found.connector,
+            self.objects,
+            memory_bytes=self.memory_bytes,
+            num_workers=num_workers_of(self.found.connector, concurrency),
+            checksums=self.checksums,
+            device=device,
+            **settings,
+        )
+
+    def _fill(
+        self,
+        wants: list[Want],
+        device: torch.device,
+        progress: Callable[[Progress], None] | None,
+        concurrency: int | Literal["auto"],
+        *,
+        names_touched: bool,
+    ) -> Iterator[tuple[str, Any]]:
+        begin_s = time.perf_counter()
+        if device.type == "cuda":  # what still reads or writes these tensors; workers have streams of their own
+            torch.cuda.current_stream(device).synchronize()
+        with self.filling(wants, device, concurrency, names_touched=names_touched) as filling:
+            self.totals = filling.totals
+            total = filling.plan.num_bytes
+            for given in filling:
+                yield from given
+                if progress is not None:
+                    progress(progress_of(self.found, filling.totals, total, time.perf_counter() - begin_s))
+            self.stats = filling.stats().to_dict()
+
+    # ------------------------------------------------------------------------------------- archives inside of files
+
+    def resolved(self, names: Iterable[str]) -> Checkpoint:
+        """The checkpoint with the large pieces of these tensors found in their archives: two small reads a piece."""
+        names = [*names]
+        parts = [
+            (name, number, part)
+            for name in names
+            for number, part in enumerate(self.found.tensors[name].parts)
+            if part.is_blob and part.length > _SMALL_BLOB
+        ]
+        if not parts:
+            return self.found
+        ranges = []
+        for _, _, part in parts:
+            etag = self.objects[part.key].etag
+            ranges.append(ByteRange(part.key, part.start, _BLOB_HEAD, etag))
+            ranges.append(ByteRange(part.key, part.start + part.length - _BLOB_TAIL, _BLOB_TAIL, etag))
+        read = fetch_ranges(self.found.connector, self.objects, ranges, self.memory_bytes)
+        tensors = dict(self.found.tensors)
+        for (name, number, part), head, tail in zip(parts, read[::2], read[1::2], strict=True):
+            stored = tensors[name]
+            try:
+                blob = dcp.read_blob(self._reader_inside(part, head, tail), part.length)
+                found = unpacked(part, stored.dtype, blob)
+            except FormatError as error:
+                raise FormatError(
+                    f"{self.found.describe(part.key)}: {name!r} from byte {part.start} on: {error}"
+                ) from None
+            changed = (*stored.parts[:number], found, *stored.parts[number + 1 :])
+            tensors[name] = Stored(stored.dtype, stored.shape, changed, stored.storage)
+        return replace(self.found, tensors=tensors)
+
+    def _reader_inside(self, part: Part, head: bytes, tail: bytes) -> torch_zip.Read:
+        """Reads in an archive whose beginning and end are there already."""
+        tail_start = part.length - len(tail)
+
+        def read(start: int, buffer: memoryview) -> None:
+            end = start + len(buffer)
+            if end <= len(head):
+                buffer[:] = head[start:end]
+            elif start >= tail_start:
+                buffer[:] = tail[start - tail_start : end - tail_start]
+            else:
+                etag = self.objects[part.key].etag
+                self.found.connector.read_into(part.key, part.start + start, buffer, etag=etag)
+
+        return read
+
+    # ------------------------------------------------------------------------------------------------- plain values
+
+    def plain_values(self, names: list[str]) -> dict[str, Any]:
+        """Plain values by name, read where they lie in archives of their own. Raises CheckpointError for what is not made."""
+        pickled = {name: self.found.pickled[name] for name in names if name in self.found.pickled}
+        read = fetch_ranges(self.found.connector, self.objects, [*pickled.values()], self.memory_bytes)
+        blobs = dict(zip(pickled, read, strict=True))
+        found: dict[str, Any] = {}
+        for name in names:
+            value = self.found.values.get(name)
+            tensor: Callable[[Any], Any] = _unchanged
+            if name in blobs:
+                value, tensor = self._unpickled(name, blobs[name])
+            if (unknown := opaque_in(value)) is not None:
+                raise CheckpointError(
+                    f"{self.found.name}: {name!r} holds an object of {unknown.what}, which only code from the file could "
+                    "make: leave it out with `keys`, or save it as numbers, text and containers"
+                )
+            found[name] = settle(value, tensor)
+        return found
+
+    def _unpickled(self, name: str, data: bytes) -> tuple[Any, Callable[[Any], Any]]:
+        view = memoryview(data)
+
+        def read(start: int, buffer: memoryview) -> None:
+            buffer[:] = view[start : start + len(buffer)]
+
+        try:
+            archive = torch_zip.read_archive(read, len(data))
+        except FormatError as error:
+            raise FormatError(f"{self.found.name}: the value {name!r}: {error}") from None
+
+        def tensor(item: Any) -> Any:
+            if not isinstance(item, torch_zip.View):
+                return item
+            if not item.num_spanned:
+                return torch.empty(item.shape, dtype=item.dtype)
+            start = archive.starts[item.storage.key] + item.offset * item.dtype.itemsize
+            part = view[start : start + item.num_spanned * item.dtype.itemsize]
+            return as_tensor(part, item.dtype, item.shape, item.strides).clone()
+
+        return archive.value, tensor
+
+
+def progress_of(found: Checkpoint, totals: Totals, total_bytes: int, seconds: float) -> Progress:
+    """How far it is at this moment; for any thread."""
+    with totals.lock:
+        slowest = max(totals.objects, key=lambda key: totals.objects[key].seconds, default="")
+        needed, fetched = totals.needed_bytes, totals.fetched_bytes
+    return Progress(needed, total_bytes, fetched, seconds, found.describe(slowest) if slowest else "")
+
+
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """The device meant by its name; "auto": a GPU if there is one. Raises ConfigError."""
+    if device is None:
+        return None
+    try:
+        if isinstance(device, str) and not _DEVICE.fullmatch(device):
+            raise ValueError(f"expected auto, cpu, cuda or cuda:N, not {device!r}")
+        found = device if isinstance(device, torch.device) else resolve_device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"device: {error}") from error
+    if str(found) == "cuda":  # this thread's: workers have a current device of their own
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _check_settable(found: Checkpoint, name: str, leaf: Leaf) -> None:
+    if isinstance(leaf.container, tuple):
+        raise CheckpointError(
+            f"{found.name}: {name!r} stands in a tuple of `into`, which cannot be changed; nothing was written"
+        )

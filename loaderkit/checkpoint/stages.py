@@ -1,0 +1,226 @@
+"""What is done to the chunks of a checkpoint: `read`, `verify` where there are checksums, `place`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from loaderkit.checkpoint.laying import Piece
+from loaderkit.checkpoint.plan import RangeChunk, Run, Totals
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+from loaderkit.types import Chunk, Connector, ObjectInfo, Stage
+
+_PINNED = "pinned"
+
+
+class Checksums(NamedTuple):
+    """Hashes of an object's blocks of `block_bytes`, the last one shorter: xxh3 of 64 bits as hexadecimal digits."""
+
+    block_bytes: int
+    num_bytes: int
+    hashes: Sequence[str]
+
+
+class Shards:
+    """The stages, bound to where the bytes are. One instance serves all workers."""
+
+    def __init__(
+        self,
+        connector: Connector,
+        objects: Mapping[str, ObjectInfo],
+        totals: Totals,
+        *,
+        checksums: Mapping[str, Checksums],
+        device: torch.device,
+        names_touched: bool,
+    ) -> None:
+        """`names_touched`: what is written to was given by the caller, who will be told of it if anything fails."""
+        self._connector = connector
+        self._objects = objects
+        self._totals = totals
+        self._checksums = checksums
+        self._device = device
+        self._names_touched = names_touched
+
+    def stages(self) -> list[Stage]:
+        """In their order."""
+        found = [Stage("read", "read", "sample", self.read)]
+        if self._checksums:
+            found.append(Stage("verify", "verify", "sample", self.verify))
+        return [*found, Stage("place", "place", "sample", self.place)]
+
+    # ------------------------------------------------------------------------------------------------------- read
+
+    def read(self, chunk: Chunk) -> int:
+        """Read every run of a chunk: to its target, or to staging memory. The number of bytes."""
+        assert isinstance(chunk, RangeChunk)
+        spans = [self._span(run) for run in chunk.runs]
+        sizes = [_staged(run, *span) for run, span in zip(chunk.runs, spans, strict=True)]
+        staging = self._staging(chunk, sum(sizes))
+        offset = num_bytes = 0
+        chunk.buffers = []
+        for run, size, span in zip(chunk.runs, sizes, spans, strict=True):
+            buffer = staging[offset : offset + size]
+            chunk.buffers.append(buffer)
+            offset += -(-size // 64) * 64
+            num_bytes += self._read_run(run, buffer, *span)
+        return num_bytes
+
+    def _staging(self, chunk: Chunk, size: int) -> memoryview:
+        size += 64 * len(chunk.runs) if isinstance(chunk, RangeChunk) else 0
+        if self._device.type != "cuda":
+            return chunk.memory("staging", size)
+        known = chunk.scratch.get(_PINNED)
+        if known is None or len(known) < size:
+            known = chunk.scratch[_PINNED] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
+        found: memoryview = known[:size]
+        return found
+
+    def _span(self, run: Run) -> tuple[int, int]:
+        """What is read for a run: with checksums, all of the blocks it lies in."""
+        checksums = self._checksums.get(run.key)
+        if checksums is None:
+            return run.start, run.end
+        block = checksums.block_bytes
+        return run.start // block * block, min(-(-run.end // block) * block, checksums.num_bytes)
+
+    def _read_run(self, run: Run, buffer: memoryview, begin: int, end: int) -> int:
+        if not run.is_direct:
+            return self._read_range(run, begin, buffer)
+        piece = run.pieces[0]
+        assert piece.target is not None
+        self._touch(piece)
+        num_before = run.start - begin
+        parts = ((begin, buffer[:num_before]), (run.start, piece.target), (run.end, buffer[num_before:]))
+        return sum(self._read_range(run, start, part) for start, part in parts if len(part))
+
+    def _read_range(self, run: Run, start: int, buffer: memoryview) -> int:
+        info = self._objects.get(run.key)
+        begin_s = time.perf_counter()
+        try:
+            self._connector.read_into(run.key, start, buffer, etag=info.etag if info is not None else None)
+        except ConnectorError as error:
+            raise CheckpointError(
+                f"{_who(run)} could not be read (bytes {start} to {start + len(buffer)} of "
+                f"{self._connector.describe(run.key)}): {error}"
+            ) from error
+        self._totals.note(run.key, len(buffer), time.perf_counter() - begin_s)
+        return len(buffer)
+
+    # ----------------------------------------------------------------------------------------------------- verify
+
+    def verify(self, chunk: Chunk) -> int:
+        """Compare the checksums of every block read; what differs is read once more. Raises CheckpointError."""
+        assert isinstance(chunk, RangeChunk)
+        num_bytes = 0
+        for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
+            checksums = self._checksums.get(run.key)
+            if checksums is None:
+                continue
+            span = self._span(run)
+            if self._first_wrong(run, buffer, checksums, span) is not None:
+                with self._totals.lock:
+                    self._totals.num_reread += 1
+                self._read_run(run, buffer, *span)
+                wrong = self._first_wrong(run, buffer, checksums, span)
+                if wrong is not None:
+                    lo, hi = (
+                        wrong * checksums.block_bytes,
+                        min((wrong + 1) * checksums.block_bytes, checksums.num_bytes),
+                    )
+                    raise CheckpointError(
+                        f"{_who(run, lo, hi)} is damaged: bytes {lo} to {hi} of "
+                        f"{self._connector.describe(run.key)} are not those of its manifest, read twice. Restore another "
+                        "checkpoint; or, if this one was replaced on purpose, write its manifest again"
+                    )
+            num_bytes += span[1] - span[0]
+        return num_bytes
+
+    def _first_wrong(self, run: Run, buffer: memoryview, checksums: Checksums, span: tuple[int, int]) -> int | None:
+        block = checksums.block_bytes
+        begin, end = span
+        parts = _parts(run, buffer, begin)
+        for number in range(begin // block, -(-end // block)):
+            lo, hi = number * block, min((number + 1) * block, end)
+            digest = xxhash.xxh3_64()
+            for start, data in parts:
+                first, last = max(lo, start), min(hi, start + len(data))
+                if first < last:
+                    digest.update(data[first - start : last - start])
+            if digest.hexdigest() != checksums.hashes[number]:
+                return number
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ place
+
+    def place(self, chunk: Chunk) -> int:
+        """Copy what was staged to where it belongs, cast or transferred on the way. The number of bytes."""
+        assert isinstance(chunk, RangeChunk)
+        num_bytes = 0
+        with _stream(self._device):
+            for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
+                if run.is_direct:
+                    continue
+                begin, _ = self._span(run)
+                for piece in run.pieces:
+                    self._place(run, piece, buffer[piece.start - begin : piece.start - begin + piece.length])
+                    num_bytes += piece.length
+            if self._device.type == "cuda":
+                # The staging memory is written over by the next chunk: nothing of it may still be under way.
+                torch.cuda.current_stream(self._device).synchronize()
+        chunk.buffers = []
+        return num_bytes
+
+    def _place(self, run: Run, piece: Piece, data: memoryview) -> None:
+        self._touch(piece)
+        if piece.target is not None:
+            piece.target[:] = data
+            return
+        assert piece.place is not None
+        try:
+            piece.place(data)
+        except FormatError as error:
+            raise CheckpointError(
+                f"{piece.label!r} is damaged (bytes {piece.start} to {piece.start + piece.length} of "
+                f"{self._connector.describe(run.key)}): {error}"
+            ) from error
+
+    def _touch(self, piece: Piece) -> None:
+        if self._names_touched:
+            self._totals.touched.add(piece.label)
+
+
+def _staged(run: Run, begin: int, end: int) -> int:
+    """Bytes of staging memory for a run that is read as [begin, end)."""
+    return end - begin - (run.end - run.start if run.is_direct else 0)
+
+
+def _parts(run: Run, buffer: memoryview, begin: int) -> list[tuple[int, memoryview]]:
+    """Where the bytes that were read for a run now lie: (place in the object, bytes), in their order."""
+    target = run.pieces[0].target
+    if not run.is_direct or target is None:
+        return [(begin, buffer)]
+    num_before = run.start - begin
+    return [(begin, buffer[:num_before]), (run.start, target), (run.end, buffer[num_before:])]
+
+
+def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
+    """The tensors that a run is for, as far as they have bytes in [lo, hi) of the object."""
+    inside = [p for p in run.pieces if p.start + p.length > lo and (hi is None or p.start < hi)]
+    names = list(dict.fromkeys(piece.label for piece in inside or run.pieces))
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _stream(device: torch.device) -> Any:
+    """A stream of its own for what a worker copies, so that workers do not wait for one another or for the training."""
+    from contextlib import nullcontext
+
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(stream)

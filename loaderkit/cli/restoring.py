@@ -1,0 +1,258 @@
+"""`loaderkit restore` and `loaderkit manifest`: look at a checkpoint, read it through, write its checksums."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loaderkit.cli import console
+from loaderkit.cli.options import AsJson, Debug
+
+if TYPE_CHECKING:
+    from loaderkit.checkpoint.filling import Filling
+    from loaderkit.checkpoint.restoring import Progress, Source
+    from loaderkit.config import PipelineConfig
+
+_SECONDS_A_LINE = 5.0
+Url = Annotated[
+    str,
+    typer.Argument(metavar="URL", help="A checkpoint: a file, a directory, or either in a tar.", show_default=False),
+]
+Keys = Annotated[
+    list[str] | None, typer.Option("--keys", metavar="GLOB", help="Only names that match; may be repeated.")
+]
+
+
+def restore(
+    url: Url,
+    *,
+    device: Annotated[str, typer.Option(help="Where the tensors are made: cpu, cuda, cuda:1, auto.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floating-point tensors to this: bfloat16, float16, ...")
+    ] = None,
+    keys: Keys = None,
+    memory: Annotated[str, typer.Option(help="Bound on memory besides one tensor and what waits to be one.")] = "2GiB",
+    concurrency: Annotated[int, typer.Option(min=0, help="Threads that read; 0: as many as suit the store.")] = 0,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Read no tensor: print names, types, shapes, bytes.")
+    ] = False,
+    verify_only: Annotated[
+        bool, typer.Option("--verify-only", help="Demand a manifest, and compare every byte that is read with it.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Read the checkpoint at URL through, as a training job would, and say how fast that was and what it waited for."""
+    from loaderkit.checkpoint.restoring import opened
+
+    begin_s = time.perf_counter()
+    with opened(url, None, memory, True if verify_only else "auto") as source:
+        if list_only:
+            _tell_list(source, keys, as_json)
+            return
+        from loaderkit.checkpoint.restoring import parse_device
+        from loaderkit.checkpoint.wanting import choose
+
+        names, values = choose(source.found, keys)
+        source.plain_values(values)
+        place = parse_device(device)
+        assert place is not None
+        filling = source.fill_new(names, place, dtype, concurrency=concurrency or "auto", counts_made=True)
+        result = _read_through(source, filling, begin_s, len(values))
+    _tell_result(result, as_json)
+
+
+def run_checkpoint(config: PipelineConfig, as_json: bool) -> None:
+    """`loaderkit run` of a pipeline whose source is a checkpoint: read it through once."""
+    from loaderkit.checkpoint.loading import TensorLoader
+
+    begin_s = time.perf_counter()
+    with TensorLoader(config, {}, time.perf_counter) as loader:
+        filling = loader.fill()
+        result = _read_through(loader.source, filling, begin_s, len(loader.values))
+    _tell_result({"pipeline": config.name, **result}, as_json)
+
+
+def check_checkpoint(config: PipelineConfig, as_json: bool) -> None:
+    """`loaderkit check` of such a pipeline: whether it is whole, and what is in it."""
+    from loaderkit.checkpoint.loading import TensorLoader
+
+    with TensorLoader(config, {}, time.perf_counter) as loader:
+        name, tensor = next(iter(loader), (None, None))
+        found = {
+            "pipeline": config.name,
+            "url": loader.source.found.name,
+            "format": loader.source.found.format,
+            "num_tensors": len(loader),
+            "num_values": len(loader.values),
+            "verified": bool(loader.source.checksums),
+            "first_tensor": None if tensor is None else f"{name}: {str(tensor.dtype)[6:]} {list(tensor.shape)}",
+        }
+    if as_json:
+        console.tell_json(found)
+        return
+    console.tell(f"{config.name}: it works")
+    for key, value in found.items():
+        if key != "pipeline":
+            console.tell(f"  {key.replace('_', ' '):<14}{value}")
+
+
+def _tell_result(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        console.tell_json(result)
+    else:
+        _tell(result)
+
+
+def _read_through(source: Source, filling: Filling, begin_s: float, num_values: int) -> dict[str, Any]:
+    """Make every tensor and let go of it: what counts is that it can be read, and how fast."""
+    from loaderkit.checkpoint.restoring import progress_of
+
+    num_tensors = 0
+    total = filling.plan.num_bytes
+
+    def now() -> Progress:
+        return progress_of(source.found, filling.totals, total, time.perf_counter() - begin_s)
+
+    with filling, _progress(now) as show:
+        for given in filling:
+            num_tensors += len(given)
+            del given
+            show()
+        stats = filling.stats().to_dict()
+    done = now()
+    totals = filling.totals
+    return {
+        "url": source.found.name,
+        "format": source.found.format,
+        "verified": bool(source.checksums),
+        "num_tensors": num_tensors,
+        "num_values": num_values,
+        "num_bytes": done.num_bytes,
+        "fetched_bytes": totals.fetched_bytes,
+        "num_reads": totals.num_reads,
+        "num_reread": totals.num_reread,
+        "wall_s": done.seconds,
+        "bytes_per_s": done.bytes_per_s,
+        "slowest_object": done.slowest_object,
+        "objects": {
+            source.found.describe(key): {"num_bytes": t.num_bytes, "num_reads": t.num_reads, "seconds": t.seconds}
+            for key, t in totals.objects.items()
+        },
+        "stats": stats,
+    }
+
+
+@contextmanager
+def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
+    """A bar on stderr if that is a terminal, else a line every few seconds."""
+    screen = console.stderr()
+    if not screen.is_terminal:
+        yield _lines(now)
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[slow]}"),
+    )
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("", total=now().total_bytes, slow="")
+
+        def show() -> None:
+            found = now()
+            bar.update(task, completed=found.num_bytes, slow=f"slowest: {found.slowest_object}")
+
+        yield show
+
+
+def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
+    due_s = _SECONDS_A_LINE
+
+    def show() -> None:
+        nonlocal due_s
+        found = now()
+        if found.seconds < due_s:
+            return
+        due_s = found.seconds + _SECONDS_A_LINE
+        left = found.total_bytes - found.num_bytes
+        left_s = left / found.bytes_per_s if found.bytes_per_s else 0.0
+        console.say(
+            f"{_size(found.num_bytes)} of {_size(found.total_bytes)}, {_size(found.bytes_per_s)}/s, {left_s:.0f} s left, "
+            f"slowest: {found.slowest_object}"
+        )
+
+    return show
+
+
+def _size(num_bytes: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def _tell(result: dict[str, Any]) -> None:
+    from loaderkit.report import print_summary
+
+    more = result["fetched_bytes"] / max(result["num_bytes"], 1)
+    name = f"{result['pipeline']}: " if "pipeline" in result else ""
+    console.tell(
+        f"{name}{result['url']}: {result['format']}, {result['num_tensors']} tensors and {result['num_values']} values, "
+        f"{_size(result['num_bytes'])} in {result['wall_s']:.2f} s, {_size(result['bytes_per_s'])}/s"
+    )
+    checked = "every block compared with the manifest" if result["verified"] else "no manifest, so nothing was compared"
+    console.tell(f"{result['num_reads']} reads, {more:.3f} bytes fetched for each one needed; {checked}")
+    if result["slowest_object"]:
+        console.tell(f"slowest object: {result['slowest_object']}")
+    if result["num_tensors"]:
+        console.tell()
+        print_summary(console.stdout(), result["stats"])
+
+
+def _tell_list(source: Source, keys: list[str] | None, as_json: bool) -> None:
+    from loaderkit.checkpoint.wanting import choose
+
+    found = source.found
+    names, values = choose(found, keys)
+    rows = [
+        {
+            "name": name,
+            "dtype": str(found.tensors[name].dtype).removeprefix("torch."),
+            "shape": list(found.tensors[name].shape),
+            "num_bytes": found.tensors[name].num_bytes,
+        }
+        for name in names
+    ]
+    total = sum(int(str(row["num_bytes"])) for row in rows)
+    if as_json:
+        console.tell_json(
+            {"url": found.name, "format": found.format, "tensors": rows, "values": values, "num_bytes": total}
+        )
+        return
+    for row in rows:
+        console.tell(f"{row['name']}  {row['dtype']} {row['shape']}  {row['num_bytes']} bytes")
+    for name in values:
+        console.tell(f"{name}  a plain value")
+    console.tell(f"{found.format}: {len(rows)} tensors, {len(values)} values, {_size(total)}")
+
+
+def manifest(url: Url, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Read the checkpoint at URL once and write the checksums of its blocks beside it; restoring compares them."""
+    from loaderkit.checkpoint import write_manifest
+
+    written = write_manifest(url)
+    num_bytes = sum(item["num_bytes"] for item in written["objects"].values())
+    num_hashes = sum(len(item["hashes"]) for item in written["objects"].values())
+    result = {"url": url, "num_objects": len(written["objects"]), "num_bytes": num_bytes, "num_hashes": num_hashes}
+    if as_json:
+        console.tell_json(result)
+    else:
+        console.tell(f"{url}: {result['num_objects']} objects, {_size(num_bytes)}, {num_hashes} checksums written")

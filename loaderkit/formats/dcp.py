@@ -1,0 +1,181 @@
+"""The `.metadata` of a torch.distributed.checkpoint directory: which tensors there are, in which pieces, in which files.
+
+It is a pickle of a few dataclasses, read by `unpickling`: nothing of it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+from loaderkit.errors import FormatError
+from loaderkit.formats import torch_zip
+from loaderkit.unpickling import Opaque, Record, load_pickle, record
+
+_IN_METADATA = (
+    "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
+    "Metadata", "MetadataIndex", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_MAX_COMPARED = 1000  # pieces of one tensor that are compared with one another
+
+
+class Place(NamedTuple):
+    """Where torch.save's archive of one piece, or one value, lies: bytes [start, start + length) of a file."""
+
+    path: str
+    start: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+class Described(NamedTuple):
+    """A tensor of the checkpoint: what it is as a whole, and its pieces, which cover it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class Contents(NamedTuple):
+    """What the checkpoint holds, by name: tensors, and values pickled by themselves; and the paths that the names stand for."""
+
+    tensors: dict[str, Described]
+    values: dict[str, Place]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_metadata(data: bytes) -> Contents:
+    """The contents that a `.metadata` file describes. Raises FormatError."""
+    names: dict[str, Any] = {**torch_zip.names()}
+    for name in _IN_METADATA:
+        names[f"torch.distributed.checkpoint.metadata.{name}"] = record(name)
+    names["torch.distributed.checkpoint.filesystem._StorageInfo"] = record("_StorageInfo")
+    metadata = load_pickle(data, names)
+    if not _is(metadata, "Metadata"):
+        raise FormatError(f"it holds no Metadata of torch.distributed.checkpoint, but {metadata!r:.100}")
+    described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise FormatError("it lacks state_dict_metadata or storage_data: was it written by a storage of another kind?")
+    places = {(fqn, offsets): place for fqn, offsets, place in _places(stored)}
+    contents = Contents({}, {}, _paths(metadata.get("planner_data")))
+    for name, what in described.items():
+        if not isinstance(name, str):
+            raise FormatError(f"a name is {name!r:.100}, not text")
+        if _is(what, "BytesStorageMetadata"):
+            place = places.get((name, None))
+            if place is None:
+                raise FormatError(f"it says nowhere where the value {name!r} lies")
+            contents.values[name] = place
+        elif _is(what, "TensorStorageMetadata"):
+            contents.tensors[name] = _tensor(name, what, places)
+        else:
+            raise FormatError(f"{name!r} is neither a tensor nor a value: {what!r:.100}")
+    return contents
+
+
+def _paths(planned: Any) -> dict[str, tuple[str | int, ...]]:
+    """name -> path in the nested state, as far as what the planner left is that."""
+    if not isinstance(planned, dict):
+        return {}
+    return {
+        name: tuple(path)
+        for name, path in planned.items()
+        if isinstance(name, str) and isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path)
+    }
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, Record) and type(value).__name__ == name
+
+
+def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, Place]]:
+    for index, info in stored.items():
+        if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
+            raise FormatError("its storage_data is not that of files: was it written by a storage of another kind?")
+        fqn, offsets = index.get("fqn"), index.get("offset")
+        path, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if not isinstance(fqn, str) or not isinstance(path, str) or not _are_sizes((start, length)):
+            raise FormatError(
+                f"it places {fqn!r:.100} at {path!r:.100}, {start!r:.50}, {length!r:.50}: that is no place"
+            )
+        if info.get("transform_descriptors"):
+            raise FormatError(
+                f"{fqn!r} is packed ({info.get('transform_descriptors')!r:.100}): save it without extensions"
+            )
+        if path.startswith("/") or ".." in path.split("/"):
+            raise FormatError(f"{fqn!r} lies in {path!r}, which leads out of the checkpoint's directory")
+        yield fqn, None if offsets is None else tuple(offsets), Place(path, start, length)
+
+
+def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | None], Place]) -> Described:
+    properties, shape, chunks = what.get("properties"), what.get("size"), what.get("chunks")
+    state = properties.state if _is(properties, "TensorProperties") else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, torch.dtype) or not _are_sizes(shape) or not isinstance(chunks, list):
+        raise FormatError(f"its description of the tensor {name!r} is not complete")
+    if prod(shape) * dtype.itemsize > 2**62:
+        raise FormatError(f"the tensor {name!r} of shape {list(shape)} is larger than anything")
+    pieces = []
+    for chunk in chunks:
+        offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Record) else (None, None)
+        if not (_are_sizes(offsets) and _are_sizes(sizes) and len(offsets) == len(sizes) == len(shape)):
+            raise FormatError(f"a piece of the tensor {name!r} is no box of it")
+        if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
+            raise FormatError(
+                f"a piece of {name!r} at {list(offsets)} of size {list(sizes)} reaches beyond {list(shape)}"
+            )
+        place = places.get((name, tuple(offsets)))
+        if place is None:
+            raise FormatError(f"it says nowhere where the piece of {name!r} at {list(offsets)} lies")
+        pieces.append(Piece(tuple(offsets), tuple(sizes), place))
+    _check_cover(name, tuple(shape), pieces)
+    return Described(dtype, tuple(shape), tuple(pieces))
+
+
+def _check_cover(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
+    if sum(prod(piece.sizes) for piece in pieces) != prod(shape):
+        raise FormatError(f"the pieces of {name!r} do not cover its shape {list(shape)}, or overlap")
+    if len(pieces) <= _MAX_COMPARED and any(_overlap(a, b) for a, b in combinations(pieces, 2)):
+        raise FormatError(f"two pieces of {name!r} overlap")
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return all(
+        max(lo_a, lo_b) < min(lo_a + size_a, lo_b + size_b)
+        for lo_a, size_a, lo_b, size_b in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    ) and bool(prod(a.sizes) and prod(b.sizes))
+
+
+def _are_sizes(values: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(values, (tuple, list)) and all(type(value) is int and 0 <= value <= 2**62 for value in values)
+
+
+class Blob(NamedTuple):
+    """What lies in the archive of one piece: where its bytes begin in it, and how they are laid out (in elements)."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read_blob(read: torch_zip.Read, size: int) -> Blob:
+    """The one tensor in an archive of `size` bytes, as `FileSystemWriter` makes them. Raises FormatError."""
+    archive = torch_zip.read_archive(read, size)
+    view = archive.value
+    if not isinstance(view, torch_zip.View):
+        what = view.what if isinstance(view, Opaque) else type(view).__name__
+        raise FormatError(f"it holds no plain tensor, but {what}")
+    start = archive.starts[view.storage.key] + view.offset * view.dtype.itemsize
+    return Blob(start, view.dtype, view.shape, view.strides)

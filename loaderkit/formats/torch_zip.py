@@ -1,0 +1,335 @@
+"""What `torch.save` writes: a zip archive, never packed, with a pickle that describes and one record a storage.
+
+The directory at the archive's end says where records lie; the pickle (`data.pkl`) is read by `unpickling`, so nothing runs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from loaderkit.errors import FormatError
+from loaderkit.unpickling import Function, Global, Opaque, load_pickle, opaque, plain_names
+
+_END = struct.Struct("<4s4H2LH")
+_END64_LOCATOR = struct.Struct("<4sLQL")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_MAX_COMMENT = 65535
+_MAX_PICKLE = 2**31
+_MAX_NUMBER = 2**62
+MAGIC = b"PK\x03\x04"
+_LEGACY = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\x0al\xfc")
+Read = Callable[[int, memoryview], None]
+Fetch = Callable[[Sequence[tuple[int, int]]], list[bytes]]
+"""The bytes of many ranges, (start, length) each, of the archive: all at once where that pays."""
+
+_HEADERS_GAP = 32 * 2**10  # headers of records that lie no further apart are read together
+_HEADERS_MOST = 2**20
+_STORAGES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128", "Untyped": "uint8",
+}  # fmt: skip
+
+
+class Record(NamedTuple):
+    """One record of the archive: its header's and its bytes' place are known from the directory, not its bytes' start."""
+
+    name: str
+    header: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage: the record with its bytes, and how many elements of `dtype` the pickle says it has."""
+
+    key: str
+    dtype: torch.dtype
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor: a strided view of a storage. Offset and strides are in elements of `dtype`."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_spanned(self) -> int:
+        """Elements from its first to behind its last; 0 without any."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+class Archive(NamedTuple):
+    """A whole archive: the object it holds, with a `View` for every tensor, and where each storage's bytes begin."""
+
+    value: Any
+    starts: dict[str, int]
+    num_pickled: int
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file that begins with `head` is what torch.save wrote before 1.6."""
+    return head.startswith(_LEGACY)
+
+
+def read_archive(read: Read, size: int, fetch: Fetch | None = None) -> Archive:
+    """Read the description of an archive of `size` bytes: its end, its pickle, and a header a storage. Raises FormatError."""
+    fetch = fetch or (lambda ranges: [_get(read, start, length) for start, length in ranges])
+    records = read_directory(read, size)
+    root = _root(records)
+    order = records.get(f"{root}byteorder")
+    if order is not None and (text := _content(read, order, size, 16)) != b"little":
+        raise FormatError(f"it was saved on a machine with byte order {text!r}: save it again on a little-endian one")
+    pickled = _content(read, records[f"{root}data.pkl"], size, _MAX_PICKLE)
+    storages: dict[str, Storage] = {}
+    value = load_pickle(pickled, names(), lambda pid: _storage(pid, storages))
+    found = {}
+    for key, storage in storages.items():
+        record = records.get(f"{root}data/{key}")
+        if record is None:
+            raise FormatError(f"it has no record data/{key}, which its pickle names: the archive is not whole")
+        num_bytes = storage.num_elements * storage.dtype.itemsize
+        if record.size != num_bytes:
+            raise FormatError(f"its record data/{key} has {record.size} bytes, and its pickle says {num_bytes}")
+        found[key] = record
+    return Archive(value, dict(zip(found, _data_starts(fetch, [*found.values()], size), strict=True)), len(pickled))
+
+
+# -------------------------------------------------------------------------------------------------- the directory
+
+
+def read_directory(read: Read, size: int) -> dict[str, Record]:
+    """The records of a zip archive by name. Raises FormatError for one that is not whole, or is packed."""
+    tail_start = max(0, size - _END.size - _END64_LOCATOR.size - 2048)
+    tail = _get(read, tail_start, size - tail_start)
+    place = tail.rfind(b"PK\x05\x06")
+    if place < 0 and tail_start:
+        tail_start = max(0, size - _END.size - _END64_LOCATOR.size - _MAX_COMMENT)
+        tail = _get(read, tail_start, size - tail_start)
+        place = tail.rfind(b"PK\x05\x06")
+    if place < 0 or place + _END.size > len(tail):
+        raise FormatError(f"not a whole zip archive ({size} bytes): its directory, at the end, is missing")
+    *_, count, length, start, _comment = _END.unpack_from(tail, place)
+    if place >= _END64_LOCATOR.size and tail[place - _END64_LOCATOR.size :][:4] == b"PK\x06\x07":
+        _, _, end64, _ = _END64_LOCATOR.unpack_from(tail, place - _END64_LOCATOR.size)
+        if end64 + _END64.size > size:
+            raise FormatError("not a whole zip archive: its 64-bit directory lies beyond its end")
+        signature, *_, count, length, start = _END64.unpack(_get(read, end64, _END64.size))
+        if signature != b"PK\x06\x06":
+            raise FormatError("not a whole zip archive: its 64-bit directory is not where it should be")
+    if start + length > size or count * _ENTRY.size > length:
+        raise FormatError(
+            f"not a whole zip archive: its directory of {length} bytes from byte {start} on lies beyond it"
+        )
+    inside = start - tail_start
+    data = tail[inside : inside + length] if inside >= 0 else _get(read, start, length)
+    return _entries(data, count, start)
+
+
+def _entries(data: bytes, count: int, limit: int) -> dict[str, Record]:
+    found: dict[str, Record] = {}
+    place = 0
+    for _ in range(count):
+        if place + _ENTRY.size > len(data) or data[place : place + 4] != b"PK\x01\x02":
+            raise FormatError("the zip archive's directory is damaged")
+        fields = _ENTRY.unpack_from(data, place)
+        flags, method = fields[3], fields[4]
+        packed, unpacked, len_name, len_extra, len_comment, header = *fields[8:13], fields[16]
+        name_start = place + _ENTRY.size
+        name = data[name_start : name_start + len_name].decode("utf-8", "replace")
+        if 0xFFFFFFFF in (packed, unpacked, header):
+            extra = data[name_start + len_name : name_start + len_name + len_extra]
+            unpacked, packed, header = _wide(extra, unpacked, packed, header, name)
+        if method != 0 or packed != unpacked or flags & 1:
+            raise FormatError(f"its record {name!r:.200} is packed or encrypted, which torch.save never does")
+        if name in found:
+            raise FormatError(f"it has two records called {name!r:.200}")
+        if header + _LOCAL.size + unpacked > limit:
+            raise FormatError(f"its record {name!r:.200} of {unpacked} bytes reaches beyond the archive's records")
+        found[name] = Record(name, header, unpacked)
+        place = name_start + len_name + len_extra + len_comment
+    return found
+
+
+def _wide(extra: bytes, unpacked: int, packed: int, header: int, name: str) -> tuple[int, int, int]:
+    """The 64-bit numbers of an entry, in the order in which those that do not fit stand in its extra field."""
+    place = 0
+    while place + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, place)
+        if kind == 1:
+            numbers = iter(struct.unpack_from(f"<{min(length, len(extra) - place - 4) // 8}Q", extra, place + 4))
+            try:
+                found = [next(numbers) if value == 0xFFFFFFFF else value for value in (unpacked, packed, header)]
+            except StopIteration:
+                break
+            return found[0], found[1], found[2]
+        place += 4 + length
+    raise FormatError(f"its record {name!r:.200} says nowhere how long it is")
+
+
+def _data_starts(fetch: Fetch, records: Sequence[Record], size: int) -> list[int]:
+    """Where the bytes of records begin. Small records are neighbours: their headers are read together."""
+    order = sorted(range(len(records)), key=lambda number: records[number].header)
+    spans: list[tuple[int, int]] = []
+    span_of: dict[int, int] = {}
+    for number in order:
+        begin = records[number].header
+        end = min(begin + _LOCAL.size, size)
+        if spans and begin - sum(spans[-1]) <= _HEADERS_GAP and end - spans[-1][0] <= _HEADERS_MOST:
+            spans[-1] = (spans[-1][0], end - spans[-1][0])
+        else:
+            spans.append((begin, end - begin))
+        span_of[number] = len(spans) - 1
+    read = fetch(spans)
+    starts = [0] * len(records)
+    for number in order:
+        span = span_of[number]
+        place = records[number].header - spans[span][0]
+        starts[number] = _start_after(read[span][place : place + _LOCAL.size], records[number], size)
+    return starts
+
+
+def _start_after(header: bytes, record: Record, size: int) -> int:
+    """Where a record's bytes begin: behind its own header, which repeats its name and may be padded."""
+    if len(header) < _LOCAL.size or header[:4] != MAGIC:
+        raise FormatError(f"its record {record.name!r:.200} is not where its directory says")
+    fields = _LOCAL.unpack(header)
+    start: int = record.header + _LOCAL.size + fields[9] + fields[10]
+    if fields[3] != 0 or start + record.size > size:
+        raise FormatError(f"its record {record.name!r:.200} is packed, or reaches beyond the archive")
+    return start
+
+
+def _content(read: Read, record: Record, size: int, limit: int) -> bytes:
+    if record.size > limit:
+        raise FormatError(
+            f"its record {record.name!r:.200} has {record.size} bytes, and {limit} are the most it may have"
+        )
+    header = _get(read, record.header, min(_LOCAL.size, size - record.header))
+    return _get(read, _start_after(header, record, size), record.size)
+
+
+def _root(records: dict[str, Record]) -> str:
+    """The folder in the archive that all records lie in, with its slash."""
+    roots = [name.removesuffix("data.pkl") for name in records if name.rpartition("/")[2] == "data.pkl"]
+    if len(roots) != 1:
+        if any(name.endswith("constants.pkl") for name in records):
+            raise FormatError("it is a TorchScript archive, which is a program: save its state_dict() instead")
+        raise FormatError("it is a zip archive, but no checkpoint of torch.save: it has no data.pkl")
+    return roots[0]
+
+
+def _get(read: Read, start: int, length: int) -> bytes:
+    data = bytearray(length)
+    read(start, memoryview(data))
+    return bytes(data)
+
+
+# ------------------------------------------------------------------------------------------------------ the pickle
+
+
+@cache
+def names() -> Mapping[str, Any]:
+    """Stand-ins for what torch.save's pickles name; no pickle can change them."""
+    found: dict[str, Any] = {
+        "torch._utils._rebuild_tensor_v2": Function(_rebuild),
+        "torch._utils._rebuild_tensor": Function(_rebuild),
+        "torch._utils._rebuild_tensor_v3": Function(_rebuild_v3),
+        "torch._utils._rebuild_parameter": Function(lambda data, *_: data),
+        "torch._utils._rebuild_parameter_with_state": Function(lambda data, *_: data),
+        "torch._tensor._rebuild_from_type_v2": Function(_rebuild_from_type),
+        "torch.Tensor": Global("torch.Tensor"),
+        "torch.nn.parameter.Parameter": Global("torch.nn.Parameter"),
+        "torch.nn.Parameter": Global("torch.nn.Parameter"),
+        "torch.nn.parameter.Buffer": Global("torch.nn.Buffer"),
+        "torch.Size": Function(_size),
+        "torch.device": Function(lambda kind, index=None: kind if index is None else f"{kind}:{index}"),
+        "torch.serialization._get_layout": Function(lambda name: name),
+    }
+    for name, dtype in _STORAGES.items():
+        for module in ("torch", "torch.storage"):
+            found[f"{module}.{name}Storage"] = Global(dtype)
+    for name, value in vars(torch).items():
+        if isinstance(value, torch.dtype):
+            found[f"torch.{name}"] = value
+    return MappingProxyType({**plain_names(), **found})
+
+
+def _storage(pid: Any, storages: dict[str, Storage]) -> Storage:
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+        raise FormatError(f"it refers to something that is no storage: {pid!r:.100}")
+    _, kind, key, _, num_elements = pid[:5]
+    if not isinstance(kind, Global) or not isinstance(key, str) or not _is_size(num_elements):
+        raise FormatError(f"it refers to a storage of an unknown kind: {pid!r:.100}")
+    storage = Storage(key, getattr(torch, kind.name), num_elements)
+    known = storages.setdefault(key, storage)
+    if known.num_elements * known.dtype.itemsize != num_elements * storage.dtype.itemsize:
+        raise FormatError(f"it says of the storage data/{key} that it has two sizes")
+    return storage
+
+
+def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Any:
+    # requires_grad, hooks, and lately a table that says whether the bytes mean conjugated or negated numbers.
+    if len(more) > 2 and isinstance(more[2], dict) and any(more[2].values()):
+        return opaque("a conjugated or negated tensor")()
+    return _view(storage, storage.dtype if isinstance(storage, Storage) else None, offset, shape, strides)
+
+
+def _rebuild_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> Any:
+    return _view(storage, dtype, offset, shape, strides)
+
+
+def _view(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Any:
+    if isinstance(storage, Opaque):
+        return storage
+    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
+        raise FormatError("it describes a tensor without a storage")
+    are_numbers = _are_sizes(shape) and _are_sizes(strides) and _is_size(offset)
+    if not are_numbers or len(shape) != len(strides) or len(shape) > 64:
+        raise FormatError(f"it describes a tensor of shape {shape!r:.100} with strides {strides!r:.100}")
+    view = View(storage, dtype, offset, tuple(shape), tuple(strides))
+    num_bytes = storage.num_elements * storage.dtype.itemsize
+    if view.num_spanned and (offset + view.num_spanned) * dtype.itemsize > num_bytes:
+        raise FormatError(
+            f"it describes a tensor of shape {list(shape)} that reaches beyond its storage data/{storage.key} of "
+            f"{num_bytes} bytes"
+        )
+    return view
+
+
+def _rebuild_from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
+    if not isinstance(kind, Global) or not isinstance(function, Function) or not isinstance(args, tuple):
+        return kind() if isinstance(kind, type) and issubclass(kind, Opaque) else opaque("a tensor's subclass")()
+    return function(*args)
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    if not _are_sizes(values):
+        raise FormatError(f"it has a size {values!r:.100}")
+    return tuple(values)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_NUMBER
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, (tuple, list)) and all(map(_is_size, values))

@@ -1,0 +1,235 @@
+"""Read a pickle without running anything: what it names is looked up in a table of stand-ins, never imported.
+
+A pickle is a program that names functions and calls them. Here a name that is in the table gives a stand-in of ours, and any
+other name gives a class of `Opaque`, whose instances swallow whatever they are called with, built with or filled with. So a
+file that names `os.system` yields an `Opaque` that says so. No stand-in can be changed by a pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from loaderkit.errors import FormatError
+
+_SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
+
+
+class _Frozen(type):
+    """A class whose attributes a pickle cannot set (its BUILD may try)."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {name!r} of a class")
+
+
+class Opaque(metaclass=_Frozen):
+    """Stands for an object that is not made. `what` is the class or function the file names: "package.module.name"."""
+
+    __slots__ = ()
+    what: ClassVar[str] = "an unknown object"
+
+    def __new__(cls, *_: Any, **__: Any) -> Opaque:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def append(self, item: object) -> None:
+        """Swallow it, as all that follows."""
+
+    def extend(self, items: object) -> None: ...
+
+    def add(self, item: object) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<{self.what}, not loaded>"
+
+
+def opaque(what: str) -> type[Opaque]:
+    """A class of what is not made."""
+    return _Frozen("Opaque", (Opaque,), {"__slots__": (), "what": what})  # type: ignore[return-value]
+
+
+class Function(metaclass=_Frozen):
+    """A stand-in that may be called and not be changed: calling it calls `function`."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {name!r} of a function")
+
+    def __call__(self, *values: Any) -> Any:
+        return self._function(*values)
+
+
+class Record(metaclass=_Frozen):
+    """Stands for a dataclass: `state` is what its instance was built with. Equality is identity."""
+
+    __slots__ = ("args", "state")
+
+    def __new__(cls, *_: Any) -> Record:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, if the state is that of a dataclass."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+def record(what: str) -> type[Record]:
+    """A class of stand-ins for the dataclass `what`."""
+    return _Frozen(what.rpartition(".")[2], (Record,), {"__slots__": ()})  # type: ignore[return-value]
+
+
+class Global:
+    """A name that stands for itself, such as a dtype. It cannot be called."""
+
+    __slots__ = ("name",)
+    name: str
+
+    def __init__(self, name: str) -> None:
+        object.__setattr__(self, "name", name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it sets {name!r} of {self.name}")
+
+
+def load_pickle(
+    data: bytes | memoryview,
+    names: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """What a pickle describes, with `names` ("module.name" -> stand-in, such as `plain_names()`), and `Opaque` for the rest.
+
+    `persistent` gives what a persistent id stands for. Raises FormatError for what is no pickle, and for one that does what
+    no writer does.
+    """
+    reader = _Reader(io.BytesIO(data), names, persistent)
+    try:
+        return reader.load()
+    except FormatError:
+        raise
+    except RecursionError:
+        raise FormatError("it is nested too deeply to be a checkpoint") from None
+    except MemoryError:
+        raise FormatError("it asks for more memory than there is") from None
+    except Exception as error:
+        raise FormatError(f"it cannot be read without running code, or is damaged: {error}") from None
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._names = names
+        self._persistent = persistent
+        self._opaque: dict[str, type[Opaque]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        found = self._names.get(full)
+        if found is None:
+            found = self._opaque.get(full)
+            if found is None:
+                found = self._opaque[full] = opaque(full)
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise FormatError("it refers to objects outside itself")
+        return self._persistent(pid)
+
+
+# ------------------------------------------------------------------------------------------------- plain values
+
+
+@cache
+def plain_names() -> Mapping[str, Any]:
+    """Stand-ins for containers and plain values, and for NumPy's arrays of numbers, which states of RNGs hold."""
+    found: dict[str, Any] = {
+        "collections.OrderedDict": Function(OrderedDict),
+        "collections.defaultdict": Function(lambda *_: {}),
+        "collections.Counter": Function(lambda values=(): dict(values)),
+        "_codecs.encode": Function(_encode),
+        "numpy.dtype": Function(_Dtype),
+        "numpy.ndarray": Global("numpy.ndarray"),
+    }
+    for module in ("builtins", "__builtin__"):
+        found[f"{module}.set"] = Function(set)
+        found[f"{module}.frozenset"] = Function(frozenset)
+        found[f"{module}.complex"] = Function(complex)
+        found[f"{module}.bytearray"] = Function(_bytearray)
+    for core in ("numpy.core", "numpy._core"):
+        found[f"{core}.multiarray._reconstruct"] = Function(lambda *_: Array())
+        found[f"{core}.multiarray.scalar"] = Function(_scalar)
+    return MappingProxyType(found)
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
+    return text.encode("latin1")
+
+
+def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
+    if isinstance(data, str):
+        data = _encode(data, encoding)
+    if not isinstance(data, bytes):
+        raise pickle.UnpicklingError("a bytearray of other than bytes")
+    return bytearray(data)
+
+
+class _Dtype:
+    """A type of NumPy's: numbers only."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if not isinstance(name, str) or not _SIMPLE_DTYPE.fullmatch(name):
+            raise pickle.UnpicklingError(f"a NumPy type {name!r:.100} that is not a number's")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class Array:
+    """A NumPy array of numbers, once it is built."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+            raise pickle.UnpicklingError("an array of objects")
+        self.value = np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if fortran else "C").copy()
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if not isinstance(dtype, _Dtype) or not isinstance(data, bytes) or len(data) != dtype.dtype.itemsize:
+        raise pickle.UnpicklingError("a NumPy number of a type that is none")
+    return np.frombuffer(data, dtype.dtype)[0]

@@ -1,0 +1,182 @@
+"""Restoring a checkpoint into existing CPU tensors, beside the formats' own readers and a bare parallel read.
+
+    python -m profiles.restore --gigabytes 5 --rounds 5 [--cold] [--tiny] [--folder /data] [--json result.json]
+
+Contestants take turns within a round, the order changed from round to round; what is compared is the ratio within a round.
+`--cold` drops the files from the page cache before each turn (posix_fadvise); `--tiny` restores 10,000 small tensors instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import loaderkit
+from loaderkit.checkpoint import StreamReader, write_manifest
+from loaderkit.checkpoint.laying import bytes_of
+
+State = dict[str, torch.Tensor]
+warnings.filterwarnings("ignore")
+
+
+def make_state(gigabytes: float, tiny: bool) -> State:
+    """Tensors such as a transformer has, or 10,000 of 1 kB."""
+    if tiny:
+        return {f"layer.{n}.bias": torch.full((256,), float(n)) for n in range(10_000)}
+    num_layers = max(1, round(gigabytes * 1e9 / (4 * (4 * 2048 * 2048 + 2 * 2048))))
+    state = {}
+    for layer in range(num_layers):
+        for name, shape in (("qkv", (3 * 2048, 2048)), ("out", (2048, 2048)), ("norm", (2048,)), ("bias", (2048,))):
+            state[f"layers.{layer}.{name}"] = torch.empty(shape).uniform_()
+    return state
+
+
+def write(folder: Path, state: State) -> dict[str, Path]:
+    """The state in every format; the manifest beside a second copy of the safetensors file (a hard link)."""
+    paths = {name: folder / name for name in ("plain", "checked", "dcp")}
+    for name in ("plain", "checked"):
+        paths[name].mkdir()
+    safetensors.torch.save_file(state, paths["plain"] / "model.safetensors")
+    os.link(paths["plain"] / "model.safetensors", paths["checked"] / "model.safetensors")
+    write_manifest(paths["checked"])
+    paths["pt"] = folder / "model.pt"
+    torch.save(state, paths["pt"])
+    save(state, checkpoint_id=paths["dcp"], no_dist=True)
+    return paths
+
+
+def contestants(paths: dict[str, Path], into: State) -> dict[str, tuple[Callable[[], None], Path]]:
+    """name -> (what fills `into`, the directory or file it reads)."""
+    file = paths["plain"] / "model.safetensors"
+
+    def own_safetensors() -> None:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                into[name].copy_(opened.get_tensor(name))
+
+    def torch_mmap() -> None:
+        for name, tensor in torch.load(paths["pt"], mmap=True, weights_only=True).items():
+            into[name].copy_(tensor)
+
+    return {
+        "loaderkit safetensors": (lambda: _into(paths["plain"], into), file),
+        "loaderkit safetensors, verified": (lambda: _into(paths["checked"], into), file),
+        "loaderkit torch.save": (lambda: _into(paths["pt"], into), paths["pt"]),
+        "loaderkit dcp": (lambda: _into(paths["dcp"], into), paths["dcp"]),
+        "dcp.load with StreamReader": (
+            lambda: load(dict(into), storage_reader=StreamReader(paths["dcp"]), no_dist=True),
+            paths["dcp"],
+        ),
+        "safetensors + copy": (own_safetensors, file),
+        "torch.load(mmap) + copy": (torch_mmap, paths["pt"]),
+        "dcp.load": (lambda: load(dict(into), checkpoint_id=paths["dcp"], no_dist=True), paths["dcp"]),
+        "bare preadv, 2 threads": (lambda: _bare(file, into), file),
+    }
+
+
+def _into(path: Path, into: State) -> None:
+    loaderkit.restore(path, into)
+
+
+def _bare(file: Path, into: State) -> None:
+    """As many bytes, straight into the tensors, by two threads."""
+    targets = [bytes_of(tensor) for tensor in into.values()]
+    fd = os.open(file, os.O_RDONLY)
+
+    def read(own: list[tuple[int, memoryview]]) -> None:
+        for start, part in own:
+            os.preadv(fd, [part], start)
+
+    work, start = [], 0
+    for target in targets:
+        for lo in range(0, len(target), 8 * 2**20):
+            part = target[lo : lo + 8 * 2**20]
+            work.append((start, part))
+            start += len(part)
+    threads = [threading.Thread(target=read, args=(work[n::2],)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(fd)
+
+
+def drop(path: Path) -> None:
+    """Take files out of the page cache."""
+    for file in [path] if path.is_file() else path.iterdir():
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def measure(state: State, folder: Path, rounds: int, cold: bool) -> dict[str, list[float]]:
+    """Seconds of every contestant in every round; the first round, which warms up, is left out."""
+    paths = write(folder, state)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    runs = contestants(paths, into)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        order = list(runs)
+        random.Random(number).shuffle(order)
+        for name in order:
+            run, path = runs[name]
+            if cold:
+                drop(path)
+            begin_s = time.perf_counter()
+            run()
+            if number:
+                seconds[name].append(time.perf_counter() - begin_s)
+            elif "bare" not in name:
+                assert all(torch.equal(into[key], state[key]) for key in state), name
+                for tensor in into.values():
+                    tensor.zero_()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    state = make_state(args.gigabytes, args.tiny)
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        seconds = measure(state, Path(folder), args.rounds, args.cold)
+    peers = [name for name in seconds if not name.startswith(("loaderkit", "dcp.load with"))]
+    best = [min(seconds[name][n] for name in peers) for n in range(args.rounds)]
+    rows = []
+    for name, taken in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
+        ratio = statistics.median(b / t for b, t in zip(best, taken, strict=True))
+        to_dcp = statistics.median(b / t for b, t in zip(seconds["dcp.load"], taken, strict=True))
+        rows.append({"name": name, "seconds": taken, "of_best_peer": ratio, "of_dcp_load": to_dcp})
+        speed = num_bytes / statistics.median(taken) / 1e9
+        print(
+            f"{name:<34}{statistics.median(taken):8.3f} s{speed:8.2f} GB/s  x{ratio:.2f} of best peer  x{to_dcp:.2f} of dcp"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"num_bytes": num_bytes, "cold": args.cold, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

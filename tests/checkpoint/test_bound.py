@@ -1,0 +1,40 @@
+"""The bound on memory holds for the process as a whole, not only in the accounts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from of_states import save_dcp
+
+PROGRAM = """
+import resource, sys
+import torch, loaderkit
+import loaderkit.checkpoint.restoring
+shape, dtype = eval(sys.argv[2])
+into = {f"t{n}": torch.zeros(shape, dtype=dtype) for n in range(8)}
+into = {name: (tensor.t() if sys.argv[3] == "strided" else tensor) for name, tensor in into.items()}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loaderkit.restore(sys.argv[1], into, memory="32MiB", dtype="target")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+CONSTANT = 24 * 2**20  # threads' stacks, torch's kernels used for the first time
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["same", "strided", "cast"])
+@pytest.mark.parametrize("kept", ["torch", "dcp"])
+def test_four_times_the_bound(tmp_path: Path, kind: str, kept: str) -> None:
+    state = {f"t{n}": torch.full((2048, 2048), float(n)) for n in range(8)}  # 128 MiB
+    if kept == "torch":
+        torch.save(state, tmp_path / "x")
+    else:
+        save_dcp(state, tmp_path / "x")
+    dtype = "torch.bfloat16" if kind == "cast" else "torch.float32"
+    arguments = [str(tmp_path / "x"), f"((2048, 2048), {dtype})", kind]
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) <= 32 * 2**20 + CONSTANT

@@ -1,0 +1,67 @@
+"""Byte ranges of any box of any tensor, laid out anyhow, give that box: what resharding stands on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from of_states import random_tensor, same, saved
+
+from loaderkit.checkpoint.laying import Limits, Piece, lay_box
+from loaderkit.checkpoint.plan import joined
+from loaderkit.checkpoint.records import Part
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """(a tensor with any strides, the offsets of a box in it, its sizes)."""
+    shape = draw(st.lists(st.integers(1, 7), max_size=3))
+    tensor = random_tensor(draw(st.sampled_from([torch.float32, torch.int8, torch.bfloat16])), tuple(shape), 1)
+    tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    offsets = [draw(st.integers(0, size - 1)) for size in tensor.shape]
+    sizes = [draw(st.integers(1, size - lo)) for size, lo in zip(tensor.shape, offsets, strict=True)]
+    return tensor, tuple(offsets), tuple(sizes)
+
+
+def fill(data: bytes, pieces: list[Piece], limits: Limits) -> int:
+    """Do what the stages do; the bytes fetched."""
+    fetched = 0
+    for run in joined(pieces, limits):
+        assert run.end - run.start <= max(limits.most_bytes, *(piece.length for piece in run.pieces))
+        buffer = memoryview(bytearray(data[run.start : run.end]))
+        fetched += len(buffer)
+        for piece in run.pieces:
+            part = buffer[piece.start - run.start : piece.start - run.start + piece.length]
+            if piece.target is not None:
+                piece.target[:] = part
+            else:
+                assert piece.place is not None
+                piece.place(part)
+    return fetched
+
+
+@given(boxes(), st.booleans(), st.integers(0, 40), st.integers(8, 200), st.sampled_from([torch.float32, None]))
+@settings(max_examples=300, deadline=None)
+def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: torch.dtype | None) -> None:
+    tensor, offsets, sizes = box
+    limits = Limits(most, gap, 16)
+    dtype = (target_dtype or tensor.dtype) if tensor.dtype.is_floating_point else tensor.dtype
+    target = torch.zeros(tuple(reversed(sizes)), dtype=dtype).permute(list(reversed(range(len(sizes)))))
+    item = tensor.element_size()
+    zeros = (0,) * len(sizes)
+    whole = tuple(tensor.shape)
+    if is_blob:
+        data = b"......" + saved(tensor)
+        part = Part(zeros, whole, "x", 6, len(data) - 6, is_blob=True)
+    else:
+        storage = tensor.untyped_storage()
+        data = b"......" + torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+        part = Part(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
+    pieces = lay_box("x", tensor.dtype, part, target, limits, offsets=offsets, sizes=sizes)
+    fetched = fill(data, pieces, limits)
+    wanted = tensor[tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))]
+    assert same(target, wanted.to(dtype))
+    if not is_blob and gap == 0:
+        assert fetched == wanted.numel() * item  # not a byte too many

@@ -1,0 +1,341 @@
+"""Malformed, partial and hostile checkpoints: each is refused by name, nothing is executed, and nothing is written to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from of_states import pack, save_dcp, saved
+
+import loaderkit
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import CheckpointError, FormatError, LoaderkitError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def with_header(header: Any, data: bytes = b"\0" * 8) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def refused(data: bytes, match: str, name: str = "x.safetensors") -> None:
+    """Both ways refuse it: into new tensors, and into given ones, which stay as they are."""
+    connectors = {"memory": MemoryConnector({name: data})}
+    target = torch.full((2,), 3.0)
+    for into in (None, {"a": target}):
+        with pytest.raises(LoaderkitError, match=match) as caught:
+            loaderkit.restore(f"memory://{name}", into, connectors=connectors)
+        assert name in str(caught.value)
+    assert target.tolist() == [3, 3]
+
+
+class TestSafetensors:
+    @pytest.mark.parametrize(
+        ("data", "match"),
+        [
+            (struct.pack("<Q", 2**40) + b"{", "claims 1099511627776 bytes"),
+            (struct.pack("<Q", 90_000_000) + b"{}", "its header ends at byte 90000008"),
+            (with_header(b"{]"), "no JSON"),
+            (with_header(b"{" + b'"a":[' * 100_000), "no JSON"),
+            (with_header({"a": entry(), "b": entry(offsets=(4, 12))}, b"\0" * 12), "overlap"),
+            (with_header({"a": entry(offsets=(8, 16))}, b"\0" * 16), "does not begin"),
+            (with_header({"a": entry(), "b": entry(offsets=(16, 24))}, b"\0" * 24), "hole"),
+            (with_header({"a": entry(shape=(3,))}), "takes 12 bytes"),
+            (with_header({"a": entry(shape=(-2,))}), "not lists of whole numbers"),
+            (with_header({"a": entry(shape=(2**40, 2**40), offsets=(0, 2**62))}), "takes"),
+            (with_header({"a": entry(dtype="F33")}), "F33"),
+            (with_header({"a": {"dtype": "F32"}}), "no dtype, shape"),
+            (with_header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}'), "'a' twice"),
+            (with_header({"a": entry()}, b"\0" * 7), "'a' ends at byte"),
+            (with_header({"a": entry()}, b"\0" * 9), "1 bytes after"),
+            (b"\1\0\0", "truncated"),
+        ],
+    )
+    def test_refuses(self, data: bytes, match: str) -> None:
+        refused(data, match)
+
+
+class Evil:
+    """Pickled, it calls something when it is unpickled the usual way."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class TestTorchSave:
+    @pytest.mark.parametrize("function", [os.system, eval, exec, __import__, getattr, open])
+    def test_a_bomb_does_not_go_off_and_is_named(self, function: Any, tmp_path: Path) -> None:
+        mark = tmp_path / "mark"
+        argument = f"touch {mark}" if function is os.system else f"open({str(mark)!r}, 'w')"
+        state = {"a": torch.ones(2), "b": Evil(function, argument)}
+        (tmp_path / "x.pt").write_bytes(saved(state))
+        with pytest.raises(CheckpointError, match=rf"'b' holds an object of \w+\.{function.__name__}"):
+            loaderkit.restore(tmp_path / "x.pt")
+        assert loaderkit.restore(tmp_path / "x.pt", keys="a")["a"].tolist() == [1, 1]
+        assert not mark.exists()
+
+    def test_nested_bombs(self, tmp_path: Path) -> None:
+        mark = tmp_path / "mark"
+        inner = Evil(os.system, f"touch {mark}")
+        for state in ({"a": Evil(list, [inner])}, {"a": [{"b": Evil(map, inner, [1])}]}, Evil(Evil, inner), {inner: 1}):
+            (tmp_path / "x.pt").write_bytes(saved(state))
+            with pytest.raises(LoaderkitError):
+                loaderkit.restore(tmp_path / "x.pt")
+        assert not mark.exists()
+
+    def test_stand_ins_cannot_be_changed(self) -> None:
+        # GLOBAL torch.Size, then BUILD with attributes for it: it must neither work nor last.
+        program = b"\x80\x02ctorch\nSize\n}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xsb."
+        refused(archive(program), "x.pt", "x.pt")
+        slots = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x09\x00\x00\x00_functionK\x01s\x86b."
+        refused(archive(slots), "x.pt", "x.pt")
+
+    def test_bombs_of_size(self) -> None:
+        state: Any = torch.ones(2)
+        for _ in range(40):
+            state = [state, state]
+        refused(saved({"a": state}), "more than .* values", "x.pt")
+        deep = b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 5000 + b"a" * 4999 + b"s."
+        refused(archive(deep), "nested", "x.pt")
+        huge = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."
+        refused(archive(huge), "bytearray", "x.pt")
+
+    def test_a_packed_archive_is_refused(self) -> None:
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("x/data.pkl", b"\0" * 10_000_000)
+        refused(packed.getvalue(), "packed", "x.pt")
+
+    def test_a_file_of_another_kind_of_zip(self) -> None:
+        other = io.BytesIO()
+        with zipfile.ZipFile(other, "w") as file:
+            file.writestr("hello", "x")
+        refused(other.getvalue(), "no data.pkl", "x.pt")
+
+    def test_a_legacy_file_is_refused(self) -> None:
+        file = io.BytesIO()
+        torch.save({"a": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+        refused(file.getvalue(), "older than torch 1.6", "x.pt")
+
+    @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
+    def test_a_file_cut_short(self, share: float) -> None:
+        whole = saved({"a": torch.ones(2), "b": torch.ones(1000)})
+        refused(whole[: int(share * len(whole))], "not a whole zip", "x.pt")
+
+    def test_a_tensor_beyond_its_storage(self) -> None:
+        whole = saved({"a": torch.ones(2)})
+        pickled = archive_pickle(whole).replace(b"K\x02\x85", b"K\x09\x85")  # size 9 of 2
+        refused(archive(pickled, {"data/0": b"\0" * 8}), "beyond its storage", "x.pt")
+
+    def test_every_byte_of_the_description_flipped(self) -> None:
+        whole = saved({"a": torch.ones(2), "b": [1, {"c": torch.zeros(3)}]})
+        for place in range(len(whole)):
+            data = bytearray(whole)
+            data[place] ^= 0xFF
+            with contextlib.suppress(LoaderkitError):  # nothing else, and no crash
+                loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": bytes(data)})})
+
+
+def archive(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
+    """A zip as torch.save makes it, with this pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as writer:
+        writer.writestr("x/data.pkl", pickled)
+        for name, data in (records or {}).items():
+            writer.writestr(f"x/{name}", data)
+    return file.getvalue()
+
+
+def archive_pickle(data: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        return file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
+
+
+class TestDistributed:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        save_dcp({"a": torch.ones(2), "big": torch.ones(200_000), "k": 3}, tmp_path / "step-1")
+        return tmp_path / "step-1"
+
+    def refused(self, folder: Path, match: str) -> None:
+        into = {"a": torch.zeros(2), "big": torch.zeros(200_000), "k": 0}
+        for target in (None, into):
+            with pytest.raises((CheckpointError, FormatError), match=match):
+                loaderkit.restore(folder, target)
+        assert not into["a"].any()  # type: ignore[attr-defined]
+        assert into["k"] == 0
+
+    def test_not_committed(self, folder: Path) -> None:
+        (folder / ".metadata").unlink()
+        self.refused(folder, "not committed")
+
+    def test_a_missing_file(self, folder: Path) -> None:
+        (folder / "__0_0.distcp").unlink()
+        self.refused(folder, r"not whole.*__0_0\.distcp")
+
+    def test_a_short_file(self, folder: Path) -> None:
+        os.truncate(folder / "__0_0.distcp", 5000)
+        self.refused(folder, r"not whole: __0_0\.distcp has 5000 bytes")
+
+    def test_metadata_that_is_a_bomb(self, folder: Path, tmp_path: Path) -> None:
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(os.system, f"touch {tmp_path}/mark")))
+        self.refused(folder, "no Metadata")
+        assert not (tmp_path / "mark").exists()
+
+    def test_metadata_that_leads_out(self, folder: Path) -> None:
+        data = (folder / ".metadata").read_bytes()
+        assert b"__0_0.distcp" in data
+        (folder / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"../../secret"))
+        self.refused(folder, "leads out")
+
+    def test_a_value_that_is_a_bomb(self, tmp_path: Path) -> None:
+        save_dcp({"a": torch.ones(2), "k": Evil(os.system, f"touch {tmp_path}/mark")}, tmp_path / "step-2")
+        with pytest.raises(CheckpointError, match=r"'k' holds an object of posix\.system"):
+            loaderkit.restore(tmp_path / "step-2")
+        assert loaderkit.restore(tmp_path / "step-2", keys="a")["a"].tolist() == [1, 1]
+        assert not (tmp_path / "mark").exists()
+
+
+class TestDirectories:
+    def test_two_formats(self, tmp_path: Path) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+        torch.save({"a": torch.ones(2)}, tmp_path / "optimizer.pt")
+        with pytest.raises(CheckpointError, match=r"two formats.*safetensors.*torch\.save"):
+            loaderkit.restore(tmp_path)
+        assert loaderkit.restore(tmp_path / "optimizer.pt")["a"].tolist() == [1, 1]
+
+    def test_a_name_in_two_files(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+        with pytest.raises(CheckpointError, match="'w' is in another file"):
+            loaderkit.restore(tmp_path)
+
+    @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
+    def test_an_index_that_leads_out(self, tmp_path: Path, file: str) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(FormatError, match="no file beside it"):
+            loaderkit.restore(tmp_path)
+
+    def test_an_index_without_its_files(self, tmp_path: Path) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m-1.safetensors")
+        names = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps(names))
+        with pytest.raises(CheckpointError, match=r"1 of 2 shards are missing, such as 'm-2\.safetensors'"):
+            loaderkit.restore(tmp_path)
+        (tmp_path / "m-1.safetensors").unlink()
+        with pytest.raises(CheckpointError, match="none of its files"):
+            loaderkit.restore(tmp_path)
+
+    def test_an_index_that_names_a_tensor_there_is_not(self, tmp_path: Path) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m-1.safetensors")
+        names = {"weight_map": {"a": "m-1.safetensors", "b": "m-1.safetensors"}}
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps(names))
+        with pytest.raises(CheckpointError, match="no tensor 'b'"):
+            loaderkit.restore(tmp_path)
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="no such file"):
+            loaderkit.restore(tmp_path / "none")
+        (tmp_path / "notes").write_text("hello")
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            loaderkit.restore(tmp_path)
+
+
+class TestManifest:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        state = {"a": torch.ones(2), "big": torch.arange(400_000.0)}
+        safetensors.torch.save_file(state, tmp_path / "m.safetensors")
+        loaderkit.checkpoint.write_manifest(tmp_path)
+        return tmp_path / "m.safetensors"
+
+    def test_a_flipped_byte_is_named_with_its_tensor_and_range(self, path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[1_000_000] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(
+            CheckpointError, match=r"'big' is damaged: bytes 786432 to 1048576 of .*m\.safetensors.*read twice"
+        ):
+            loaderkit.restore(path.parent)
+        into = {"a": torch.zeros(2), "big": torch.zeros(400_000)}
+        with pytest.raises(CheckpointError) as caught:
+            loaderkit.restore(path.parent, into)
+        assert caught.value.touched == ()  # it was found in staging memory
+        assert not into["a"].any()
+        assert not into["big"].any()
+        assert loaderkit.restore(path.parent, verify=False)["big"].shape == (400_000,)
+
+    def test_what_was_written_to_is_named(self, tmp_path: Path) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2), "z": torch.ones(5_000_000)}, tmp_path / "m.safetensors")
+        loaderkit.checkpoint.write_manifest(tmp_path)
+        with open(tmp_path / "m.safetensors", "r+b") as file:
+            file.seek(15_000_000)
+            file.write(b"\1")
+        into = {"a": torch.zeros(2), "z": torch.zeros(5_000_000)}
+        with pytest.raises(CheckpointError, match="'z' is damaged") as caught:
+            loaderkit.restore(tmp_path, into)
+        assert "z" in caught.value.touched
+        assert "written to already" in caught.value.__notes__[0]
+
+    def test_a_flipped_byte_of_the_header(self, path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b'"big"', b'"bag"'))
+        with pytest.raises(CheckpointError, match="description"):
+            loaderkit.restore(path.parent)
+
+    def test_a_file_replaced_or_cut(self, path: Path) -> None:
+        safetensors.torch.save_file({"a": torch.ones(2)}, path)
+        with pytest.raises(CheckpointError, match="cut short, or was replaced"):
+            loaderkit.restore(path.parent)
+
+    def test_is_demanded(self, path: Path) -> None:
+        assert loaderkit.restore(path.parent, verify=True)["a"].tolist() == [1, 1]
+        (path.parent / "loaderkit-manifest.json").unlink()
+        with pytest.raises(CheckpointError, match="has no manifest"):
+            loaderkit.restore(path.parent, verify=True)
+
+    def test_goes_with_the_checkpoint_into_a_tar(self, path: Path, tmp_path: Path) -> None:
+        pack(sorted(path.parent.iterdir()), path.parent, tmp_path / "all.tar")
+        assert loaderkit.restore(tmp_path / "all.tar", verify=True)["a"].tolist() == [1, 1]
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "hash": "md5"}', '{"version": 1}'])
+    def test_that_is_none(self, path: Path, text: str) -> None:
+        (path.parent / "loaderkit-manifest.json").write_text(text)
+        with pytest.raises(FormatError, match="no manifest of loaderkit"):
+            loaderkit.restore(path.parent)
+
+
+class TestLatest:
+    def test_is_the_newest_that_is_whole(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for step in (9, 10, 100):
+            save_dcp({"a": torch.full((2,), float(step))}, tmp_path / f"step-{step}")
+        (tmp_path / "log.txt").write_text("x")
+        assert loaderkit.checkpoint.latest(tmp_path) == f"{tmp_path}/step-100"
+        (tmp_path / "step-100/.metadata").unlink()
+        assert loaderkit.checkpoint.latest(tmp_path) == f"{tmp_path}/step-10"
+        assert "step-100 is skipped" in caplog.text
+        assert "not committed" in caplog.text
+        shutil.rmtree(tmp_path / "step-10")
+        shutil.rmtree(tmp_path / "step-9")
+        with pytest.raises(CheckpointError, match=r"no complete checkpoint.*\n.*not committed"):
+            loaderkit.checkpoint.latest(tmp_path)

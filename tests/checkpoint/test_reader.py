@@ -1,0 +1,104 @@
+"""`dcp.load` through `StreamReader`: equal to its own reader, resharded, and nothing executed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import of_ranks
+import pytest
+import safetensors.torch
+import torch
+from of_states import random_tensor, same, save_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.multiprocessing.spawn import spawn
+
+import loaderkit
+from loaderkit.checkpoint import StreamReader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def state_of(fill: bool) -> dict[str, Any]:
+    def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+        return random_tensor(torch.float32, shape, seed) if fill else torch.zeros(shape)
+
+    return {
+        "model": {"w": tensor(300, 400), "b": tensor(7, seed=1), "empty": tensor(0, 4)},
+        "optimizer": {"state": {"0": {"step": torch.tensor(9.0 if fill else 0.0)}}, "lr": 0.5 if fill else 0.0},
+        "names": ["a", {"b": 1 if fill else 0}],
+    }
+
+
+def test_equals_its_own_reader(tmp_path: Path) -> None:
+    save_dcp(state_of(True), tmp_path / "s")
+    found, wanted = state_of(False), state_of(False)
+    load(wanted, storage_reader=FileSystemReader(tmp_path / "s"), no_dist=True)
+    reader = StreamReader(tmp_path / "s")
+    for _ in range(2):  # it can be used again
+        load(found, storage_reader=reader, no_dist=True)
+        assert found["optimizer"]["lr"] == 0.5
+        assert found["names"] == wanted["names"]
+        for name in ("w", "b", "empty"):
+            assert same(found["model"][name], wanted["model"][name])
+    assert same(found["optimizer"]["state"]["0"]["step"], torch.tensor(9.0))
+    assert reader.stats is not None
+    assert reader.stats["num_samples"] > 0
+
+
+def test_metadata_is_that_of_torch(tmp_path: Path) -> None:
+    save_dcp(state_of(True), tmp_path / "s")
+    ours, theirs = StreamReader(tmp_path / "s").read_metadata(), FileSystemReader(tmp_path / "s").read_metadata()
+    assert isinstance(ours, Metadata)
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+
+
+def test_other_formats_too(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(3, 2)}, tmp_path / "m.safetensors")
+    state = {"w": torch.zeros(3, 2)}
+    load(state, storage_reader=StreamReader(tmp_path), no_dist=True)
+    assert state["w"].eq(1).all()
+
+
+def test_a_value_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path}/mark",)
+
+    save_dcp({"k": Evil()}, tmp_path / "s")
+    with pytest.raises(CheckpointException, match=r"CheckpointError.*'k' holds an object of posix\.system"):
+        load({"k": 1}, storage_reader=StreamReader(tmp_path / "s"), no_dist=True)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    save_dcp(state_of(True), tmp_path / "s")
+    loaderkit.checkpoint.write_manifest(tmp_path / "s")
+    file = tmp_path / "s/__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointException, match=r"CheckpointError.*model\.w.* is damaged"):
+        load(state_of(False), storage_reader=StreamReader(tmp_path / "s"), no_dist=True)
+
+
+# Each process imports torch: a minute for the long one on two cores.
+@pytest.mark.parametrize(
+    ("num_saving", "sizes"), [(2, ()), pytest.param(4, (1, 2, 3, 8), marks=pytest.mark.prove)], ids=["two", "four"]
+)
+def test_saved_by_some_ranks_and_loaded_by_others(tmp_path: Path, num_saving: int, sizes: tuple[int, ...]) -> None:
+    spawn(of_ranks.save_sharded, (num_saving, str(tmp_path)), nprocs=num_saving)  # type: ignore[no-untyped-call]
+    found = loaderkit.restore(tmp_path / "step-7")
+    wanted = of_ranks.whole()
+    assert all(same(found[f"model.{name}"], wanted[name]) for name in wanted)
+    plain = {"model": {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}}
+    load(plain, storage_reader=StreamReader(tmp_path / "step-7"), no_dist=True)
+    assert all(same(plain["model"][name], wanted[name]) for name in wanted)
+    for world_size in sizes:
+        spawn(of_ranks.load_sharded, (world_size, str(tmp_path)), nprocs=world_size)  # type: ignore[no-untyped-call]
+        assert len(list(tmp_path.glob(f"loaded-{world_size}-*"))) == world_size

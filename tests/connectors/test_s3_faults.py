@@ -257,11 +257,19 @@ def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, pro
 
 def test_closing_does_not_wait_for_what_hangs(proxy: FaultProxy) -> None:
     before = set(threading.enumerate())
-    proxy.rule = lambda request: Fault(hang=True) if is_read(request) and request.number > 30 else None
+    hangs = threading.Event()
+
+    def rule(request: Request) -> Fault | None:
+        if not is_read(request):
+            return None
+        hangs.set()
+        return Fault(hang=True)
+
+    proxy.rule = rule
     pipeline = source(proxy, "files", retry={"total": "500s", "timeout": "400s"})
     loader = loaderkit.build({"source": pipeline, "stages": ["read", {"batch": {"size": 4}}]})
-    batches = iter(loader)
-    next(batches)
+    loader.start()
+    assert hangs.wait(30)
     begin_s = time.monotonic()
     loader.close()
     assert time.monotonic() - begin_s < 30

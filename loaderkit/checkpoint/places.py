@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-from loaderkit.opening import open_connector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import CheckpointError, ObjectNotFoundError
 from loaderkit.formats.tar_index import default_cache_dir, load_index
+from loaderkit.opening import open_connector
 from loaderkit.types import Connector, ObjectInfo
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)

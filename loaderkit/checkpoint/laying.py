@@ -35,11 +35,12 @@ class Piece:
 
 class Limits(NamedTuple):
     """`most_bytes` of a range; `gap_bytes`: what may be read without need rather than begin another range; `least_direct`: a
-    piece with fewer bytes is read together with its neighbours."""
+    piece with fewer bytes is read together with its neighbours; `edge_bytes`: what is read besides a range, for checksums."""
 
     most_bytes: int
     gap_bytes: int
     least_direct: int
+    edge_bytes: int = 0
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -15,6 +15,7 @@ import xxhash
 
 from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import Place, open_place
+from loaderkit.checkpoint.plan import MOST_BLOCK_BYTES
 from loaderkit.checkpoint.records import Checkpoint
 from loaderkit.checkpoint.stages import Checksums
 from loaderkit.connectors.tar import TarConnector
@@ -22,7 +23,6 @@ from loaderkit.errors import CheckpointError, ConfigError, FormatError, ObjectNo
 from loaderkit.types import Connector, ObjectInfo
 
 NAME = "loaderkit-manifest.json"
-BLOCK_BYTES = 256 * 2**10
 _VERSION = 1
 _MAX_MANIFEST = 2**30
 Verify = Literal["auto"] | bool
@@ -44,12 +44,17 @@ def needed_objects(found: Checkpoint) -> list[ObjectInfo]:
 
 
 def write_manifest(
-    url: str | os.PathLike[str], *, connectors: Mapping[str, Connector] | None = None, block_bytes: int = BLOCK_BYTES
+    url: str | os.PathLike[str],
+    *,
+    connectors: Mapping[str, Connector] | None = None,
+    block_bytes: int = MOST_BLOCK_BYTES,
 ) -> dict[str, Any]:
     """Read a checkpoint once and write the checksums of its blocks beside it; what was written.
 
-    Raises CheckpointError for one that is not whole, or that lies where nothing can be written.
+    Raises CheckpointError for one that is not whole, or that lies where nothing can be written; ConfigError.
     """
+    if not 4096 <= block_bytes <= MOST_BLOCK_BYTES:
+        raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MOST_BLOCK_BYTES}")
     place = open_place(url, connectors or {})
     try:
         write = getattr(place.connector, "write", None)
@@ -123,7 +128,7 @@ def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
         if manifest["version"] != _VERSION or manifest["hash"] != "xxh3_64":
             raise ValueError(f"version {manifest['version']!r}, hash {manifest['hash']!r}")
         block = manifest["block_bytes"]
-        if type(block) is not int or not 4096 <= block <= 2**20:
+        if type(block) is not int or not 4096 <= block <= MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes {block!r}")
         found = {}
         for key, item in manifest["objects"].items():

@@ -20,6 +20,7 @@ from loaderkit.schema import say_bytes
 from loaderkit.types import Chunk, Connector, Destination, FieldSpec
 
 CHUNK_BYTES = 8 * 2**20
+MOST_BLOCK_BYTES = 256 * 2**10  # with one checksum
 _LEAST_CHUNK = 64 * 2**10
 _LEAST_CHECKED_CHUNK = 2**20
 _MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
@@ -117,8 +118,8 @@ def limits_of(connector: Connector, memory_bytes: int, num_workers: int, *, is_c
             f"memory is {say_bytes(memory_bytes)}, and {num_workers} workers need {say_bytes(2 * num_workers * least)}: allow "
             "that much"
         )
-    # With checksums a run that is read to its target needs staging memory for the rest of two blocks: less than it is long.
-    return Limits(found, gap_of(connector), found // 2 if is_checked and found < CHUNK_BYTES else found // 16)
+    # With checksums the rest of the two blocks in which a run ends is read to staging memory, too.
+    return Limits(found, gap_of(connector), found // 16, 2 * MOST_BLOCK_BYTES if is_checked else 0)
 
 
 class TensorPlan:
@@ -213,7 +214,7 @@ class TensorPlan:
         destination.num_bytes = sum(want.num_bytes for want in group)
         self._made_bytes += destination.made_bytes
         runs = joined(pieces, self._limits)
-        for dealt in _dealt(runs, self._limits.most_bytes) or [[]]:
+        for dealt in _dealt(runs, self._limits) or [[]]:
             destination.chunks.append(self._chunk(destination, dealt))
         destination.num_pending = len(destination.chunks)
         return destination
@@ -282,16 +283,17 @@ def _run(pieces: list[Piece]) -> Run:
     return Run(pieces[0].key, pieces[0].start, end, tuple(pieces), is_direct)
 
 
-def _dealt(runs: Sequence[Run], most_bytes: int) -> list[list[Run]]:
-    """Runs in chunks of at most so many bytes, or one run."""
+def _dealt(runs: Sequence[Run], limits: Limits) -> list[list[Run]]:
+    """Runs in chunks of at most so many bytes, with what is read besides them, or one run."""
     chunks: list[list[Run]] = []
-    size = most_bytes
+    size = 0
     for run in runs:
-        if not chunks or size + run.end - run.start > most_bytes:
+        length = run.end - run.start + limits.edge_bytes
+        if not chunks or size + length > limits.most_bytes:
             chunks.append([])
             size = 0
         chunks[-1].append(run)
-        size += run.end - run.start
+        size += length
     return chunks
 
 

@@ -38,3 +38,28 @@ def test_four_times_the_bound(tmp_path: Path, kind: str, kept: str) -> None:
     ran = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) <= 32 * 2**20 + CONSTANT
+
+
+def test_few_small_tensors_of_many_with_checksums(tmp_path: Path) -> None:
+    """Each lies in blocks of its own, all of which are read for its checksum, and never all together."""
+    import safetensors.torch
+
+    from loaderkit.checkpoint import write_manifest
+
+    state = {f"t{n:04}": torch.full((75_000,), float(n)) for n in range(700)}
+    safetensors.torch.save_file(state, tmp_path / "x")
+    write_manifest(tmp_path / "x")
+    program = PROGRAM.split("shape, dtype", maxsplit=1)[0] + SMALL
+    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) <= 32 * 2**20 + CONSTANT
+
+
+SMALL = """
+keys = [f"t{n:04}" for n in range(0, 700, 20)]
+loaderkit.restore(sys.argv[1], keys=keys[:1], memory="32MiB")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = loaderkit.restore(sys.argv[1], keys=keys, memory="32MiB", verify=True)
+kept = sum(tensor.nbytes for tensor in found.values())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - kept)
+"""

@@ -68,7 +68,7 @@ still open included.
 | `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU (the rest waiting for I/O or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item |
 | `throughput` | `samples_per_s` delivered, `bytes_per_s` read |
 | `memory` | `budget_bytes`, `slab_bytes` (one batch), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
-| `tuning` | `executor`, `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also its `pid` |
+| `tuning` | `executor`, `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids` |
 
 Stages that share a pool are listed singly: starved and idle stand at the pool's first, blocked at its last, and the pool's
 rows sum to its workers' time.

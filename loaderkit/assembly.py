@@ -21,6 +21,7 @@ from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.plan import BatchPlan, BatchShape
 from loaderkit.prefetch.pools import plan_pools
+from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import StageStats
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
@@ -40,13 +41,17 @@ class Recipe:
 
 
 class Assembly:
-    """The stages of a recipe, ready to run, and the pools they will run in. Raises ConfigError."""
+    """The stages of a recipe, ready to run, and the pools they will run in, for one share of it. Raises ConfigError."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, share: Share = WHOLE) -> None:
         self._recipe = recipe
+        self._share = share
         self._compiler = Compiler(recipe.config, recipe.source, recipe.connector)
         self.stages = self._compiler.stages()
-        self.pools = plan_pools(self.stages, recipe.num_workers)
+        self.pools = [
+            replace(pool, num_workers=share.num_workers(pool.num_workers))
+            for pool in plan_pools(self.stages, recipe.num_workers)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -67,10 +72,11 @@ class Assembly:
             num_epochs=config.order.epochs,
             probe=self._compiler.run_sample_stages,
             specs_of=self._compiler.specs_of,
-            num_batches=config.prefetch.batches,
-            memory_bytes=config.prefetch.memory,
+            num_batches=self._share.num_batches(config.prefetch.batches),
+            memory_bytes=self._share.num_bytes(config.prefetch.memory),
             pinned=self.device.type == "cuda",
             allocate=allocate,
+            share=self._share,
         )
 
     def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
@@ -98,11 +104,11 @@ class Assembly:
         return [StageStats(stage.name, workers[number]) for number, stage in enumerate(self.stages)]
 
     def described_pools(self) -> list[dict[str, Any]]:
-        """Which stages share how many workers."""
+        """Which stages share how many workers, those of all processes together."""
         return [
             {
                 "stages": [self.stages[n].name for n in pool.stages],
-                "workers": pool.num_workers,
+                "workers": self._share.of * pool.num_workers,
             }
             for pool in self.pools
         ]
@@ -149,7 +155,7 @@ class RemoteEngine:
             return cls(replace(recipe, source=None), len(recipe.source))  # type: ignore[arg-type]
         return cls(recipe)
 
-    def __call__(self, allocate: Callable[[int], Bytes]) -> Engine:
+    def __call__(self, allocate: Callable[[int], Bytes], share: Share) -> Engine:
         recipe = self.recipe
         if self.num_items is not None:
             args = recipe.config.source
@@ -161,4 +167,4 @@ class RemoteEngine:
                     "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
                 )
             recipe = replace(recipe, source=source)
-        return Assembly(recipe).make_engine(time.perf_counter, allocate)
+        return Assembly(recipe, share).make_engine(time.perf_counter, allocate)

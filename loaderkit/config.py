@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -46,7 +46,9 @@ class PrefetchArgs(Model):
     executor: Literal["inline", "thread", "process"] = Field(
         "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
     )
-    processes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="how many, with `executor: process`")
+    processes: PositiveInt = Field(
+        1, description="how many, with `executor: process`; they share `batches`, `memory` and all workers out evenly"
+    )
     timeout: Duration = Field(
         60.0, description="a wait this long is reported with the stage, the sample and stacks; first at a quarter of it"
     )

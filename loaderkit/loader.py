@@ -252,14 +252,16 @@ class Loader:
 
     def close(self) -> None:
         """Stop everything and give back threads, memory and descriptors. Idempotent; batches delivered stay valid."""
-        if self._closed:
+        if self._closed and self._engine is None:  # else Ctrl-C has interrupted it
             return
         self._closed = True
-        self._stop_engine()
-        self._bad.close()
-        self._parts.source.close()
-        if self._parts.connector is not None and self._parts.owns_connector:
-            self._parts.connector.close()
+        try:
+            self._stop_engine()
+        finally:  # Ctrl-C may come here, too
+            self._bad.close()
+            self._parts.source.close()
+            if self._parts.connector is not None and self._parts.owns_connector:
+                self._parts.connector.close()
 
     def __enter__(self) -> Loader:
         self._check_open()

@@ -30,6 +30,8 @@ class Sizes:
                 "one thread beside the loop runs" if "process" in pool else "with executor: inline your own thread runs"
             )
             raise ConfigError(f"resize: {where} {stage!r}, so it has no workers to be more or fewer")
+        num_processes = self.tuning.get("processes", 1)
+        workers = -(-workers // num_processes) * num_processes  # they have as many each
         if engine is not None:
             engine.resize(stage, workers)
         self._workers[stage] = workers
@@ -39,7 +41,7 @@ class Sizes:
     def set_depth(self, batches: int | None, memory: int | str | None, engine: Executor | None) -> None:
         """Raises ConfigError, also for memory that holds not even one batch, if that is known already."""
         if batches is not None:
-            _check_count("batches", batches)
+            _check_count("batches", batches, least=self.tuning.get("processes", 1))
         if isinstance(memory, str):
             try:
                 memory = parse_bytes(memory)
@@ -60,6 +62,6 @@ class Sizes:
             engine.set_depth(*self._depth)
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"resize: {name}: expected a whole number from 1 on, not {value!r}")
+def _check_count(name: str, value: Any, *, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"resize: {name}: expected a whole number from {least} on, not {value!r}")

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.order import Order, Schedule
+from loaderkit.prefetch.free_memory import check_room
+from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
 from loaderkit.stages.batch import pad
@@ -44,7 +46,7 @@ class _Ahead(NamedTuple):
 
 
 class BatchPlan:
-    """Batches of one rank, epoch after epoch, from any position on."""
+    """Batches of one rank, epoch after epoch, from any position on; of these every one that is in the share."""
 
     def __init__(
         self,
@@ -60,7 +62,9 @@ class BatchPlan:
         memory_bytes: int,
         pinned: bool,
         allocate: Callable[[int], Bytes] | None = None,
+        share: Share = WHOLE,
     ) -> None:
+        """`num_batches` and `memory_bytes` are those of the share."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -73,6 +77,7 @@ class BatchPlan:
         self.memory_bytes = memory_bytes
         self._pinned = pinned
         self._allocate = allocate
+        self._share = share
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -93,11 +98,27 @@ class BatchPlan:
         """The key of a sample, for messages."""
         return self._source.key(index)
 
+    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """The `place` to which `seek` would bring it."""
+        return self._schedule.place_after(epoch, position, self._share.number)
+
     def seek(self, epoch: int, position: int) -> None:
-        """Go on with the batches of `epoch` from global `position` on."""
+        """Deal the batches out anew, from global `position` of `epoch` on."""
+        self._enter(epoch, position)
+        self._pass_over(self._share.number)
+
+    def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._start, self._step, self._end = epoch, position, 0, position
         self._num_steps = self._schedule.num_batches(position)
         self._ahead = None
+
+    def _pass_over(self, num_batches: int) -> None:
+        """Leave so many batches to others."""
+        while self._step + num_batches > self._num_steps and self._schedule.num_batches():
+            num_batches -= self._num_steps - self._step
+            self._enter(self._epoch + 1, 0)
+        self._step += num_batches
+        self._end = self._schedule.position_after(self._start, self._step)
 
     def prepare(self) -> None:
         """Find out what a batch looks like, from the first readable sample of the canonical order.
@@ -124,7 +145,11 @@ class BatchPlan:
         loose = sum(spec.num_bytes for spec in self.specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
         self._check_memory(self.memory_bytes)
-        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate)
+        if self._allocate is not None:  # memory that another process sees
+            check_room(self.max_open(), self.batch_bytes)
+        self.slabs = SlabPool(
+            layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
+        )
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
@@ -137,9 +162,11 @@ class BatchPlan:
 
     def _check_memory(self, memory_bytes: int) -> None:
         if self.batch_bytes > memory_bytes:
+            num = self._share.of
+            each, times = (f" for each of {num} processes", f"{num} times ") if num > 1 else ("", "")
             raise ConfigError(
-                f"prefetch.memory is {say_bytes(memory_bytes)}, but one batch of {self._shape.size} takes "
-                f"{say_bytes(self.batch_bytes)}: allow at least that much, or make stages.batch.size smaller"
+                f"prefetch.memory is {say_bytes(memory_bytes)}{each}, but one batch of {self._shape.size} takes "
+                f"{say_bytes(self.batch_bytes)}: allow at least {times}that much, or make stages.batch.size smaller"
             )
 
     def max_open(self) -> int:
@@ -159,7 +186,7 @@ class BatchPlan:
         while self._step >= self._num_steps:
             if self._schedule.num_batches() == 0:
                 return None
-            self.seek(self._epoch + 1, 0)
+            self._enter(self._epoch + 1, 0)
         if self._num_epochs is not None and self._epoch >= self._num_epochs:
             return None
         positions, indices, wrapped = self._samples()
@@ -184,6 +211,7 @@ class BatchPlan:
             hi = min(size, lo + chunk_size)
             destination.chunks.append(Chunk(destination, lo, hi, self._epoch, indices[lo:hi]))
         destination.num_pending = len(destination.chunks)
+        self._pass_over(self._share.of - 1)
         return destination
 
     def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.schema import say_bytes
 from loaderkit.types import FieldSpec
 
@@ -94,7 +95,13 @@ class SlabPool:
     """Slabs of one layout. `take` is called under the engine's lock; leases may end anywhere."""
 
     def __init__(
-        self, layout: SlabLayout, *, num_kept: int, pinned: bool, allocate: Callable[[int], Bytes] | None = None
+        self,
+        layout: SlabLayout,
+        *,
+        num_kept: int,
+        pinned: bool,
+        allocate: Callable[[int], Bytes] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self.layout = layout
         self.num_allocated = 0
@@ -102,7 +109,8 @@ class SlabPool:
         self._pinned = pinned
         self._allocate_memory = allocate
         self._free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
-        self._is_warned = False
+        self._share = share
+        self._is_warned = share.number > 0  # one of them speaks for all
 
     @property
     def num_live(self) -> int:
@@ -135,7 +143,7 @@ class SlabPool:
             self._is_warned = True
             logger.warning(
                 "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
-                self.num_live + 1 - self.num_kept,
+                self._share.of * (self.num_live + 1 - self.num_kept),
                 say_bytes(self.layout.num_bytes),
             )
         memory = self._new_memory(self.layout.num_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
@@ -142,6 +142,34 @@ def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
         memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
         tuning={},
     )
+
+
+def merged(parts: Sequence[Stats]) -> Stats:
+    """The accounts of engines that work side by side on the same stages, as those of one: what can be summed is, the rest
+    is the first one's."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    stall_s: dict[str, float] = {}
+    for part in parts:
+        for cause, seconds in part.stall_s.items():
+            stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+    return replace(
+        first,
+        num_batches=sum(part.num_batches for part in parts),
+        num_samples=sum(part.num_samples for part in parts),
+        stall_s=stall_s,
+        stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],
+        memory={name: sum(part.memory[name] for part in parts) for name in first.memory},
+    )
+
+
+def _sum(rows: Sequence[StageStats]) -> StageStats:
+    """The rows of one stage as one row."""
+    counters = [f.name for f in fields(StageStats) if f.name not in ("name", "services")]
+    summed = {name: sum(getattr(row, name) for row in rows) for name in counters}
+    services = [sum(counts) for counts in zip(*(row.services.counts for row in rows), strict=True)]
+    return replace(rows[0], **summed, services=Histogram(services))
 
 
 def peak_rss_bytes() -> int:

@@ -18,24 +18,25 @@ import loaderkit
 from loaderkit.assembly import Assembly, Recipe, RemoteEngine
 from loaderkit.builder import make_parts
 from loaderkit.errors import ClosedError, WorkerDiedError
+from loaderkit.prefetch.host import Job
 from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.prefetch.share import Share
 from loaderkit.types import BatchContext, Stage
 
 
-def late_engine(late: Callable[[dict[str, Any], BatchContext], None]) -> ProcessEngine:
+def late_engine(late: Callable[[dict[str, Any], BatchContext], None], num_processes: int = 1) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
     config = replace(parts.config, prefetch=parts.config.prefetch.model_copy(update={"concurrency": 2}))
     recipe = Recipe(config, parts.source, None, parts.schedule, 2)
-    return ProcessEngine(
+    job = Job(
         RemoteEngine.of(recipe),
         preload="loaderkit.assembly",
-        schedule=parts.schedule,
-        rows=Assembly(recipe).rows(),
-        late_stages=[Stage("late", "call", "batch", late)],
+        rows=Assembly(recipe, Share(of=num_processes)).rows(),
         memory_bytes=2**20,
-        timeout_s=60,
+        late_stages=[Stage("late", "call", "batch", late)],
     )
+    return ProcessEngine(job, num_processes=num_processes, schedule=parts.schedule, timeout_s=60)
 
 
 def scale(batch: dict[str, Any]) -> None:
@@ -80,7 +81,7 @@ class TestLateStages:
     def test_the_death_of_the_process(self) -> None:
         engine = late_engine(lambda batch, context: None)
         engine.next()
-        os.kill(engine.stats({}, 0).tuning["pid"], signal.SIGKILL)
+        os.kill(engine.stats({}, 0).tuning["pids"][0], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             for _ in range(8):
                 engine.next()

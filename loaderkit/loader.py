@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
-from loaderkit.errors import ClosedError, ConfigError, StallTimeout
+from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
@@ -122,7 +122,7 @@ class Loader:
                 raise destination.error
             batch = self._output(destination.result)
         except Exception as error:
-            self._stop_engine(join_s=1.0 if isinstance(error, StallTimeout) else 10.0)
+            self._stop_engine(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
             raise
         except BaseException:  # Ctrl-C: end at once, do not wait for a stage that hangs
             self._stop_engine(join_s=1.0)

@@ -226,7 +226,7 @@ class Engine:
     def open_wait(self, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer is in just now; for any thread."""
         begin = self.waiting_since_s
-        if begin is None or begin >= now:
+        if begin is None or begin >= now or os.getpid() != self._pid:  # a fork's lock may have been copied while held
             return {}
         head = self.intake.head()
         if head is not None and head.is_done:

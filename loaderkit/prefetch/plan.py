@@ -134,15 +134,15 @@ class BatchPlan:
             self._probe(chunk)
             sample = chunk.samples[0]
             if sample is not None:
-                self.specs = self._specs_of(sample, self._source.key(index))
+                specs = self._specs_of(sample, self._source.key(index))
                 break
             first_error = first_error or chunk.failures[0]
         else:
             assert first_error is not None
             raise first_error
-        self._loose = tuple(name for name, spec in self.specs.items() if spec.kind != "slab")
-        layout = SlabLayout.of(self.specs, self._shape.size)
-        loose = sum(spec.num_bytes for spec in self.specs.values()) * self._shape.size
+        self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
+        layout = SlabLayout.of(specs, self._shape.size)
+        loose = sum(spec.num_bytes for spec in specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
         self._check_memory(self.memory_bytes)
         if self._allocate is not None:  # memory that another process sees
@@ -150,6 +150,7 @@ class BatchPlan:
         self.slabs = SlabPool(
             layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
         )
+        self.specs = specs  # the last: whoever sees it may open batches
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""

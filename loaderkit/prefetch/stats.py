@@ -160,7 +160,10 @@ def merged(parts: Sequence[Stats]) -> Stats:
         num_samples=sum(part.num_samples for part in parts),
         stall_s=stall_s,
         stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],
-        memory={name: sum(part.memory[name] for part in parts) for name in first.memory},
+        memory={
+            name: (max if name == "slab_bytes" else sum)(part.memory[name] for part in parts)  # the size of one slab
+            for name in first.memory
+        },
     )
 
 

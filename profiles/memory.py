@@ -65,7 +65,8 @@ def measure(executor: str, way: str, num_samples: int) -> dict[str, Any]:
             "prefetch": {**EXECUTORS[executor], "concurrency": 2},
         }
     )
-    seen, num_epochs, looks = 0, 0, []
+    seen = num_epochs = 0
+    looks: list[int] = []
     with loader:
         while seen < num_samples:
             num_epochs += 1

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,16 @@ from loaderkit.errors import ClosedError, LoaderkitError
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(params=EXECUTORS)
-def executor(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def with_all(name: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
+    """Every case with every executor. Processes take seconds to start: of theirs only the first case is not left to
+    `make prove`."""
+    cases = list(cases)
+    params = [
+        pytest.param(case, executor, marks=[pytest.mark.prove] if "process" in executor and number else [])
+        for executor in EXECUTORS
+        for number, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize((name, "executor"), params)
 
 
 class Broken(Numbers):
@@ -60,10 +67,10 @@ def plain(pipeline: Pipeline) -> Pipeline:
 
 
 FAILURES: dict[str, Callable[[Path], Pipeline]] = {
+    "call": lambda photos: plain(Pipeline.dataset(Numbers())).call(fail_at_40).batch(8),
     "read": lambda photos: plain(Pipeline.dataset(Broken())).batch(8),
     "decode": lambda photos: plain(Pipeline.files(photos)).decode().resize([8, 8]).batch(8),
     "resize": lambda photos: plain(Pipeline.files(photos)).decode().random_crop(47).batch(8),
-    "call": lambda photos: plain(Pipeline.dataset(Numbers())).call(fail_at_40).batch(8),
     "call that leaves": lambda photos: plain(Pipeline.dataset(Numbers())).call(leave_at_40).batch(8),
     "batch": lambda photos: plain(Pipeline.dataset(Uneven())).batch(8),
     "call on batches": lambda photos: plain(Pipeline.dataset(Numbers())).batch(8).call(fail_at_40),
@@ -71,7 +78,7 @@ FAILURES: dict[str, Callable[[Path], Pipeline]] = {
 }
 
 
-@pytest.mark.parametrize("stage", FAILURES)
+@with_all("stage", FAILURES)
 def test_an_exception_in_a_stage(stage: str, executor: str, photos: Path, tmp_path: Path) -> None:
     """It is raised in its place, and nothing is left even before the loader is closed."""
     folder = tmp_path / "photos"
@@ -93,7 +100,7 @@ def test_an_exception_in_a_stage(stage: str, executor: str, photos: Path, tmp_pa
     loader.close()
 
 
-@pytest.mark.parametrize("ending", ["closed", "dropped", "iterated again", "in a with"])
+@with_all("ending", ["dropped", "closed", "iterated again", "in a with"])
 def test_an_early_break(ending: str, executor: str) -> None:
     loader = loaderkit.build(numbers(800), overrides=EXECUTORS[executor])
     for _ in loader:
@@ -125,7 +132,7 @@ def run_in_a_fork(how: str, act: Callable[[], None]) -> int | None:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
+@with_all("how", ["os.fork", "multiprocessing"])
 def test_a_fork_while_it_runs(how: str, executor: str) -> None:
     """The fork cannot go on with the loader, is told so, and takes nothing away; the parent goes on."""
     with loaderkit.build(numbers(800), overrides=EXECUTORS[executor]) as loader:
@@ -161,6 +168,12 @@ loader = loaderkit.build(numbers(100000), overrides=EXECUTORS[sys.argv[2]])
 stream = iter(loader)
 batches = [next(stream) for _ in range(3)]
 print("runs", flush=True)
+"""
+
+
+FOR_EVER = """
+while True:
+    for batch in loader: pass
 """
 
 
@@ -202,24 +215,22 @@ def end(ran: subprocess.Popen[str]) -> str:
 
 
 class TestTheEnd:
-    @pytest.mark.parametrize(
-        ("last", "code"),
-        [("", 0), ("sys.exit(7)", 7), ("1 / 0", 1), ("os._exit(3)", 3), ("del loader, stream", 0)],
-    )
-    def test_with_the_loader_open(self, last: str, code: int, executor: str) -> None:
+    @with_all("last", ["", "sys.exit(7)", "1 / 0", "os._exit(3)", "del loader, stream"])
+    def test_with_the_loader_open(self, last: str, executor: str) -> None:
         ran = begin(PROGRAM + last, executor)
         said = end(ran)
-        assert ran.returncode == code
+        assert ran.returncode == {"sys.exit(7)": 7, "1 / 0": 1, "os._exit(3)": 3}.get(last, 0)
         assert said.count("Traceback") == ("1 / 0" in last)
         assert said == "" or "1 / 0" in last
 
-    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    @with_all("number", [signal.SIGKILL, signal.SIGTERM])
     def test_killed(self, number: signal.Signals, executor: str) -> None:
-        ran = begin(PROGRAM + "while True: next(stream)", executor)
+        ran = begin(PROGRAM + FOR_EVER, executor)
         ran.send_signal(number)
         assert end(ran) == ""
         assert ran.returncode == -number
 
+    @pytest.mark.parametrize("executor", EXECUTORS)
     def test_forks_that_end_as_programs_do(self, executor: str) -> None:
         """With atexit functions, destructors and all; the loader is the parent's."""
         last = "pid = os.fork()\nif pid == 0: sys.exit(0)\nprint(os.waitpid(pid, 0)[1], len(next(stream)['x']))"
@@ -241,7 +252,7 @@ def delays(num_moments: int) -> list[float]:
 
 def check_ctrl_c(executor: str, delay_s: float) -> None:
     """As at a terminal: every process of the group gets it, and one traceback is all that is seen."""
-    ran = begin(PROGRAM + "while True: next(stream)", executor, until="begins")
+    ran = begin(PROGRAM + FOR_EVER, executor, until="begins")
     threading.Event().wait(delay_s)  # the moment is what is being varied
     os.killpg(ran.pid, signal.SIGINT)
     said = end(ran)
@@ -251,16 +262,18 @@ def check_ctrl_c(executor: str, delay_s: float) -> None:
 
 
 class TestCtrlC:
-    @pytest.mark.parametrize("delay_s", delays(3))
+    @with_all("delay_s", delays(2))
     def test_at_a_terminal(self, delay_s: float, executor: str) -> None:
         check_ctrl_c(executor, delay_s)
 
     @pytest.mark.prove
+    @pytest.mark.parametrize("executor", EXECUTORS)
     def test_at_a_terminal_at_fifty_moments(self, executor: str) -> None:
         for delay_s in delays(50):
             check_ctrl_c(executor, delay_s)
 
-    @pytest.mark.parametrize("num_rounds", [4, pytest.param(50, marks=pytest.mark.prove)])
+    @pytest.mark.parametrize("executor", EXECUTORS)
+    @pytest.mark.parametrize("num_rounds", [3, pytest.param(50, marks=pytest.mark.prove)])
     def test_where_the_interpreter_lives_on(self, num_rounds: int, executor: str) -> None:
         command = [sys.executable, "-W", "error", str(HERE / "interrupted.py"), executor, "1", str(num_rounds)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=500)

@@ -21,6 +21,7 @@ from loaderkit.assembly import Assembly, Recipe
 from loaderkit.builder import make_parts
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.order import Schedule
+from loaderkit.prefetch.link import Link
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.share import WHOLE, Share
 
@@ -285,9 +286,7 @@ class TestDeaths:
             assert not is_running(second)
 
     def test_one_that_cannot_be_started_ends_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from loaderkit.prefetch import host
-
-        class Refusing(host.Link):
+        class Refusing(Link):
             def __init__(self, *arguments: Any) -> None:
                 if started:
                     raise OSError(11, "Resource temporarily unavailable")
@@ -295,7 +294,7 @@ class TestDeaths:
                 started.append(self.pid)
 
         started: list[int] = []
-        monkeypatch.setattr(host, "Link", Refusing)
+        monkeypatch.setattr("loaderkit.prefetch.host.Link", Refusing)
         with two(numbers()) as loader, pytest.raises(WorkerDiedError, match="could not be started: Resource"):
             next(iter(loader))
         assert not is_running(started[0])

@@ -2,8 +2,9 @@
 
     python -m profiles.memory [--samples 1000000] [--out profiles]
 
-Counted is the proportional memory (PSS) of the training process and of those that load: a page that two see counts half for
-each. The first figure is taken after a tenth of the samples, when slabs and caches are there.
+Counted is the resident memory of the training process and of those that load, the pages of files left out: those are
+libraries, and their share depends on who else uses them. A page that two processes see counts half for each. The first figure is
+taken after a tenth of the samples, when slabs and caches are there.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Trivial:
         return {"x": index, "text": "a text"}
 
 
-def pss_bytes(pids: list[int]) -> int:
-    """Proportional memory of some processes."""
+def resident_bytes(pids: list[int]) -> int:
+    """Resident memory of some processes, but for pages of files."""
     total = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                 total += 1024 * int(line.split()[1])
     return total
 
@@ -77,7 +78,7 @@ def measure(executor: str, way: str, num_samples: int) -> dict[str, Any]:
             if seen >= num_samples * (len(looks) + 1) / NUM_LOOKS:
                 del batch
                 gc.collect()
-                looks.append(pss_bytes([os.getpid(), *loader.stats().tuning.get("pids", ())]))
+                looks.append(resident_bytes([os.getpid(), *loader.stats().tuning.get("pids", ())]))
     return {"executor": executor, "way": way, "samples": seen, "epochs": num_epochs, "bytes": looks}
 
 

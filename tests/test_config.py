@@ -624,7 +624,7 @@ prefetch:
   processes: 0  # <<
 """,
         "prefetch.processes",
-        ["1", "0"],
+        ["greater than 0", "not 0"],
     ),
     "function without a module": (
         """\
@@ -838,6 +838,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "executor": "thread",
         "processes": 1,
         "timeout": "60s",
+        "on_timeout": "warn",
     }
     assert (config.prefetch.memory, config.prefetch.timeout) == (2 * 2**30, 60.0)
     assert config.errors.model_dump() == {"on_bad_sample": "raise", "max_bad_samples": 100, "quarantine": None}

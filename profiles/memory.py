@@ -3,8 +3,8 @@
     python -m profiles.memory [--samples 1000000] [--out profiles]
 
 Counted is the resident memory of the training process and of those that load, the pages of files left out: those are
-libraries, and their share depends on who else uses them. A page that two processes see counts half for each. The first figure is
-taken after a tenth of the samples, when slabs and caches are there.
+libraries, and their share depends on who else uses them. A page that two processes see counts half for each. The first
+figure is taken after a tenth of the samples, when slabs and caches are there.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_a_fork_while_it_runs(how: str, executor: str) -> None:
 PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import loaderkit
+import loaderkit.loader  # and torch: what Ctrl-C does to their import is theirs
 from of_executors import EXECUTORS
 from of_numbers import numbers
 print("begins", flush=True)

@@ -116,7 +116,8 @@ def main() -> None:
     print(table(results))
     if options.out is not None:
         name = f"memory-{len(os.sched_getaffinity(0))}cpu-{datetime.date.today()}"
-        text = f"# Memory over many samples\n\n`python -m profiles.memory`, batches of {BATCH}.\n\n{table(results)}\n"
+        said = f"`python -m profiles.memory`, batches of {BATCH}. Memory of all processes together, without pages of files."
+        text = f"# Memory over many samples\n\n{said}\n\n{table(results)}\n"
         (options.out / f"{name}.md").write_text(text)
         (options.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
 

@@ -27,6 +27,7 @@ def folder(tmp_path: Path, photos: Path, shards: Path) -> Path:
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
+    (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
     return tmp_path
 
 

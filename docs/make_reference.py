@@ -65,10 +65,17 @@ still open included.
 | `num_batches`, `num_samples` | delivered |
 | `stall.total_s`, `stall.percent` | time inside `next()` that ended in a batch, and its share of `wall_s` |
 | `stall.by_stage` | the same time by what was waited for: a stage; `start` (before the first chunk could run); `memory` (waiting for budget); `wakeup` (delivered, the loop not yet running) |
-| `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU (the rest waiting for I/O or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item |
+| `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU and `delayed_s` ready to run while no CPU was free (the rest waiting for I/O, a lock or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item; `num_queued`, chunks that wait for its pool just now |
 | `throughput` | `samples_per_s` delivered, `bytes_per_s` read |
-| `memory` | `budget_bytes`, `slab_bytes` (one batch), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
-| `tuning` | `executor`, `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids` |
+| `memory` | `budget_bytes`, `slab_bytes` (one batch), `batch_bytes` (the same with what lies in no slab), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
+| `queue` | batches `ready` for the loop, and `open` (in the budget, complete or not), just now |
+| `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and Python's lock). null: not known |
+| `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
+| `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
+
+`loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
+busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
+`queued` (by stage), `ready`, `open`, `batches`, `live_bytes`, `rss_bytes`, `late_s`.
 
 Stages that share a pool are listed singly: starved and idle stand at the pool's first, blocked at its last, and the pool's
 rows sum to its workers' time.

@@ -58,6 +58,11 @@ class Assembly:
         """Where `transfer` brings batches."""
         return self._compiler.device
 
+    @property
+    def graph(self) -> list[str]:
+        """The operators of the DALI pipeline that stages were compiled to, if they were: one line each."""
+        return [] if self._compiler.graph is None else self._compiler.graph.lines()
+
     def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
         """The plan of the batches; `allocate` gives memory for slabs."""
         config, source = self._recipe.config, self._recipe.source
@@ -72,9 +77,10 @@ class Assembly:
             num_epochs=config.order.epochs,
             probe=self._compiler.run_sample_stages,
             specs_of=self._compiler.specs_of,
-            num_batches=self._share.num_batches(config.prefetch.batches),
+            num_batches=self._share.num_batches(config.prefetch.first_batches),
             memory_bytes=self._share.num_bytes(config.prefetch.memory),
             pinned=self.device.type == "cuda",
+            whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
             share=self._share,
         )
@@ -101,7 +107,7 @@ class Assembly:
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""
         workers = {n: pool.num_workers for pool in self.pools for n in pool.stages}
-        return [StageStats(stage.name, workers[number]) for number, stage in enumerate(self.stages)]
+        return [StageStats(stage.name, workers[number], kind=stage.kind) for number, stage in enumerate(self.stages)]
 
     def described_pools(self) -> list[dict[str, Any]]:
         """Which stages share how many workers, those of all processes together."""

@@ -23,8 +23,8 @@ from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.host import Job
 from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.prefetch.remote import Job
 from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.wire import pack
 from loaderkit.registry import SCHEMES
@@ -131,13 +131,15 @@ def make_parts(
     num_workers = num_cpus() if config.prefetch.concurrency == "auto" else config.prefetch.concurrency
     recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers)
     assembly = Assembly(recipe)
-    tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.batches}
+    tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
+    if assembly.graph:
+        tuning["graph"] = assembly.graph
     if config.prefetch.executor == "process":
         tuning["processes"] = config.prefetch.processes
         pools, make_executor = _in_a_process(recipe, assembly, clock)
     else:
         pools, make_executor = assembly.described_pools(), partial(assembly.make_engine, clock)
-    tuning |= {"concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
+    tuning |= {"cpus": num_cpus(), "concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
     owns_connector = connector not in connectors.values()
     return Parts(
         config, source, connector, owns_connector, schedule, _fingerprint(config, source), tuning, make_executor
@@ -151,7 +153,7 @@ def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[d
             "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
         )
     prefetch = recipe.config.prefetch
-    if prefetch.batches < prefetch.processes:
+    if prefetch.first_batches < prefetch.processes:
         raise ConfigError(
             f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.processes: {prefetch.processes}, which "
             f"make a batch each at a time: allow at least {prefetch.processes} batches"
@@ -168,6 +170,8 @@ def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[d
         remote,
         preload="loaderkit.assembly",
         rows=assembly.rows(),
+        pools=[pool["stages"] for pool in assembly.described_pools()],
+        num_batches=prefetch.first_batches,
         memory_bytes=prefetch.memory,
         late_stages=late_stages,
         pinned=bool(late_stages),
@@ -225,7 +229,7 @@ def _fingerprint(config: PipelineConfig, source: Source) -> dict[str, str]:
             args = {
                 name: value
                 for name, value in stage.args
-                if name not in ("workers", "name", "timeout", "max_pixels")
+                if name not in ("workers", "name", "timeout", "max_pixels", "device")
                 and value != type(stage.args).model_fields[name].default
             }
             found[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
-from loaderkit.keyed import generator
+from loaderkit.keyed import generator, uniforms
 from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
 from loaderkit.registry import STAGES, StageKind
@@ -18,12 +19,13 @@ from loaderkit.sources.array import ArraySource
 from loaderkit.sources.dataset import DatasetSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
+from loaderkit.stages.dali import Graph, Renderer
 from loaderkit.stages.decode import DecodeArgs, decode
-from loaderkit.stages.normalize import NormalizeArgs, normalize, normalize_slots
+from loaderkit.stages.normalize import NormalizeArgs, finish_of, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.records import read_records
 from loaderkit.stages.straight import Straight
-from loaderkit.stages.transfer import TransferArgs, resolve_device, transfer
+from loaderkit.stages.transfer import TransferArgs, resolve_device, shape, transfer
 from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
 
 
@@ -45,7 +47,12 @@ class Compiler:
                 self.device = resolve_device(wanted.device)
             except RuntimeError as error:
                 raise ConfigError(f"stages.transfer.device: {error}") from error
-        self._normalized_in_slots = self._find_slot_normalize()
+        self._in_graph: list[StageConfig] = []  # stages that DALI does, `decode` first
+        self._lowered = next(
+            (s for s in config.stages if isinstance(s.args, DecodeArgs) and s.args.device != "cpu"), None
+        )
+        self.graph = None if self._lowered is None else self._lower(self._lowered)
+        self._normalized_in_slots = self._find_slot_normalize() if self.graph is None else None
 
     def _find_slot_normalize(self) -> StageConfig | None:
         """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
@@ -53,14 +60,92 @@ class Compiler:
             if isinstance(stage.args, NormalizeArgs):
                 fits = stage.args.dtype == "float32" and stage.args.fields is None and self.device.type == "cpu"
                 return stage if fits else None
-            if stage.kind != "transfer":
+            if not _keeps_values(stage):
                 return None
         return None
+
+    def _lower(self, decoding: StageConfig) -> Graph:
+        """What DALI is to do: all from `decode` to `batch`, and `normalize`, if only `transfer` stands before it."""
+        assert isinstance(decoding.args, DecodeArgs)
+        stages = self._config.stages
+        first = stages.index(decoding)
+        if decoding.args.device == "gpu":
+            self._check_gpu()
+        self._in_graph = [decoding, *stages[first + 1 : self._border]]
+        described = []
+        for stage in self._in_graph[1:]:
+            kind = STAGES[stage.kind]
+            assert kind.steps is not None
+            described.append((stage.name, kind.steps(stage.args)))
+        behind = next((s for s in stages[self._border + 1 :] if not _keeps_values(s)), None)
+        finish = None
+        if behind is not None and isinstance(behind.args, NormalizeArgs) and behind.args.fields is None:
+            self._in_graph.append(behind)
+            finish = finish_of(behind.args)
+        batch = stages[self._border].args
+        assert isinstance(batch, BatchArgs)
+        device = self.device.index if decoding.args.device == "gpu" else None
+        return Graph(tuple(described), finish, batch.size, device)
+
+    def _check_gpu(self) -> None:
+        prefix = "stages.decode.device: gpu"
+        if not torch.cuda.is_available():
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            raise ConfigError(
+                f"{prefix}: torch {torch.__version__}, {built}, sees no CUDA device: use `cpu`, or `dali-cpu`, which runs the "
+                "same operators on the CPU"
+            )
+        if self.device.type != "cuda":
+            raise ConfigError(f"{prefix}: batches stay on the CPU: put `transfer: {{device: auto}}` behind `batch`")
+        if self._config.prefetch.executor == "process":
+            raise ConfigError(
+                f"{prefix}: another process cannot hand over tensors on a GPU: use prefetch.executor: thread"
+            )
+
+    def _renderer(self, decoding: StageConfig) -> Renderer:
+        assert isinstance(decoding.args, DecodeArgs)
+        assert self.graph is not None
+        keys = {stage.name: StageKeys(self._seed, stage.name) for stage in self._in_graph}
+        counts = {stage.name: STAGES[stage.kind].num_draws for stage in self._in_graph}
+        on_cpu = replace(decoding, args=decoding.args.model_copy(update={"device": "cpu"}))
+        plain = [self._sample_run(stage) for stage in self._in_graph[1:] if stage.kind != "normalize"]
+        last = self._in_graph[-1].args
+        scale = normalize(last) if isinstance(last, NormalizeArgs) else None
+
+        device = "cpu" if self.graph.device is None else self.device
+
+        def finish(images: torch.Tensor) -> torch.Tensor:
+            if scale is None:
+                return images.clone().to(device)  # they lie in memory that the next chunk uses again
+            batch = {"image": images}
+            scale(batch, ["image"])
+            return batch["image"].to(device)
+
+        def run_plain(chunk: Chunk) -> None:
+            for run in plain:
+                run(chunk)
+
+        return Renderer(
+            self.graph,
+            fields=decoding.args.fields,
+            max_pixels=decoding.args.max_pixels,
+            draws=lambda name, chunk: uniforms(keys[name][chunk.epoch], chunk.indices, counts[name]),
+            decode=self._sample_run(on_cpu),
+            plain=run_plain,
+            finish=finish,
+        )
 
     def stages(self) -> list[Stage]:
         found = []
         late: list[Stage] = []
         for number, config in enumerate(self._config.stages):
+            if self._lowered is not None and config in self._in_graph:
+                if config is self._lowered:
+                    renderer = self._renderer(config)
+                    self._sample_runs.append(renderer)
+                    workers = None if config.args.workers == "auto" else config.args.workers
+                    found.append(Stage(config.name, config.kind, "sample", renderer, workers, renderer.close))
+                continue
             workers = None if config.args.workers == "auto" else config.args.workers
             in_slots = config is self._normalized_in_slots
             if number <= self._border or in_slots:
@@ -217,6 +302,18 @@ class Compiler:
 
         return run
 
+    def _transfer_action(self, args: TransferArgs) -> Callable[[dict[str, Any], BatchContext], None]:
+        move = transfer(self.device) if self.device.type == "cuda" else None
+        change = shape(args)
+
+        def run(batch: dict[str, Any], context: BatchContext) -> None:
+            if move is not None:
+                move(batch)
+            if change is not None:
+                batch.update({name: change(value) for name, value in batch.items()})
+
+        return run
+
     def _batch_action(self, config: StageConfig) -> Callable[[dict[str, Any], BatchContext], None]:
         args = config.args
         if isinstance(args, NormalizeArgs):
@@ -230,10 +327,7 @@ class Compiler:
 
             return normalize_batch
         if isinstance(args, TransferArgs):
-            if self.device.type == "cpu":
-                return lambda batch, context: None
-            move = transfer(self.device)
-            return lambda batch, context: move(batch)
+            return self._transfer_action(args)
         assert isinstance(args, CallArgs)
         function, wants_rng = self._bind(config.name, args)
         keys = StageKeys(self._seed, config.name)
@@ -246,6 +340,11 @@ class Compiler:
             batch.update(result)
 
         return call_batch
+
+
+def _keeps_values(stage: StageConfig) -> bool:
+    """Whether a stage may as well run after `normalize`."""
+    return isinstance(stage.args, TransferArgs) and stage.args.dtype is None
 
 
 def _batch_error(stage: str, epoch: int, step: int, reason: str, keys: list[str] | None = None) -> StageError:

@@ -40,9 +40,14 @@ class OrderArgs(Model):
 class PrefetchArgs(Model):
     """How far and how fast to work ahead."""
 
-    batches: PositiveInt = Field(4, description="batches being made or ready while the consumer works on another")
+    batches: PositiveInt | Literal["auto"] = Field(
+        4,
+        description="batches being made or ready while the consumer works on another; auto: 4 to begin with, then measured",
+    )
     memory: ByteSize = Field(2 * 2**30, description="bound on the memory of those batches")
-    concurrency: PositiveInt | Literal["auto"] = Field("auto", description="worker threads in all; auto: one a CPU")
+    concurrency: PositiveInt | Literal["auto"] = Field(
+        "auto", description="worker threads in all; auto: one a CPU to begin with, then measured"
+    )
     executor: Literal["inline", "thread", "process"] = Field(
         "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
     )
@@ -55,6 +60,13 @@ class PrefetchArgs(Model):
     on_timeout: Literal["warn", "raise"] = Field(
         "warn", description="after `timeout`: go on waiting, or end with StallTimeout (not with `executor: inline`)"
     )
+
+    @property
+    def first_batches(self) -> int:
+        """The depth to begin with."""
+        if self.batches != "auto":
+            return self.batches
+        return max(4, self.processes) if self.executor == "process" else 4
 
 
 class ErrorsArgs(Model):

@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import simplejpeg
 import torch
 
 from loaderkit.kernels import packed
-from loaderkit.types import Image, Sample
+from loaderkit.native import kernels
+from loaderkit.types import Image, Rendered, Sample
 
 
 def as_image(value: Any) -> Image | None:
@@ -72,11 +74,25 @@ def to_tensor(image: Image) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
+def jpeg_size(data: memoryview) -> tuple[int, int] | None:
+    """(height, width) of a grey or RGB JPEG, from its header; None for anything else."""
+    if kernels is not None:
+        found = kernels.jpeg_size(data)
+        return found[:2] if found is not None and found[2] in (1, 3) and found[0] and found[1] else None
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return None if colorspace == "CMYK" else (height, width)
+
+
 def describe(value: Any) -> str:
     """A value's type and shape in a few words, for messages."""
     if type(value) is Image:
-        height, width, channels = value.pixels.shape
-        return f"image uint8 [{channels}, {height}, {width}]"
+        value = to_tensor(value)
+        return f"image uint8 {list(value.shape)}"
+    if type(value) is Rendered:
+        value = value.tensor[value.row]
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import operator
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -17,9 +20,10 @@ from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
 from loaderkit.prefetch.executor import Executor
+from loaderkit.prefetch.monitor import Monitor, Series
 from loaderkit.prefetch.stats import Stats
 from loaderkit.quarantine import BadSamples
-from loaderkit.sizes import Sizes
+from loaderkit.sizes import Sizes, make_tuner
 from loaderkit.types import Connector
 
 
@@ -73,7 +77,10 @@ class Loader:
         self._iteration = 0
         self._run = 0
         self._bad = BadSamples(parts.config.errors)
-        self._sizes = Sizes(parts.tuning)
+        self._sizes = Sizes(parts.tuning, make_tuner(parts.config, parts.tuning))
+        self._series = Series()
+        self._monitor: Monitor | None = None
+        self._stopping = threading.Lock()
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -106,11 +113,22 @@ class Loader:
     def _running_engine(self, epoch: int, position: int) -> Executor:
         """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
         if self._engine is None:
-            self._engine = self._parts.make_executor()
-            self._finalizer = weakref.finalize(self, self._engine.abandon)
-            self._sizes.apply(self._engine)
+            self._check_open()
+            self._engine = engine = self._parts.make_executor()
+            self._sizes.attach(engine)
+            self._monitor = self._make_monitor(engine)
+            self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
+            if self._monitor is not None:
+                self._monitor.start()
         self._engine.seek(epoch, position)
         return self._engine
+
+    def _make_monitor(self, engine: Executor) -> Monitor | None:
+        """What looks at an engine while it runs. It must not know this loader, or that would never be garbage."""
+        if self._parts.config.prefetch.executor == "inline":
+            return None
+        sizes, run = self._sizes, self._run
+        return Monitor(lambda: engine.stats(sizes.tuning, run), self._series, sizes.tune)
 
     def _deliver(self) -> Any:
         """The next batch of the current epoch. After an error nothing is left running."""
@@ -140,13 +158,22 @@ class Loader:
         return tuple(batch[name] for name in output)
 
     def _stop_engine(self, join_s: float = 10.0) -> None:
-        if self._engine is not None:
-            self._last_stats = self._engine.stats(self._sizes.tuning, self._run)
-            self._engine.close(join_s)
-            self._engine = None
-            self._run += 1
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        engine, monitor = self._engine, self._monitor  # another thread's `close` may come in between
+        if engine is not None:
+            self._last_stats = self.stats()
+            if monitor is not None:
+                monitor.stop()
+            self._sizes.detach()
+            engine.close(join_s)
+            if monitor is not None:
+                monitor.join()
+            with self._stopping:
+                if self._engine is engine:
+                    self._engine = self._monitor = None
+                    self._run += 1
+        finalizer = self._finalizer
+        if finalizer is not None:
+            finalizer.detach()
             self._finalizer = None
 
     # -------------------------------------------------------------------------------------------------- where it is
@@ -214,26 +241,33 @@ class Loader:
         or in how much `memory` (bytes, or "2GiB"). From any thread.
 
         Nothing is dropped: workers that are too many rest after their chunk, batches that are too many are delivered first.
-        Raises ConfigError for a stage there is not, and for memory that holds not even one batch.
+        Raises ConfigError for a stage there is not, for memory that holds not even one batch, and where the system has no
+        more threads; it goes on as before then.
         """
         self._check_open()
-        if (stage is None) != (workers is None):
-            raise ConfigError("resize: give a stage together with its workers")
-        if stage is not None and workers is not None:
-            self._sizes.set_workers(stage, workers, self._engine)
-        if batches is not None or memory is not None:
-            self._sizes.set_depth(batches, memory, self._engine)
+        self._sizes.set(stage, workers, batches, memory)
 
     # ----------------------------------------------------------------------------------------------------- watching
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
-        engine = self._engine
+        engine, monitor = self._engine, self._monitor
         if engine is not None:
             now = engine.stats(self._sizes.tuning, self._run)
         else:
             now = self._last_stats or self._parts.make_executor().stats(self._sizes.tuning, self._run)
+        if monitor is not None:
+            now = replace(now, lateness=monitor.lateness.copy())
         return now if since is None else now.since(since)
+
+    def series(self) -> list[dict[str, Any]]:
+        """How the accounts developed since loading began, in at most 512 steps: JSON values, described in docs/reference.md.
+        It begins anew with every run, as the counters do: after an error, say. Empty with `executor: inline`."""
+        return self._series.to_list()
+
+    def to_yaml(self) -> str:
+        """The description as it runs now, with the sizes that the tuner or `resize` has arrived at."""
+        return Pipeline.of(self._sizes.written_to(self._parts.config)).to_yaml()
 
     def __repr__(self) -> str:
         schedule = self._parts.schedule
@@ -275,6 +309,16 @@ class Loader:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the loader is closed: build another one")
+
+
+def _abandon(engine: Executor, monitor: Monitor | None) -> None:
+    """The loader is garbage: end what it had running. The collector may run in any thread, whatever locks it holds."""
+    if monitor is not None:
+        monitor.stop()
+    if monitor is not None and monitor.is_this_thread():
+        _thread.start_new_thread(engine.close, ())
+    else:
+        engine.abandon()
 
 
 class _Epoch(Iterator[Any]):

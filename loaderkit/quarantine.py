@@ -115,11 +115,17 @@ def read_quarantine(path: Path) -> list[Quarantined]:
         try:
             parts = json.loads(line)
             one = Quarantined(*(parts[name] for name in Quarantined._fields))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise ConfigError(
                 f"{path}, line {number}: no line of a quarantine file, which is JSON with key, source, epoch and position: "
                 f"{line[:100].decode('utf-8', 'replace')}"
             ) from None
+        texts, counts = one[:2], one[2:]
+        fits = [isinstance(value, str) for value in texts]
+        fits += [type(value) is int and 0 <= value < 2**63 for value in counts]
+        if not all(fits):
+            name = Quarantined._fields[fits.index(False)]
+            raise ConfigError(f"{path}, line {number}: no quarantined sample has the {name} {parts[name]!r}")
         found[one] = None
     return list(found)
 
@@ -136,33 +142,55 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
     assert plan.specs is not None
     assert plan.slabs is not None
     stages = [stage for stage in assembly.stages if stage.scope == "sample"]
-    for line, index in places.items():
-        indices = np.array([index], np.int64)
-        destination = Destination(
-            epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
-        )
-        destination.specs = plan.specs
-        destination.fields = plan.slabs.take()
-        destination.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
-        chunk = Chunk(destination, 0, 1, line.epoch, indices)
-        for stage in stages:
-            stage.run(chunk)
-        yield line, next((failure.error for failure in destination.failures), None)
+    try:
+        for line, index in places.items():
+            indices = np.array([index], np.int64)
+            destination = Destination(
+                epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
+            )
+            destination.specs = plan.specs
+            destination.fields = plan.slabs.take()
+            destination.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
+            chunk = Chunk(destination, 0, 1, line.epoch, indices)
+            for stage in stages:
+                stage.run(chunk)
+            yield line, next((failure.error for failure in destination.failures), None)
+    finally:
+        for stage in assembly.stages:
+            if stage.close is not None:
+                stage.close()
 
 
 def places_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, int]:
-    """The number of each sample that is still in the source. Keys may repeat in tar shards, so the object counts, too."""
+    """The number of each sample that is still in the source. Keys may repeat in tar shards, so the object counts, too.
+
+    The data may have moved since: what is nowhere in its object, but has its key elsewhere, is taken to be that one, with a
+    warning.
+    """
     wanted: dict[str, list[Quarantined]] = {}
     for line in lines:
         wanted.setdefault(line.key, []).append(line)
     keys = getattr(source, "keys", None)
-    found = {}
+    found: dict[Quarantined, tuple[int, int]] = {}  # how much of the object's name agrees, and the sample
     for begin in range(0, len(source), _BLOCK):
         indices = np.arange(begin, min(begin + _BLOCK, len(source)))
         names = keys(indices) if keys is not None else map(source.key, indices.tolist())
         for index, name in enumerate(names, begin):
             for line in wanted.get(name, ()):
-                # The data may have moved since; only where a key repeats does it matter in which archive it was.
-                if line.source.endswith(source.origin(index)) or line not in found:
-                    found[line] = index
-    return {line: found[line] for line in lines if line in found}
+                agreement = _agreement(line.source, source.origin(index))
+                if line not in found or agreement > found[line][0]:
+                    found[line] = agreement, index
+    elsewhere = [line.source for line, (agreement, _) in found.items() if not agreement]
+    if elsewhere:
+        logger.warning(
+            "%d of the samples %s in another place: %s, ...; what has the same key here is taken to be the same sample",
+            len(elsewhere),
+            "was" if len(elsewhere) == 1 else "were",
+            elsewhere[0],
+        )
+    return {line: found[line][1] for line in lines if line in found}
+
+
+def _agreement(described: str, origin: str) -> int:
+    """How long an object's name is, if it is the end of how it was described; else 0."""
+    return len(origin) if f"/{described}".endswith(f"/{origin}") else 0

@@ -19,6 +19,7 @@ from loaderkit.stages.decode import DecodeArgs, decode
 from loaderkit.stages.normalize import NormalizeArgs
 from loaderkit.stages.read import ReadArgs
 from loaderkit.stages.transfer import TransferArgs
+from loaderkit.steps import Steps
 
 Scope = Literal["sample", "boundary", "batch", "either"]
 
@@ -36,15 +37,22 @@ class StageKind:
     make: Callable[[Any], Callable[..., Any]] | None = None
     num_draws: int = 0
     reduction: Callable[[Any], Callable[..., int]] | None = None  # how much smaller an image may be decoded for it
+    steps: Callable[[Any], Steps] | None = None  # what it does, for whatever works on pixels elsewhere
 
 
 STAGES: Mapping[str, StageKind] = MappingProxyType(
     {
         "read": StageKind(ReadArgs, "sample"),
         "decode": StageKind(DecodeArgs, "sample", make=decode),
-        "resize": StageKind(geometry.ResizeArgs, "sample", True, geometry.resize, reduction=geometry.resize_reduction),
-        "center_crop": StageKind(geometry.CenterCropArgs, "sample", True, geometry.center_crop),
-        "random_crop": StageKind(geometry.RandomCropArgs, "sample", True, geometry.random_crop, 2),
+        "resize": StageKind(
+            geometry.ResizeArgs, "sample", True, geometry.resize, 0, geometry.resize_reduction, geometry.resize_steps
+        ),
+        "center_crop": StageKind(
+            geometry.CenterCropArgs, "sample", True, geometry.center_crop, steps=geometry.center_crop_steps
+        ),
+        "random_crop": StageKind(
+            geometry.RandomCropArgs, "sample", True, geometry.random_crop, 2, steps=geometry.random_crop_steps
+        ),
         "random_resized_crop": StageKind(
             geometry.RandomResizedCropArgs,
             "sample",
@@ -52,9 +60,15 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
             geometry.random_resized_crop,
             geometry.RANDOM_RESIZED_CROP_DRAWS,
             geometry.random_resized_crop_reduction,
+            geometry.random_resized_crop_steps,
         ),
         "random_horizontal_flip": StageKind(
-            geometry.RandomHorizontalFlipArgs, "sample", True, geometry.random_horizontal_flip, 1
+            geometry.RandomHorizontalFlipArgs,
+            "sample",
+            True,
+            geometry.random_horizontal_flip,
+            1,
+            steps=geometry.random_horizontal_flip_steps,
         ),
         "color_jitter": StageKind(color.ColorJitterArgs, "sample", True, color.color_jitter, color.COLOR_JITTER_DRAWS),
         "call": StageKind(CallArgs, "either"),

@@ -1,4 +1,4 @@
-"""The loader's accounts for people: two tables and a sentence, at 80 columns and without colour if need be."""
+"""The loader's accounts for people: two tables and a verdict, the tables at 80 columns and without colour if need be."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-_HARMLESS_PERCENT = 5.0
-_MEANINGS = {
-    "start": "before the first chunk could run, which a longer run makes negligible",
-    "memory": "for room in `prefetch.memory`; allow more of it, or make batches smaller",
-    "wakeup": "to be woken up after the batch was ready: the CPUs are busy with something else",
-    "read": "for bytes from the store; faster storage, tar shards or more `concurrency` help",
-}
 
 
 def print_summary(console: Console, stats: Mapping[str, Any]) -> None:
@@ -27,9 +19,11 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
     """What the loop waited for, by stage, and how the workers of each stage spent their time."""
     stall = stats["stall"]
     title = f"Waiting for batches: {stall['total_s']:.2f} s of {stats['wall_s']:.2f} s ({stall['percent']:.1f} %)"
-    return Group(
-        Text(title, style="bold"), stall_table(stats), Text("\nSlot time in seconds", style="bold"), slot_table(stats)
-    )
+    found: list[RenderableType] = [Text(title, style="bold"), stall_table(stats)]
+    found += [Text("\nSlot time in seconds", style="bold"), slot_table(stats)]
+    if stats["tuning"].get("decisions"):
+        found += [Text("\nTuned", style="bold"), tuning_table(stats)]
+    return Group(*found)
 
 
 def stall_table(stats: Mapping[str, Any]) -> Table:
@@ -51,17 +45,36 @@ def slot_table(stats: Mapping[str, Any]) -> Table:
     return table
 
 
-def reading(stats: Mapping[str, Any], who: str = "Training") -> str:
-    """One sentence on what the accounts mean for `who` iterates."""
-    stall = stats["stall"]
+def tuning_table(stats: Mapping[str, Any]) -> Table:
+    """What the tuner tried, and what came of it."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in ("after s", "of", "to", "because", "effect"):
+        table.add_column(name, overflow="fold")
+    for decision in stats["tuning"]["decisions"]:
+        kept = {True: "", False: ", taken back", None: "not known yet"}[decision["kept"]]
+        change = f"{decision['before']} -> {decision['after']}"
+        effect = f"{decision['effect']}{kept}"
+        table.add_row(f"{decision['at_s']:.0f}", decision["knob"], change, decision["reason"], effect)
+    return table
+
+
+def reading(stats: Mapping[str, Any]) -> str:
+    """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."
-    share = f"{who} waited {stall['percent']:.1f} % of the time"
-    if stall["percent"] < _HARMLESS_PERCENT:
-        return f"{share}: loading keeps up, the limit is what is done with the batches."
-    cause, seconds = next(iter(stall["by_stage"].items()))
-    why = _MEANINGS.get(cause, f"for `{cause}`; more CPUs, or a cheaper `{cause}`, would help most")
-    return f"{share}, {100 * seconds / stall['total_s']:.0f} % of that {why}."
+    found = stats["verdict"]
+    sure = f"confidence {found['confidence']:.2f}"
+    if found["stage"] is None:
+        head = f"training is the limit ({sure})"
+    else:
+        head = (
+            f"{found['stage']} is the limit, {found['kind']} ({found['percent']:.0f} % of the time lost to it, {sure})"
+        )
+    return f"Verdict: {head}. {_sentence(found['evidence'])} To change: {found['change']}."
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _table(first: str, *numbers: str) -> Table:

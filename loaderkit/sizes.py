@@ -1,65 +1,188 @@
-"""What `Loader.resize` was told: checked, given to the engine that runs, and kept for those to come after an error."""
+"""How many workers and batches there are now: as described, as `Loader.resize` was told, or as the tuner found.
+
+They are given to the engine that runs, and kept for those to come after an error.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from loaderkit.errors import ConfigError
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
+from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.tuner import Knob, Tuner
 from loaderkit.schema import parse_bytes
+
+logger = logging.getLogger("loaderkit")
 
 
 class Sizes:
-    """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats."""
+    """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats.
 
-    def __init__(self, tuning: dict[str, Any]) -> None:
-        self.tuning = tuning
+    One lock orders what a user, the tuner and a new engine want; it is held while the engine does it. `tuning` needs none.
+    """
+
+    def __init__(self, tuning: dict[str, Any], tuner: Tuner | None) -> None:
+        self._tuning = tuning
+        self._tuner = tuner
+        self._lock = threading.Lock()
+        self._engine: Executor | None = None
         self._workers: dict[str, int] = {}
         self._depth: tuple[int | None, int | None] = (None, None)
 
-    def set_workers(self, stage: str, workers: int, engine: Executor | None) -> None:
-        """Raises ConfigError for a stage there is not, and for one that this executor cannot resize."""
-        _check_count("workers", workers)
-        pools = self.tuning["pools"]
-        pool = next((pool for pool in pools if stage in pool["stages"]), None)
+    @property
+    def tuning(self) -> dict[str, Any]:
+        """How things stand: JSON values."""
+        tuner = self._tuner
+        if tuner is None:
+            return self._tuning
+        decisions = [decision.to_dict() for decision in tuner.decisions.copy()]
+        auto = [knob.name for knob in tuner.knobs]
+        return {**self._tuning, "auto": auto, "settled": tuner.is_settled, "decisions": decisions}
+
+    def attach(self, engine: Executor) -> None:
+        """Make an engine that has just been made as the last one was; what is changed from now on is changed there, too."""
+        with self._lock:
+            for stage, workers in self._workers.items():
+                engine.resize(stage, workers)
+            if self._depth != (None, None):
+                engine.set_depth(*self._depth)
+            self._engine = engine
+
+    def detach(self) -> None:
+        """The engine ends. Without the lock, which may have been held when this process was forked."""
+        self._engine = None
+
+    def set(self, stage: str | None, workers: int | None, batches: int | None, memory: int | str | None) -> None:
+        """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, for one that this
+        executor cannot resize, where the system has no more threads, and for memory that holds not even one batch, if that
+        is known already."""
+        if (stage is None) != (workers is None):
+            raise ConfigError("resize: give a stage together with its workers")
+        if workers is not None:
+            _check_count("workers", workers)
+        if batches is not None:
+            _check_count("batches", batches, least=self._num_processes)
+        num_bytes = None if memory is None else _to_bytes(memory)
+        pool = None if stage is None else self._pool_of(stage)
+        with self._lock:
+            if stage is not None and workers is not None and pool is not None:
+                self._turn_workers(stage, pool["stages"], workers)
+                if self._tuner is not None:
+                    self._tuner.forget(pool["stages"])
+            if batches is not None or num_bytes is not None:
+                self._turn_depth(batches, num_bytes)
+                if batches is not None and self._tuner is not None:
+                    self._tuner.forget(())
+
+    def tune(self, stats: Stats) -> None:
+        """Let the tuner have a look, and do what it wants."""
+        if self._tuner is None:
+            return
+        with self._lock:
+            if self._engine is None:
+                return
+            move = self._tuner.look(stats)
+            if move is None:
+                return
+            stages = move.knob.stages
+            try:
+                if stages:
+                    self._turn_workers(stages[0], stages, move.value)
+                else:
+                    self._turn_depth(move.value, None)
+            except ConfigError as error:
+                self._tuner.refused(move, str(error))
+                logger.warning("the tuner could not set %s to %d: %s", move.knob.name, move.value, error)
+
+    def written_to(self, config: PipelineConfig) -> PipelineConfig:
+        """The description with the sizes as they are now. Several pools without workers of their own share `concurrency`
+        alike when it is read again, whatever each has now."""
+        tuning = self._tuning
+        memory = self._depth[1] or config.prefetch.memory
+        found: dict[str, Any] = {"batches": tuning["batches"], "memory": memory}
+        own = {name: pool["workers"] for pool in tuning["pools"] for name in pool["stages"] if "process" not in pool}
+        if tuning["executor"] != "inline":
+            found["concurrency"] = sum(pool["workers"] for pool in tuning["pools"] if "process" not in pool)
+        stages = tuple(
+            stage
+            if stage.args.workers == "auto" or stage.name not in own
+            else replace(stage, args=stage.args.model_copy(update={"workers": own[stage.name]}))
+            for stage in config.stages
+        )
+        return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=found))
+
+    def _let(self, change: Callable[[Executor], None]) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        try:
+            change(engine)
+        except ClosedError:
+            if self._engine is engine:
+                raise
+            # It has ended meanwhile, by an error, say: then it is for the next one.
+
+    @property
+    def _num_processes(self) -> int:
+        return int(self._tuning.get("processes", 1))
+
+    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
+        workers = -(-workers // self._num_processes) * self._num_processes  # they have as many each
+        self._let(lambda engine: engine.resize(stage, workers))
+        self._workers[stages[0]] = workers
+        pools = [{**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]]
+        concurrency = sum(pool["workers"] for pool in pools)
+        self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
+
+    def _turn_depth(self, batches: int | None, memory: int | None) -> None:
+        self._let(lambda engine: engine.set_depth(batches, memory))
+        self._depth = (batches or self._depth[0], memory or self._depth[1])
+        self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
+
+    def _pool_of(self, stage: str) -> dict[str, Any]:
+        pools = self._tuning["pools"]
+        pool: dict[str, Any] | None = next((pool for pool in pools if stage in pool["stages"]), None)
         if pool is None:
             known = ", ".join(name for pool in pools for name in pool["stages"])
             raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
-        if self.tuning["executor"] == "inline" or "process" in pool:
+        if self._tuning["executor"] == "inline" or "process" in pool:
             where = (
                 "one thread beside the loop runs" if "process" in pool else "with executor: inline your own thread runs"
             )
             raise ConfigError(f"resize: {where} {stage!r}, so it has no workers to be more or fewer")
-        num_processes = self.tuning.get("processes", 1)
-        workers = -(-workers // num_processes) * num_processes  # they have as many each
-        if engine is not None:
-            engine.resize(stage, workers)
-        self._workers[stage] = workers
-        pools = [{**one, "workers": workers} if one is pool else one for one in pools]
-        self.tuning = {**self.tuning, "pools": pools, "concurrency": sum(one["workers"] for one in pools)}
+        return pool
 
-    def set_depth(self, batches: int | None, memory: int | str | None, engine: Executor | None) -> None:
-        """Raises ConfigError, also for memory that holds not even one batch, if that is known already."""
-        if batches is not None:
-            _check_count("batches", batches, least=self.tuning.get("processes", 1))
-        if isinstance(memory, str):
-            try:
-                memory = parse_bytes(memory)
-            except ValueError as error:
-                raise ConfigError(f"resize: memory: expected {error}") from None
-        if memory is not None:
-            _check_count("memory", memory)
-        if engine is not None:
-            engine.set_depth(batches, memory)
-        self._depth = (batches or self._depth[0], memory or self._depth[1])
-        self.tuning = {**self.tuning, "batches": batches or self.tuning["batches"]}
 
-    def apply(self, engine: Executor) -> None:
-        """Make an engine that has just been made as the last one was."""
-        for stage, workers in self._workers.items():
-            engine.resize(stage, workers)
-        if self._depth != (None, None):
-            engine.set_depth(*self._depth)
+def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
+    """What turns the sizes that were left to it (`auto`); None if none were, and with `executor: inline`."""
+    if config.prefetch.executor == "inline":
+        return None
+    knobs = []
+    unit = tuning.get("processes", 1)  # processes that load have as many each
+    if config.prefetch.concurrency == "auto":
+        fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
+        own = [pool for pool in tuning["pools"] if fixed.isdisjoint(pool["stages"]) and "process" not in pool]
+        knobs = [Knob(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"], unit=unit) for p in own]
+    if config.prefetch.batches == "auto":
+        knobs.append(Knob("batches", (), tuning["batches"], unit=unit))
+    return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
+
+
+def _to_bytes(memory: int | str) -> int:
+    if isinstance(memory, str):
+        try:
+            memory = parse_bytes(memory)
+        except ValueError as error:
+            raise ConfigError(f"resize: memory: expected {error}") from None
+    _check_count("memory", memory)
+    return memory
 
 
 def _check_count(name: str, value: Any, *, least: int = 1) -> None:

@@ -41,6 +41,7 @@ def check_structure(
             complain(number, f"`{stage.kind}` acts on single samples: put it before `batch`")
     _check_fields(source, stages, reader)
     _check_scaled(stages, reader)
+    _check_lowered(stages, reader)
     if order is not None and order.shuffle == "block" and type(source) is SOURCES["dataset"]:
         reader.complain(
             ("order", "shuffle"),
@@ -66,6 +67,38 @@ def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:
             else:
                 return
             reader.complain(("stages", number, stage.kind, "scaled"), f"`scaled: true` decodes images smaller: {why}")
+
+
+def _check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
+    """What DALI is to do instead of our own stages must be something that it can do."""
+    first = next(
+        (n for n, stage in enumerate(stages) if getattr(stage.args, "device", "cpu") in ("gpu", "dali-cpu")), None
+    )
+    if first is None:
+        return
+    decoding = stages[first].args
+    device = decoding.device  # type: ignore[attr-defined]
+    for name in ("scaled", "masks", "exif_orientation"):
+        if getattr(decoding, name):
+            reader.complain(("stages", first, "decode", name), f"not with `device: {device}`: use `device: cpu`")
+    for number, stage in enumerate(stages[first + 1 :], first + 1):
+        if stage.kind == "batch":
+            return
+        if STAGES[stage.kind].steps is None:
+            hint = "put it after `batch`, or " if stage.kind == "call" else ""
+            reader.complain(
+                ("stages", number), f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`"
+            )
+        elif getattr(stage.args, "interpolation", None) == "nearest":
+            reader.complain(
+                ("stages", number, stage.kind, "interpolation"),
+                "nearest takes other pixels inside DALI: use bilinear or bicubic, or `decode: {device: cpu}`",
+            )
+        elif getattr(stage.args, "fields", None) not in (None, getattr(decoding, "fields", None)):
+            reader.complain(
+                ("stages", number, stage.kind, "fields"),
+                f"with `decode: {{device: {device}}}` all of `decode`'s images",
+            )
 
 
 def _check_fields(source: SourceArgs, stages: tuple[StageConfig, ...], reader: Problems) -> None:

@@ -132,6 +132,13 @@ class Landed(NamedTuple):
     num_bytes: int
 
 
+class Rendered(NamedTuple):
+    """An image that is a row of a tensor of its whole chunk, [n, C, H, W], made by a stage that works on chunks at once."""
+
+    tensor: torch.Tensor
+    row: int
+
+
 class Bundle(NamedTuple):
     """What one field's bytes hold when that is several fields: name -> `Encoded`, `Landed` or value. `decode` opens it."""
 
@@ -249,10 +256,10 @@ class FieldSpec:
     how slots are filled.
 
     slab: fixed shape and dtype, written into memory given in advance. list: any Python values. pad, ragged: tensors
-    of differing shapes, padded to the batch's largest or handed over as a list.
+    of differing shapes, padded to the batch's largest or handed over as a list. rendered: rows of tensors that a stage made.
     """
 
-    kind: Literal["slab", "list", "pad", "ragged"]
+    kind: Literal["slab", "list", "pad", "ragged", "rendered"]
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     image: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -14,3 +15,9 @@ def unlucky(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     if drawn < 0.1:
         raise ValueError(f"drew {drawn}")
     return sample
+
+
+def hang_once(sample: dict[str, Any]) -> None:
+    """Takes 0.2 s for sample 3, and no time for the others."""
+    if sample["x"] == 3:
+        time.sleep(0.2)

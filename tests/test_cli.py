@@ -109,7 +109,8 @@ class TestRun:
         rows = [line.split() for line in tables.splitlines()]
         assert ["stage", "workers", "items", "busy", "of", "it", "cpu", "starved", "blocked", "idle"] in rows
         assert any(row[:1] == ["random_horizontal_flip"] and len(row) == 8 for row in rows)
-        assert reading.startswith("The loop waited")
+        assert reading.startswith("Verdict: ")
+        assert " To change: " in reading
         assert captured.err == ""
 
     def test_epochs_and_batches(self, pipeline: Path, ask: Callable[..., Any]) -> None:

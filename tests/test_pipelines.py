@@ -22,6 +22,7 @@ def _imagenet(photos: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "imagenet/train").symlink_to(photos)
     (tmp_path / "imagenet/shards").symlink_to(shards)
     monkeypatch.setenv("IMAGENET", str(tmp_path / "imagenet"))
+    monkeypatch.setenv("DECODE", "dali-cpu")
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

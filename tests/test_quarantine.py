@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,15 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.errors import ConfigError
-from loaderkit.quarantine import read_quarantine
+from loaderkit.quarantine import Quarantined, places_of, read_quarantine
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
 
 STAGES = ["read", "decode", {"random_resized_crop": {"size": 16}}, {"batch": {"size": 8}}]
 
@@ -107,7 +118,7 @@ def test_the_same_augmentation_as_in_its_epoch(tmp_path: Path, capsys: pytest.Ca
     assert found["good"] == []
 
 
-@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"key": "a"}', "\x00", "3"])
+@pytest.mark.parametrize("text", ["no JSON", "[1]", '{"key": "a"}', "\x00", "3", "[" * 100_000])
 def test_a_file_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"key": "a", "source": "b", "epoch": 0, "position": 3, "stage": "read", "error": "c"}\n\n' + text)
@@ -120,3 +131,83 @@ def test_it_goes_with_no_option_of_the_loop(folder: Path) -> None:
     pipeline = quarantined(folder, quarantine)
     assert main(["run", str(pipeline), "--only-quarantined", str(quarantine), "--batches", "3"]) == 2
     assert main(["run", str(pipeline), "--only-quarantined", str(folder / "none.jsonl")]) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": ["a"]},
+        {"key": 7},
+        {"source": None},
+        {"epoch": "0"},
+        {"epoch": -1},
+        {"epoch": 1.5},
+        {"epoch": True},
+        {"epoch": 10**30},
+        {"position": -3},
+        {"position": {}},
+    ],
+)
+def test_a_line_with_a_value_that_cannot_be_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps({"key": "a", "source": "b", "epoch": 0, "position": 3, **wrong}))
+    with pytest.raises(ConfigError, match=f"line 1: .*{next(iter(wrong))}"):
+        read_quarantine(path)
+
+
+class Shards:
+    """The same two keys in every archive."""
+
+    classes = None
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return 2 * len(self._names)
+
+    def key(self, index: int) -> str:
+        return "ab"[index % 2]
+
+    def origin(self, index: int) -> str:
+        return self._names[index // 2]
+
+
+def places(source: Any, *lines: tuple[str, str]) -> list[int | None]:
+    quarantined = [Quarantined(key, origin, 0, number) for number, (key, origin) in enumerate(lines)]
+    found = places_of(source, quarantined)
+    return [found.get(line) for line in quarantined]
+
+
+def test_keys_that_repeat_are_told_apart_by_their_archive() -> None:
+    """One name may be the end of another one, or of its path."""
+    source = Shards("01.tar", "1.tar", "a/1.tar")
+    lines = [("a", f"/data/{name}") for name in ("01.tar", "1.tar", "a/1.tar")]
+    assert places(source, *lines) == [0, 2, 4]
+    assert places(source, *reversed(lines)) == [4, 2, 0]
+
+
+def test_samples_of_another_data_set_are_announced(caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers are keys of every array and every data set."""
+    source = Shards("01.tar")
+    assert places(source, ("b", "/data/01.tar")) == [1]
+    assert caplog.text == ""
+    assert places(source, ("b", "/data/moved.tar"), ("c", "/data/01.tar")) == [1, None]
+    assert "1 of the samples was in another place: /data/moved.tar" in caplog.text
+
+
+def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys: Any) -> None:
+    """A sample is bad since its `call` took too long; its thread ends with the function, the one after it at once."""
+    pipeline = {
+        "source": {"kind": "dataset", "object": "of_draws:numbers", "fields": ["x"]},
+        "stages": ["read", {"call": {"function": "of_draws:hang_once", "timeout": "50ms"}}, {"batch": {"size": 4}}],
+    }
+    (tmp_path / "pipeline.yaml").write_text(json.dumps(pipeline))
+    lines = [{"key": key, "source": "of_draws:numbers", "epoch": 0, "position": 0} for key in ("3", "4")]
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    code, found = again(capsys, tmp_path / "pipeline.yaml", "--only-quarantined", tmp_path / "bad.jsonl")
+    assert code == 1
+    assert [one["key"] for one in found["bad"]] == ["3"]
+    assert "did not return within 0.05s" in found["bad"][0]["error"]
+    assert [one["key"] for one in found["good"]] == ["4"]
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.endswith("-limited")])

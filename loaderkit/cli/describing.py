@@ -138,4 +138,6 @@ def explain(
         workers = f"{pool['workers']} worker{'s' if pool['workers'] > 1 else ''}"
         here = ", in the process that trains" if "process" in pool else ""
         console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
+    for line in tuning.get("graph", ()):
+        console.tell(f"# DALI      {line}")
     console.tell(config.to_yaml(defaults=True).rstrip())

@@ -238,7 +238,7 @@ def _tell(result: dict[str, Any], step_s: float) -> None:
     if not result["batches"]:
         return
     print_summary(console.stdout(), result["stats"])
-    if step_s:
-        console.tell(f"\n{reading(result['stats'], 'The loop')}")
-    else:
-        console.tell("\nThe loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")
+    console.tell()
+    if not step_s:
+        console.tell("The loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")
+    console.tell(reading(result["stats"]))

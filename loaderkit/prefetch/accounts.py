@@ -7,9 +7,13 @@ lock). An account entry costs about a microsecond.
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import get_ident
 from time import thread_time
 
 Clock = Callable[[], float]
@@ -17,6 +21,7 @@ Clock = Callable[[], float]
 _RING_LENGTH = 256
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
+_LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 3.5 us: only where it was off the CPU for longer
 
 
 class States:
@@ -35,26 +40,72 @@ class States:
 class Histogram:
     """Durations in buckets a quarter of an octave wide: any percentile within 10 %, in bounded memory."""
 
-    __slots__ = ("counts",)
+    __slots__ = ("_counts", "_merged", "_others")
 
-    def __init__(self, counts: list[int] | None = None) -> None:
-        self.counts = counts or [0] * _NUM_BUCKETS
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # by bucket; a stage fills a score of the 160 there are
+        self._others: list[dict[int, int]] = []  # taken in, and not added up until somebody asks
+        self._merged: dict[int, int] | None = None
 
     def add(self, seconds: float, count: int) -> None:
         bucket = int(math.log2(seconds * 1e9) * _BUCKETS_PER_OCTAVE) if seconds > 1e-9 else 0
-        self.counts[min(bucket, _NUM_BUCKETS - 1)] += count
+        bucket = min(bucket, _NUM_BUCKETS - 1)
+        self._counts[bucket] = self._counts.get(bucket, 0) + count
+
+    def copy(self) -> Histogram:
+        """As it is now; for any thread."""
+        found = Histogram()
+        found._counts = self.counts.copy()
+        return found
+
+    def take_in(self, other: Histogram) -> None:
+        """Add what is in another one, which its thread may be writing to."""
+        self._others.append(other._counts.copy())
+
+    def minus(self, earlier: Histogram) -> Histogram:
+        """What has come since `earlier`."""
+        found = Histogram()
+        found._counts = {bucket: count - earlier.counts.get(bucket, 0) for bucket, count in self.counts.items()}
+        return found
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """How many durations by number of the bucket."""
+        if not self._others:
+            return self._counts
+        if self._merged is None:
+            merged = dict(self._counts)
+            for other in self._others:
+                for bucket, count in other.items():
+                    merged[bucket] = merged.get(bucket, 0) + count
+            self._merged = merged
+        return self._merged
+
+    def share_above(self, seconds: float) -> float:
+        """Of all the time in here, the share spent in durations above `seconds`; 0 without any."""
+        all_s = above_s = 0.0
+        for bucket, count in self.counts.items():
+            duration_s = _duration_of(bucket)
+            all_s += count * duration_s
+            above_s += count * duration_s * (duration_s > seconds)
+        return above_s / all_s if all_s else 0.0
 
     def percentile(self, share: float) -> float | None:
         """The duration in seconds below which `share` of all lie; None without any."""
-        total = sum(self.counts)
+        total = sum(self.counts.values())
         if total == 0:
             return None
         reached = 0
-        for bucket, count in enumerate(self.counts):
+        for bucket, count in sorted(self.counts.items()):
             reached += count
             if reached >= share * total:
-                return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)
+                return _duration_of(bucket)
         raise AssertionError("the counts sum to their total")
+
+
+def _duration_of(bucket: int) -> float:
+    """The middle of a bucket in seconds."""
+    return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)
 
 
 @dataclass
@@ -65,6 +116,7 @@ class StageTotals:
     num_bytes: int = 0
     num_failed: int = 0
     cpu_s: float = 0.0
+    delayed_s: float = 0.0  # ready to run, and no CPU was free
     services: Histogram = field(default_factory=Histogram)
 
 
@@ -73,8 +125,11 @@ class Account:
 
     __slots__ = (
         "_clock",
+        "_cpu_clock",
         "_cpu_since",
+        "_delayed_since",
         "_sequence",
+        "_thread",
         "is_wanted",
         "marks",
         "num_stages",
@@ -84,34 +139,59 @@ class Account:
         "state_s",
     )
 
-    def __init__(self, states: States, clock: Clock, *, first_state: int) -> None:
+    def __init__(self, states: States, clock: Clock, *, first_state: int, since_s: float | None = None) -> None:
+        """`since_s`: when it begins; default: now."""
         self._clock = clock
         self._sequence = 0
         self._cpu_since = 0.0
+        self._delayed_since = 0.0
+        self._thread = 0  # who is in a stage, and the clock of its CPU time for others to read
+        self._cpu_clock: int | None = None
         self.is_wanted = True  # False: its worker is to rest, since there are to be fewer
         self.num_stages = states.num_stages
         self.state_s = [0.0] * states.num_states
         self.stages = [StageTotals() for _ in range(states.num_stages)]
         self.open_state = first_state
-        self.since_s = clock()
+        self.since_s = clock() if since_s is None else since_s
         self.marks: deque[tuple[float, int]] = deque([(self.since_s, first_state)], maxlen=_RING_LENGTH)
 
     def enter(self, state: int) -> float:
         """End what the worker was doing and begin `state`; returns the time. To be called by the worker itself."""
         now = self._clock()
-        before = self.open_state
+        before, since_s = self.open_state, self.since_s
+        is_stage = before < self.num_stages
+        cpu_now = thread_time() if is_stage or state < self.num_stages else self._cpu_since
         self._sequence += 1
-        self.state_s[before] += now - self.since_s
+        self.state_s[before] += now - since_s
+        if is_stage:
+            self.stages[before].cpu_s += cpu_now - self._cpu_since
+        cpu_before, self._cpu_since = self._cpu_since, cpu_now
         self.open_state = state
         self.since_s = now
-        self._sequence += 1
         self.marks.append((now, state))
-        if before < self.num_stages or state < self.num_stages:
-            cpu_now = thread_time()
-            if before < self.num_stages:
-                self.stages[before].cpu_s += cpu_now - self._cpu_since
-            self._cpu_since = cpu_now
+        self._sequence += 1
+        if is_stage:
+            off_cpu_s = now - since_s - (cpu_now - cpu_before)
+            if off_cpu_s > _LOOK_S:
+                self._count_delay(self.stages[before], off_cpu_s)
+        elif state < self.num_stages:
+            self._begin_work(get_ident(), now - since_s)
         return now
+
+    def _begin_work(self, thread: int, waited_s: float) -> None:
+        """This thread enters a stage; it need not be the one that was in the last one."""
+        if thread != self._thread:
+            self._thread = thread
+            # Asked for by the thread itself: with the id of one that has ended the C library may crash.
+            self._cpu_clock = time.pthread_getcpuclockid(thread)
+        elif waited_s < _LOOK_S:
+            return
+        self._delayed_since = delayed_so_far_s()
+
+    def _count_delay(self, totals: StageTotals, most_s: float) -> None:
+        delayed_s = delayed_so_far_s()
+        totals.delayed_s += min(max(0.0, delayed_s - self._delayed_since), most_s)
+        self._delayed_since = delayed_s
 
     def served(self, stage: int, num_items: int, num_bytes: int) -> None:
         """Count what the open interval, in `stage`, was spent on."""
@@ -122,13 +202,39 @@ class Account:
             totals.services.add((self._clock() - self.since_s) / num_items, num_items)
 
     def read(self, now: float) -> list[float]:
-        """Seconds by state up to `now`, the open interval included; for any thread."""
+        """Seconds by state up to `now`, the open interval included and what came after `now` not; for any thread."""
         while True:
             sequence = self._sequence
             totals, state, since = list(self.state_s), self.open_state, self.since_s
-            if sequence == self._sequence and sequence % 2 == 0:
-                totals[state] += max(0.0, now - since)
-                return totals
+            if self._is_whole(sequence):
+                break
+        if since <= now:
+            totals[state] += now - since
+        else:  # the worker has gone on since `now`, in which time the reader may have waited for the GIL
+            for later, first, last in self.timeline(now, since):
+                totals[later] -= last - first
+        return totals
+
+    def read_cpu(self) -> list[float]:
+        """CPU seconds by stage, those of the open interval included; for any thread."""
+        while True:
+            sequence = self._sequence
+            found = [totals.cpu_s for totals in self.stages]
+            state, since = self.open_state, self._cpu_since
+            open_s = 0.0
+            if state < self.num_stages and self._cpu_clock is not None:
+                with suppress(OSError):  # the thread has just ended
+                    open_s = time.clock_gettime(self._cpu_clock) - since
+            if self._is_whole(sequence):
+                break
+        if open_s > 0:
+            found[state] += open_s
+        return found
+
+    def _is_whole(self, sequence: int) -> bool:
+        """Whether what was read since `sequence` was read is no half-written entry."""
+        # The writer itself may be reading: Ctrl-C came in the middle of an entry, and nobody will ever complete it.
+        return (sequence == self._sequence and sequence % 2 == 0) or self._thread == get_ident()
 
     def timeline(self, start_s: float, end_s: float) -> list[tuple[int, float, float]]:
         """(state, since, until) of what was done within [start_s, end_s), latest first, as far back as the marks go."""
@@ -143,3 +249,17 @@ class Account:
                 break
             until = since
         return found
+
+
+def delayed_so_far_s() -> float:
+    """How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not."""
+    try:
+        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return 0.0
+    try:
+        return int(os.read(descriptor, 64).split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    finally:
+        os.close(descriptor)

@@ -34,6 +34,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
+_ORDERS = ("resize", "set_depth")  # questions that are to be done, also if they are asked too early
 
 BOOT = """import json, os, pickle, sys
 *numbers, start, size = map(int, sys.argv[1:])
@@ -171,7 +172,10 @@ class Child:
             getattr(self._courier, name)(*arguments)
 
     def _answer(self, serial: int, question: str, *arguments: Any) -> None:
-        courier = self._courier
+        with self._lock:
+            courier = self._courier
+            if courier is None and question in _ORDERS:
+                self._early.append((question, *arguments))
         answer = getattr(courier, question)(*arguments) if courier is not None else None
         self._control.send(pickle.dumps((serial, answer), 5))
 

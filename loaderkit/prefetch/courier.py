@@ -10,6 +10,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Courier:
         self._generation = 0  # how many seeks the trainer has asked for
         self._held: dict[int, tuple[Any, list[Extent]]] = {}  # what keeps a batch's memory, until it is released
         self._number = 0
+        self._num_underway = 0  # sent, and not taken yet
         self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
         self._has_told_specs = False
         self._engine.seek(epoch, position)
@@ -77,6 +79,7 @@ class Courier:
                     continue
                 generation = self._generation
                 number = self._number = self._number + 1
+                self._num_underway += 1
             self._send(generation, number, destination)
             del destination
 
@@ -118,6 +121,8 @@ class Courier:
     def taken(self, released: list[int]) -> None:
         """The trainer has taken a batch, or dropped one behind a seek: it leaves the budget. Others nobody sees any more."""
         self.released(released)
+        with self._lock:
+            self._num_underway -= 1
         self._engine.intake.leave(1)
 
     def released(self, numbers: list[int]) -> None:
@@ -134,26 +139,21 @@ class Courier:
             self._generation = generation
             self._sent_s = None
 
-    def resize(self, stage: str, num_workers: int) -> None:
-        """Let so many threads of all processes together run a stage."""
-        self._engine.resize(stage, self._share.num_workers(num_workers))
+    def resize(self, stage: str, num_workers: int) -> ConfigError | None:
+        """Let so many threads of all processes together run a stage; the error, if there are not as many."""
+        return _refusal(lambda: self._engine.resize(stage, self._share.num_workers(num_workers)))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> ConfigError | None:
         """Change how far all processes together read ahead; the error, if that cannot be."""
-        share = self._share
-        try:
-            self._engine.set_depth(
-                None if num_batches is None else share.num_batches(num_batches),
-                None if memory_bytes is None else share.num_bytes(memory_bytes),
-            )
-        except ConfigError as error:
-            return error
-        return None
+        batches = None if num_batches is None else self._share.num_batches(num_batches)
+        num_bytes = None if memory_bytes is None else self._share.num_bytes(memory_bytes)
+        return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
     def stats(self, waiting_since_s: float | None) -> Stats:
         """The engine's accounts; `stall_s` is the wait the trainer is in, if any."""
-        self._engine.waiting_since_s = waiting_since_s
-        return self._engine.stats({}, 0)
+        self._engine.waits.begin(waiting_since_s)
+        found = self._engine.stats({}, 0)
+        return replace(found, num_ready=found.num_ready + self._num_underway)
 
     def report(self) -> Report:
         """Where the chunks of the awaited batch are, and what the threads do."""
@@ -163,6 +163,14 @@ class Courier:
     def close(self, join_s: float) -> None:
         """Stop the workers."""
         self._engine.close(join_s)
+
+
+def _refusal(change: Callable[[], None]) -> ConfigError | None:
+    try:
+        change()
+    except ConfigError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _open_job(job: wire.Parcel, arena: Arena) -> tuple[MakeEngine, Share, int]:

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def num_cpus() -> int:
     """CPUs this process may use: its affinity and its cgroup's quota (v2 and v1), whichever is less; at least 1."""
     available = len(os.sched_getaffinity(0))
-    for quota, period in _cgroup_quotas():
+    for folder in cgroup_folders():
+        quota, period = _quota_of(folder)
         if quota > 0 and period > 0:
             available = min(available, max(1, round(quota / period)))
     return available
 
 
-def _cgroup_quotas() -> list[tuple[int, int]]:
-    found = []
+def cgroup_folders() -> Iterator[Path]:
+    """Where the kernel keeps the CPU limits and counters of our cgroup and those around it, innermost first."""
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
+        return
     for line in groups:
         _, controllers, group = line.split(":", 2)
-        folder = Path("/sys/fs/cgroup" + ("" if not controllers else "/cpu")) / group.lstrip("/")
-        for place in (folder, *folder.parents):
-            try:
-                if not controllers:
-                    quota, period = (place / "cpu.max").read_text().split()
-                elif "cpu" in controllers.split(","):
-                    quota = (place / "cpu.cfs_quota_us").read_text()
-                    period = (place / "cpu.cfs_period_us").read_text()
-                else:
-                    break
-                found.append((int(quota), int(period)))
-            except (OSError, ValueError):  # no such file at this level, or "max"
-                continue
-    return found
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup" + ("/cpu" if controllers else ""))
+        folder = root / group.lstrip("/")
+        yield from (place for place in (folder, *folder.parents) if place.is_relative_to(root))
+
+
+def _quota_of(folder: Path) -> tuple[int, int]:
+    """(quota, period) in microseconds; zeros without a limit at this level."""
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        return int(quota), int(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return 0, 0

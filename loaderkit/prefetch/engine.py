@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
+from loaderkit.prefetch.intraop import threads_to_come_kept
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
@@ -82,11 +83,10 @@ class Engine:
         self.pools = [Pool(number, pool, self.states, clock) for number, pool in enumerate(pools)]
         self._stage_names = [stage.name for stage in stages]
         self._accounts = [pool.accounts for pool in self.pools]
-        self.stall_s: dict[str, float] = {}
+        self.waits = stalls.Waits()
         self.num_delivered = 0
         self.num_samples = 0
         self.first_wait_s: float | None = None
-        self.waiting_since_s: float | None = None
         self._timeout_s = timeout_s
         self._raises = raises
         num_workers = sum(pool.num_workers for pool in pools)
@@ -101,6 +101,7 @@ class Engine:
         )
         self._sizing = threading.Condition()  # of pools; workers that are not wanted wait on it
         may_serve_itself = self_service and not inline and len(pools) == 1
+        self._batch = next((number for number, stage in enumerate(stages) if stage.kind == "batch"), None)
         self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
         self._is_started = False
         self._is_closed = False
@@ -119,12 +120,17 @@ class Engine:
             self.pools[0].accounts.append(Account(self.states, self.clock, first_state=self.states.blocked))
             return
         with self._sizing:
-            self._start_missing_workers()
+            try:
+                self._start_missing_workers()
+            except BaseException as error:  # Ctrl-C, or no more threads to be had
+                self.intake.fail(error)
+                raise
 
     def resize(self, stage: str, num_workers: int) -> None:
         """Let so many workers run `stage` and what shares its pool, from now on; from any thread.
 
-        Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not.
+        Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not, and
+        where the system has no more threads: then it goes on with those there are.
         """
         self._check_usable()
         if self.inline:
@@ -133,15 +139,30 @@ class Engine:
             )
         pool = self._pool_of(stage)
         with self._sizing:
-            pool.num_workers = num_workers
-            for number, account in enumerate(pool.accounts):
-                account.is_wanted = number < num_workers
-            self._sizing.notify_all()
-            if self._is_started:
-                self._start_missing_workers()
+            self._check_usable()  # a thread that starts now would be joined by nobody
+            before = pool.num_workers
+            try:
+                self._want(pool, num_workers)
+                if self._is_started:
+                    self._start_missing_workers()
+            except BaseException as error:
+                self._want(pool, before)
+                if not isinstance(error, RuntimeError):
+                    raise
+                raise ConfigError(
+                    f"resize: {num_workers} workers for {stage!r} could not be started ({error}): the system allows no more "
+                    f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
+                ) from error
         self.intake.resize(sum(pool.num_workers for pool in self.pools))
         if pool.buffer is not None:
             pool.buffer.resize(2 * num_workers)
+
+    def _want(self, pool: Pool, num_workers: int) -> None:
+        """Let the first so many workers of a pool work, and the others rest. Under the lock of sizes."""
+        pool.num_workers = num_workers
+        for number, account in enumerate(pool.accounts):
+            account.is_wanted = number < num_workers
+        self._sizing.notify_all()
 
     def _pool_of(self, stage: str) -> Pool:
         for pool in self.pools:
@@ -155,54 +176,59 @@ class Engine:
         self.intake.set_depth(num_batches, memory_bytes)
 
     def _start_missing_workers(self) -> None:
-        """Start as many threads as are wanted and not there; returns when all of them run. Under the lock of sizes."""
+        """Start as many threads as are wanted and not there; returns when all of them run, or, raising, when none of them
+        is left. Under the lock of sizes."""
+        num_there = [len(pool.accounts) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
-        num_torch_threads = torch.get_num_threads()
+        since_s = self.clock()  # starting them is part of their time: a few milliseconds
         ready = threading.Barrier(len(missing) + 1)
-        try:
-            for pool, number in missing:
-                self._start_worker(pool, number, ready)
-            ready.wait()
-        except BaseException as error:
-            ready.abort()  # Ctrl-C, or no more threads to be had: let those go that run
-            self.intake.fail(error)
-            raise
-        finally:
-            # torch keeps one number for threads to come besides one for each thread: put back what the workers set.
-            torch.set_num_threads(num_torch_threads)
+        with threads_to_come_kept() as compute_alone:
+            try:
+                for pool, number in missing:
+                    self._start_worker(pool, number, ready, since_s, compute_alone)
+                ready.wait()
+            except BaseException:
+                ready.abort()  # let those go that run
+                for pool, num_before in zip(self.pools, num_there, strict=True):
+                    for thread in pool.threads[num_before:]:
+                        thread.join()
+                    del pool.accounts[num_before:], pool.threads[num_before:]
+                raise
 
-    def _start_worker(self, pool: Pool, number: int, ready: threading.Barrier) -> None:
-        account = Account(self.states, self.clock, first_state=self.states.starved)
+    def _start_worker(
+        self, pool: Pool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
+    ) -> None:
+        account = Account(self.states, self.clock, first_state=self.states.starved, since_s=since_s)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(
             target=self._work,
-            args=(pool, account, ready),
+            args=(pool, account, ready, compute_alone),
             name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
             daemon=True,
         )
-        pool.accounts.append(account)
         thread.start()
         pool.threads.append(thread)
+        pool.accounts.append(account)
 
     def next(self) -> Destination:
         """The next destination in order, complete; its error, if it has one, is still in it."""
-        self.start()
         begin = self.clock()
         if self.first_wait_s is None:
             self.first_wait_s = begin
-        self.waiting_since_s = begin
+        self.waits.begin(begin)
         service = self._self_service
         try:
+            self.start()
             destination = self._wait(begin)
             end = self.clock()
             if service is not None:
                 service.leaves(end)
-        finally:
-            self.waiting_since_s = None
+        except BaseException:
+            self.waits.begin(None)  # only waits that end in a batch count
+            raise
         assert destination.last_chunk is not None
         way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
-        for cause, seconds in self.attribute(begin, end, way).items():
-            self.stall_s[cause] = self.stall_s.get(cause, 0.0) + seconds
+        self.waits.end(self.attribute(begin, end, way))
         if destination.error is None:
             self.num_delivered += 1
             self.num_samples += len(destination)
@@ -223,10 +249,11 @@ class Engine:
     def _facts(self) -> stalls.Facts:
         return stalls.Facts(self.intake.is_short_of_memory, self._stage_names, self._accounts)
 
-    def open_wait(self, now: float) -> dict[str, float]:
-        """Seconds by cause of the wait that the consumer is in just now; for any thread."""
-        begin = self.waiting_since_s
-        if begin is None or begin >= now or os.getpid() != self._pid:  # a fork's lock may have been copied while held
+    def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
+        """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
+        if (
+            begin is None or begin >= now or os.getpid() != self._pid
+        ):  # in a fork's child nobody waits, nor opens the locks
             return {}
         head = self.intake.head()
         if head is not None and head.is_done:
@@ -285,12 +312,12 @@ class Engine:
         if self._has_ended:
             return
         self.intake.close()
-        self._is_closed = True
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
             pool.turns.close()
         with self._sizing:
+            self._is_closed = True
             self._sizing.notify_all()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
@@ -327,10 +354,9 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- the workers
 
-    def _work(self, pool: Pool, account: Account, ready: threading.Barrier) -> None:
-        torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
-        torch.set_num_threads(1)  # two threads inside an operation of a worker cost 13 % of the throughput
+    def _work(self, pool: Pool, account: Account, ready: threading.Barrier, compute_alone: Callable[[], None]) -> None:
         try:
+            compute_alone()  # two threads inside an operation of a worker cost 13 % of the throughput
             ready.wait()
             while True:
                 if not account.is_wanted:
@@ -436,13 +462,14 @@ class Engine:
     def _run_batch_stages(self, pool: Pool, account: Account, destination: Destination) -> None:
         try:
             if destination.result is None and destination.error is None:
+                # To pad is the work of `batch`, though `normalize` may have come since.
+                if self._batch in pool.plan.sample_stages and self._batch != pool.plan.sample_stages[-1]:
+                    self._enter(destination, account, self._batch)
                 destination.result = self.plan.finish(destination)
             for number in pool.plan.batch_stages:
                 if destination.cancelled or destination.error is not None:
                     break
-                now = account.enter(number)
-                assert destination.last_chunk is not None
-                destination.last_chunk.marks.append((now, number))
+                self._enter(destination, account, number)
                 first = int(destination.positions[0])
                 context = BatchContext(
                     destination.epoch, destination.step, first, destination.result["__key__"], destination.specs
@@ -451,3 +478,10 @@ class Engine:
                 account.served(number, len(destination), 0)
         except Exception as error:
             destination.error = error
+
+    @staticmethod
+    def _enter(destination: Destination, account: Account, stage: int) -> None:
+        """A worker begins with a stage on a whole batch."""
+        now = account.enter(stage)
+        assert destination.last_chunk is not None
+        destination.last_chunk.marks.append((now, stage))

@@ -1,194 +1,120 @@
-"""One of the processes that load, as the engine sees it: its memory, what it is told, and its batches as they arrive.
-
-link ──messages──> receiver ──> (late stages, when there is a GPU) ──> take()
-  ^                                                                      │
-  └── taken: one batch has left the budget; released: nobody sees them ──┘
-"""
+"""What the kernel says of this process: memory, CPU time, throttling, and how much of what was read came from a disk."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+import os
+import resource
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-import torch
+from loaderkit.prefetch.cpus import cgroup_folders
 
-from loaderkit.errors import WorkerDiedError
-from loaderkit.prefetch import wire
-from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
-from loaderkit.prefetch.late import LateStages
-from loaderkit.prefetch.ledger import Ledger
-from loaderkit.prefetch.link import Link
-from loaderkit.prefetch.receiver import Arrived, Inbox, Receiver, relay
-from loaderkit.prefetch.share import Share
-from loaderkit.prefetch.stats import StageStats, Stats, blank
-from loaderkit.prefetch.watch import Report
-from loaderkit.types import Stage
-
-logger = logging.getLogger("loaderkit")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every process is to do. `make_engine` makes the engine there: it is pickled, and gets a function that allocates
-    slabs, and its share. `preload` is the module that it is imported from. `late_stages` run here, on batches that have
-    arrived; `rows` name the stages that run there, with the workers of one process."""
+class HostStats:
+    """Counters since the process began, but for the resident memory, which is as it is now.
 
-    make_engine: Any
-    preload: str
-    rows: Sequence[StageStats]
-    memory_bytes: int  # of all processes
-    late_stages: Sequence[Stage] = ()
-    pinned: bool = False
+    None where the kernel does not tell: throttling without a cgroup that has a quota, bytes without /proc/self/io.
+    """
 
+    rss_bytes: int
+    rss_peak_bytes: int
+    cpu_s: float
+    throttled_s: float | None
+    read_bytes: int | None  # by system calls of this process, from wherever
+    disk_bytes: int | None  # of those, what the kernel had to fetch
 
-class Host:
-    """A process, from before it is started until it has ended. Belongs to the consumer's thread, but for `tell`, `ask`,
-    `stats`, `begin_closing` and `close`."""
-
-    def __init__(self, job: Job, share: Share) -> None:
-        self._job = job
-        self._share = share
-        self._late = LateStages(job.late_stages, time.perf_counter) if job.late_stages else None
-        self._link: Link | None = None
-        self._inbox: Inbox | None = None
-        self._ledger: Ledger | None = None
-        self._found: Arrived | None = None  # what `skim` came upon
-        self._telling = threading.Lock()
-        self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
-        self._latest = blank(job.rows, share.num_bytes(job.memory_bytes))  # what it said last
-
-    def start(self, place: tuple[int, int]) -> None:
-        """Start the process and send it its job; it imports what it needs meanwhile. Raises OSError, RuntimeError,
-        ConfigError; `close` ends what was begun."""
-        with stdio_occupied():
-            arena = Arena.create(self._share.of)
-            try:
-                allocator = Allocator(arena)
-                link = self._link = Link(arena, allocator, self._job.preload)
-                self._send_job(link, arena, allocator, place)
-            finally:
-                arena.release_descriptor()
-        with self._telling:
-            for order in self._early:
-                link.tell(*order)
-            self._early.clear()
-            self._ledger = Ledger(arena, pinned=self._job.pinned)
-            receiver = Receiver(link, self._ledger)
-            self._inbox = receiver if self._late is None else self._late.follow(receiver)
-
-    def _send_job(self, link: Link, arena: Arena, allocator: Allocator, place: tuple[int, int]) -> None:
-        job = (self._job.make_engine, self._share, torch.get_num_threads())
-        parcel, _ = wire.post(job, arena, allocator)
-        epoch, position = place
-        link.tell(
-            "job",
-            {
-                "job": parcel,
-                "begin": allocator.end,
-                "keep_pages": self._job.pinned,
-                "epoch": epoch,
-                "position": position,
-                "log_level": logger.getEffectiveLevel(),
-            },
+    def minus(self, earlier: HostStats) -> HostStats:
+        """The counters between two moments."""
+        return HostStats(
+            self.rss_bytes,
+            self.rss_peak_bytes,
+            self.cpu_s - earlier.cpu_s,
+            _difference(self.throttled_s, earlier.throttled_s),
+            _difference(self.read_bytes, earlier.read_bytes),
+            _difference(self.disk_bytes, earlier.disk_bytes),
         )
 
     @property
-    def pid(self) -> int | None:
-        """None before it is started."""
-        return self._link.pid if self._link is not None else None
+    def page_cache_hits(self) -> float | None:
+        """The share of the bytes read that was in the page cache; None if that cannot be known."""
+        if not self.read_bytes or self.disk_bytes is None:
+            return None
+        # Read-ahead may fetch more than is asked for, and memory-mapped files are fetched without a read.
+        return max(0.0, 1.0 - self.disk_bytes / self.read_bytes)
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether the process has begun to work, so that it may answer."""
-        return self._link is not None and self._link.is_awake
 
-    def tell(self, *order: Any) -> None:
-        """Give an order to the process, or to the one there will be."""
-        with self._telling:
-            if self._inbox is None:
-                self._early.append(order)
-                return
-        assert self._link is not None
-        self._link.tell(*order)
+Number = TypeVar("Number", int, float)
 
-    def ask(self, question: str, *arguments: Any) -> Any:
-        """The answer to a question; None if there is none."""
-        return self._link.ask(question, *arguments) if self._link is not None else None
 
-    # ------------------------------------------------------------------------------------------------- its batches
+def _difference(later: Number | None, earlier: Number | None) -> Number | None:
+    return None if later is None or earlier is None else later - earlier
 
-    def take(self, generation: int, timeout_s: float) -> Arrived | None:
-        """Its next batch; see `Inbox`. Raises EOFError when there will be none, as it has ended or is closed."""
-        found, self._found = self._found, None
-        inbox = self._inbox  # which another thread's `close` lets go
-        if inbox is None:
-            raise EOFError
-        if found is not None and found.generation == generation:
-            return found
-        if found is not None:
-            del found
-            inbox.taken()
-        return inbox.take(generation, timeout_s)
 
-    def skim(self, generation: int) -> None:
-        """Drop what was sent for a place that nobody wants any more: the process need not wait for its turn to go on."""
-        with suppress(EOFError):
-            self._found = self.take(generation, 0.0)
+def together(parts: Sequence[HostStats]) -> HostStats:
+    """The counters of several processes as those of one. Throttling is that of the cgroup they share: not a sum."""
+    throttled = [part.throttled_s for part in parts if part.throttled_s is not None]
+    return HostStats(
+        sum(part.rss_bytes for part in parts),
+        sum(part.rss_peak_bytes for part in parts),
+        sum(part.cpu_s for part in parts),
+        max(throttled, default=None),
+        _sum(part.read_bytes for part in parts),
+        _sum(part.disk_bytes for part in parts),
+    )
 
-    def taken(self) -> None:
-        """See `Inbox`."""
-        if (inbox := self._inbox) is not None:
-            inbox.taken()
 
-    def give_back(self) -> None:
-        """See `Inbox`."""
-        if (inbox := self._inbox) is not None:
-            inbox.give_back()
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    total = 0
+    for number in numbers:
+        if number is None:
+            return None
+        total += number
+    return total
 
-    # --------------------------------------------------------------------------------------------------- reports
 
-    def report(self) -> Report:
-        """Why its next batch is not there yet."""
-        silent = Report(f"process {self.pid} is still starting, or does not answer")
-        found: Report | None = self.ask("report")
-        return found or silent
+def host_stats() -> HostStats:
+    """The counters now; takes 0.1 ms."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    io = _pairs(Path("/proc/self/io"))
+    return HostStats(
+        rss_bytes=_resident_bytes() or usage.ru_maxrss * 1024,
+        rss_peak_bytes=usage.ru_maxrss * 1024,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        throttled_s=_throttled_s(),
+        read_bytes=io.get("rchar"),
+        disk_bytes=io.get("read_bytes"),
+    )
 
-    def stats(self, waiting_since_s: float | None, *, may_ask: bool) -> Stats:
-        """Its accounts; what it said last, if it does not answer. `stall_s` is the wait for it that the consumer is in."""
-        answer: Stats | None = self.ask("stats", waiting_since_s) if may_ask else None
-        self._latest = found = answer or replace(self._latest, stall_s={})
-        late = [] if self._late is None else self._late.rows(time.perf_counter())
-        return replace(found, stages=[*found.stages, *late])
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was started and is there no more."""
-        return self._link is not None and self._link.has_ended
+def _resident_bytes() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except OSError:  # no descriptor left, say
+        return None
 
-    def death(self) -> WorkerDiedError:
-        """What became of it, when it has ended by itself."""
-        assert self._link is not None
-        return self._link.death()
 
-    # ---------------------------------------------------------------------------------------------------- ending
+def _throttled_s() -> float | None:
+    """How long the tasks of our cgroup were kept from running by its CPU quota, or by one of those around it."""
+    found = []
+    for folder in cgroup_folders():
+        pairs = _pairs(folder / "cpu.stat")
+        if "throttled_usec" in pairs:  # version 2
+            found.append(pairs["throttled_usec"] / 1e6)
+        if "throttled_time" in pairs:  # version 1
+            found.append(pairs["throttled_time"] / 1e9)
+    return max(found, default=None)
 
-    def begin_closing(self, join_s: float) -> None:
-        """Tell it to end, and do not wait for that."""
-        if self._link is not None:
-            self._link.begin_closing(join_s)
 
-    def close(self, join_s: float) -> None:
-        """End it, by force after `join_s`; batches that were delivered stay valid."""
-        for message in self._link.close(join_s) if self._link is not None else ():
-            if isinstance(message, wire.LogMessage):
-                relay(message)
-        if self._inbox is not None:
-            self._inbox.close()
-        if self._ledger is not None:
-            self._ledger.close()
-        self._inbox = self._ledger = self._found = None  # an error's traceback would keep all of it alive
+def _pairs(path: Path) -> dict[str, int]:
+    """The numbers of a file with a name and a number a line; empty if there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    split = (line.replace(":", " ").split() for line in lines)
+    return {name: int(value) for name, value in (words for words in split if len(words) == 2) if value.isdigit()}

@@ -66,7 +66,7 @@ class Intake:
         self._failure: BaseException | None = None
         self._is_asleep = False  # the consumer waits, and will not look by itself before long
         self._is_waited_for = False  # the consumer waits, and makes no batch itself
-        self._num_ready = 0  # destinations in the queue that are complete
+        self.num_ready = 0  # destinations in the queue that are complete
         self.num_open = 0  # destinations in the queue, or cancelled with chunks still in a stage: they hold memory
         self.is_short_of_memory = False  # memory, not depth, is what keeps the next destination from being opened
 
@@ -125,13 +125,18 @@ class Intake:
             raise self._failure
         if not self._queue or not self._queue[0].is_done:
             return None
-        self._num_ready -= 1
+        self.num_ready -= 1
         if not keep:
             self.num_open -= 1
             has_room = not self._is_quick() or self.num_open <= self._plan.room[0] - self._burst()
             if has_room and self._resting and not self.is_self_service:
                 self._room.notify()
         return self._queue.popleft()
+
+    @property
+    def num_queued(self) -> int:
+        """Chunks that nobody has taken yet; for any thread."""
+        return len(self._chunks)
 
     @property
     def batch_s(self) -> float | None:
@@ -192,7 +197,7 @@ class Intake:
                 if destination.is_done or (num_untaken and not destination.num_pending):
                     self._drop(destination)
             self._queue.clear()
-            self._num_ready = 0
+            self.num_ready = 0
             self._at_end = False
             self._plan.seek(epoch, position)
             self._room.notify_all()
@@ -360,8 +365,8 @@ class Intake:
                 return
             destination.done_s = self._clock()
             destination.is_done = True
-            self._num_ready += 1
-            if self._is_asleep or not self._is_quick() or self._num_ready >= self._burst():
+            self.num_ready += 1
+            if self._is_asleep or not self._is_quick() or self.num_ready >= self._burst():
                 self._announce()
 
     def _announce(self) -> None:

@@ -37,7 +37,7 @@ class LateStages:
 
     def rows(self, now: float) -> list[StageStats]:
         """The thread's time by stage."""
-        rows = [StageStats(stage.name, 1) for stage in self._stages]
+        rows = [StageStats(stage.name, 1, kind=stage.kind) for stage in self._stages]
         if self._account is not None:
             add_account(rows, (rows[0], rows[-1]), self._account, self._states, now)
         return rows

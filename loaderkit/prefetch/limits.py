@@ -2,21 +2,23 @@
 
 Python cannot stop a thread. So a function with a limit runs in a companion of the worker's thread, and a worker that has
 waited long enough goes on without it: the companion is left behind with the function it hangs in, and ends when that ends.
-A call through a companion costs two thread switches, some 20 to 50 us; without a limit nothing.
+A call through a companion costs two thread switches, some 20 to 50 us; without a limit nothing. What it computes is not in its
+stage's `cpu_s`, which is the worker's: with a limit the stage looks as if it waited.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
+from loaderkit.prefetch.intraop import threads_to_come_kept
 from loaderkit.schema import format_seconds
 
+logger = logging.getLogger("loaderkit")
 Order = tuple[Callable[..., Any], tuple[Any, ...]]
 Answer = tuple[Any, BaseException | None]
 
@@ -30,6 +32,8 @@ class TimeLimit:
         self._lock = threading.Lock()
         self._own = threading.local()
         self._companions: WeakSet[_Companion] = WeakSet()
+        self._left_behind: list[threading.Thread] = []
+        self._num_to_warn_of = 10
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns or raises. Raises TimeoutError if it does neither in time; it may go on then."""
@@ -46,6 +50,7 @@ class TimeLimit:
             companion.end()
             if not isinstance(interruption, Empty):
                 raise
+            self._count_left_behind(companion.thread)
             raise TimeoutError(
                 f"the function did not return within {format_seconds(self._limit_s)} (stages.{self._stage}.timeout); its "
                 "thread is left behind"
@@ -53,6 +58,19 @@ class TimeLimit:
         if error is not None:
             raise error
         return result
+
+    def _count_left_behind(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._left_behind = [one for one in self._left_behind if one.is_alive()] + [thread]
+            count = len(self._left_behind)
+        if count >= self._num_to_warn_of:
+            self._num_to_warn_of *= 10
+            logger.warning(
+                "%d calls of stages.%s hang at once, each in a thread that cannot be ended from outside, with its sample in "
+                "memory: give what the function waits for a time limit of its own",
+                count,
+                self._stage,
+            )
 
     def close(self) -> None:
         """End all companions, those that hang once they come back. It may be called again after that."""
@@ -71,7 +89,8 @@ class _Companion:
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         # It must not know this object, or neither would ever end.
         arguments = (self._orders, self._answers)
-        threading.Thread(target=_serve, args=arguments, name=name[:64], daemon=True).start()
+        self.thread = threading.Thread(target=_serve, args=arguments, name=name[:64], daemon=True)
+        self.thread.start()
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float) -> Answer:
         """What came of it. Raises Empty if nothing has by then."""
@@ -86,8 +105,8 @@ class _Companion:
 
 
 def _serve(orders: SimpleQueue[Order | None], answers: SimpleQueue[Answer]) -> None:
-    torch.get_num_threads()  # makes torch initialise this thread, which would undo the next line later
-    torch.set_num_threads(1)  # as in the workers
+    with threads_to_come_kept() as compute_alone:
+        compute_alone()  # as in the workers
     while (order := orders.get()) is not None:
         function, arguments = order
         try:

@@ -19,7 +19,7 @@ from loaderkit.prefetch.free_memory import check_room
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
-from loaderkit.stages.batch import pad
+from loaderkit.stages.batch import pad, put_together
 from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
 
 _BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
@@ -61,6 +61,7 @@ class BatchPlan:
         num_batches: int,
         memory_bytes: int,
         pinned: bool,
+        whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
         share: Share = WHOLE,
     ) -> None:
@@ -76,6 +77,7 @@ class BatchPlan:
         self._num_batches = num_batches
         self.memory_bytes = memory_bytes
         self._pinned = pinned
+        self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
         self._share = share
         self._ahead: _Ahead | None = None
@@ -206,6 +208,8 @@ class BatchPlan:
         destination.specs = self.specs
         destination.fields = self.slabs.take()
         size = len(positions)
+        if self._whole_chunks:
+            chunk_size = size
         for name in self._loose:
             destination.values[name] = [None] * size
         for lo in range(0, size, chunk_size):
@@ -265,7 +269,9 @@ class BatchPlan:
                 continue
             values = destination.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
-            if spec.kind == "pad":
+            if spec.kind == "rendered":
+                batch[name] = put_together(kept)
+            elif spec.kind == "pad":
                 batch[name], batch[f"{name}_sizes"] = pad(kept, self._shape.pad_value)
             else:
                 batch[name] = kept

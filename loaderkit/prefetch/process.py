@@ -22,10 +22,11 @@ from typing import Any
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
 from loaderkit.order import Schedule
 from loaderkit.prefetch import stalls, wire
-from loaderkit.prefetch.host import Host, Job
+from loaderkit.prefetch.host import host_stats
 from loaderkit.prefetch.receiver import Arrived
+from loaderkit.prefetch.remote import Host, Job
 from loaderkit.prefetch.share import Share
-from loaderkit.prefetch.stats import Stats, merged, peak_rss_bytes
+from loaderkit.prefetch.stats import Stats, merged
 from loaderkit.prefetch.watch import Patience
 
 _JOIN_S = 10.0
@@ -52,11 +53,12 @@ class ProcessEngine:
         self._has_ended = False
         self._closing = threading.RLock()  # the collector may close it within a close
         self._pid = os.getpid()
-        self._stall_s: dict[str, float] = {}
+        self._workers = {row.name: num_processes * row.workers for row in job.rows}
+        self._depth = (job.num_batches, job.memory_bytes)
+        self._waits = stalls.Waits()
         self._num_delivered = 0
         self._num_samples = 0
         self._first_wait_s: float | None = None
-        self._waiting_since_s: float | None = None
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
@@ -79,23 +81,31 @@ class ProcessEngine:
             raise
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let so many threads of all processes together run a stage. Raises ConfigError for one they do not run."""
+        """Let so many threads of all processes together run a stage. Raises ConfigError for one they do not run, and
+        where the system has no more threads: then all of them go on as before."""
         self._check_usable()
-        names = [row.name for row in self._job.rows]
-        if stage not in names:
+        pool = next((pool for pool in self._job.pools if stage in pool), None)
+        if pool is None:
+            names = [row.name for row in self._job.rows]
             why = "runs in the trainer's process, by one thread" if self._job.late_stages else "does not exist"
             raise ConfigError(f"stage {stage!r} {why} and cannot be resized; {', '.join(names)} can")
-        for host in self._hosts:
-            host.tell("resize", stage, num_workers)
+        self._order("resize", (stage, num_workers), (stage, self._workers[stage]))
+        self._workers.update(dict.fromkeys(pool, num_workers))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead in all. Raises ConfigError if the memory holds not even one batch."""
         self._check_usable()
-        for host in self._hosts:
-            if not host.is_awake:
-                host.tell("set_depth", num_batches, memory_bytes)
-            elif (refused := host.ask("set_depth", num_batches, memory_bytes)) is not None:
-                raise refused  # the first one does, if any: their batches are alike
+        self._order("set_depth", (num_batches, memory_bytes), self._depth)
+        self._depth = (num_batches or self._depth[0], memory_bytes or self._depth[1])
+
+    def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
+        """Let all processes do something, or none: raises what one of them refuses it with, once the others are as before."""
+        for number, host in enumerate(self._hosts):
+            refused = host.order(name, *sizes)
+            if refused is not None:
+                for other in self._hosts[:number]:
+                    other.order(name, *before)
+                raise refused
 
     def seek(self, epoch: int, position: int) -> None:
         """Go on from another place, unless the next batch is the one there."""
@@ -115,18 +125,19 @@ class ProcessEngine:
 
     def next(self) -> wire.Delivered:
         """The next batch in order; its error, if it has one, is still in it."""
-        self.start()
-        if self._failure is not None:
-            raise self._failure
         begin = time.perf_counter()
         if self._first_wait_s is None:
             self._first_wait_s = begin
-        self._waiting_since_s = begin
+        self._waits.begin(begin)
         try:
+            self.start()
+            if self._failure is not None:
+                raise self._failure
             batch = self._take()
             end = time.perf_counter()
-        finally:
-            self._waiting_since_s = None
+        except BaseException:
+            self._waits.begin(None)  # only waits that end in a batch count
+            raise
         self._charge(batch, begin, end)
         if batch.error is None:
             self._num_delivered += 1
@@ -174,23 +185,25 @@ class ProcessEngine:
             *batch.segments,
             stalls.Segment(batch.done_s, end, stalls.WAKEUP),
         ]
-        for cause, seconds in stalls.charge(segments, begin, end).items():
-            self._stall_s[cause] = self._stall_s.get(cause, 0.0) + seconds
+        self._waits.end(stalls.charge(segments, begin, end))
 
     # ------------------------------------------------------------------------------------------------- any thread
 
     def stats(self, tuning: dict[str, Any], run: int) -> Stats:
         """The accounts up to now, of all processes together; what they said last, if they do not answer."""
-        since, turn = self._waiting_since_s, self._turn
+        asked_since_s, turn = self._waits.since_s, self._turn
         may_ask = not self._is_closed and os.getpid() == self._pid
         found = merged(
-            [host.stats(since if n == turn else None, may_ask=may_ask) for n, host in enumerate(self._hosts)]
+            [host.stats(asked_since_s if n == turn else None, may_ask=may_ask) for n, host in enumerate(self._hosts)]
         )
-        now = time.perf_counter()
-        stall_s = dict(self._stall_s)
-        if since is not None:
-            for cause, seconds in (found.stall_s or {stalls.START: now - since}).items():
-                stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+        stall_s, since_s, now = self._waits.read(time.perf_counter)
+        if since_s is not None:
+            waited = found.stall_s if since_s == asked_since_s else {}
+            so_far_s = sum(waited.values())
+            if so_far_s <= 0:
+                waited, so_far_s = {stalls.START: 1.0}, 1.0
+            for cause, seconds in waited.items():  # the answers took their time, too
+                stall_s[cause] = stall_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         return replace(
             found,
             run=run,
@@ -201,7 +214,7 @@ class ProcessEngine:
             stall_s=stall_s,
             memory={
                 **found.memory,
-                "rss_peak_bytes": peak_rss_bytes(),
+                "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": found.memory["rss_peak_bytes"],
             },
             tuning={**tuning, "pids": [host.pid for host in self._hosts if host.pid is not None]},

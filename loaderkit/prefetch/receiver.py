@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,7 +52,8 @@ class Receiver:
 
     def take(self, generation: int = 0, timeout_s: float = 0.0) -> Arrived | None:
         """See `Inbox`; what was sent behind a later seek counts as well."""
-        while (message := self._link.receive(timeout_s)) is not None:
+        deadline = time.monotonic() + timeout_s  # of all messages together: what it logs is no batch
+        while (message := self._link.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if isinstance(message, wire.BatchMessage):
                 batch = self._open(message)
                 if message.generation >= generation:

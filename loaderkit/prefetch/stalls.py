@@ -8,10 +8,10 @@ executed meanwhile; after it had landed it is `wakeup`. The parts sum to the wai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from loaderkit.prefetch.accounts import Account
+from loaderkit.prefetch.accounts import Account, Clock
 
 START = "start"
 MEMORY = "memory"
@@ -24,6 +24,47 @@ _ARRIVED = -1_000_000  # ends the marks; no number of a queue
 _MOMENT_S = (
     50e-6  # a hand-off, not a wait: charged to where it led, as to look at what the workers did takes 10 us a batch
 )
+
+
+class Waits:
+    """The consumer's waits: those that ended, by cause, and since when it has been in one.
+
+    Its thread writes both at once, so that no reader finds a wait twice, or not at all while it is being charged.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state: tuple[dict[str, float], float | None] = ({}, None)
+
+    @property
+    def ended_s(self) -> dict[str, float]:
+        """Seconds by cause of the waits that ended."""
+        return self._state[0]
+
+    @property
+    def since_s(self) -> float | None:
+        """Since when there is a wait; None: there is none."""
+        return self._state[1]
+
+    def begin(self, now: float | None) -> None:
+        """A wait begins; None: there is none, or one ended that does not count."""
+        self._state = (self._state[0], now)
+
+    def end(self, causes: Mapping[str, float]) -> None:
+        """The wait has ended in a batch: its seconds by cause."""
+        ended = dict(self._state[0])
+        for cause, seconds in causes.items():
+            ended[cause] = ended.get(cause, 0.0) + seconds
+        self._state = (ended, None)
+
+    def read(self, clock: Clock) -> tuple[dict[str, float], float | None, float]:
+        """What ended, since when there is a wait, and a time at which both were so; for any thread."""
+        while True:
+            state = self._state
+            now = clock()
+            if state is self._state:
+                return dict(state[0]), state[1], now
 
 
 class Way(NamedTuple):

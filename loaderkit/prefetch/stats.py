@@ -7,12 +7,14 @@ that the rows of a pool sum to its workers' time. Stall time: what the consumer 
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
+from loaderkit.prefetch.host import HostStats, host_stats, together
+from loaderkit.prefetch.turns import Trial, merged_trials
+from loaderkit.prefetch.verdict import Verdict, verdict
 
 if TYPE_CHECKING:
     from loaderkit.prefetch.engine import Engine
@@ -29,29 +31,22 @@ class StageStats:
     num_failed: int = 0
     busy_s: float = 0.0
     cpu_s: float = 0.0
+    delayed_s: float = 0.0  # of busy: ready to run, and no CPU was free
     starved_s: float = 0.0
     blocked_s: float = 0.0
     idle_s: float = 0.0
+    num_queued: int = 0  # chunks that wait for its workers, at this moment
     services: Histogram = field(default_factory=Histogram)
+    kind: str = ""
 
     @property
     def slot_s(self) -> float:
         return self.busy_s + self.starved_s + self.blocked_s + self.idle_s
 
     def minus(self, earlier: StageStats) -> StageStats:
-        return StageStats(
-            self.name,
-            self.workers,
-            self.num_items - earlier.num_items,
-            self.num_bytes - earlier.num_bytes,
-            self.num_failed - earlier.num_failed,
-            self.busy_s - earlier.busy_s,
-            self.cpu_s - earlier.cpu_s,
-            self.starved_s - earlier.starved_s,
-            self.blocked_s - earlier.blocked_s,
-            self.idle_s - earlier.idle_s,
-            Histogram([a - b for a, b in zip(self.services.counts, earlier.services.counts, strict=True)]),
-        )
+        services = self.services.minus(earlier.services)
+        counted = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        return replace(self, services=services, **counted)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -61,6 +56,7 @@ class StageStats:
             "num_bytes": self.num_bytes,
             "busy_s": self.busy_s,
             "cpu_s": self.cpu_s,
+            "delayed_s": self.delayed_s,
             "starved_s": self.starved_s,
             "blocked_s": self.blocked_s,
             "idle_s": self.idle_s,
@@ -68,7 +64,15 @@ class StageStats:
             "p50_s": self.services.percentile(0.5),
             "p99_s": self.services.percentile(0.99),
             "num_failed": self.num_failed,
+            "num_queued": self.num_queued,
         }
+
+
+_COUNTERS = tuple(
+    field.name
+    for field in fields(StageStats)
+    if field.name not in ("name", "workers", "services", "kind", "num_queued")
+)
 
 
 @dataclass
@@ -82,28 +86,62 @@ class Stats:
     num_samples: int
     stall_s: dict[str, float]
     stages: list[StageStats]
+    num_ready: int  # batches that are complete, at this moment
+    num_open: int  # batches in the budget, complete or not, at this moment
     memory: dict[str, int]
+    host: HostStats  # of the processes in which the workers are
     tuning: dict[str, Any]
+    lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
+    trials: dict[str, Trial] = field(default_factory=dict)
+    """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
         if earlier.run != self.run:
             raise ValueError("`since` is a moment before an error or Ctrl-C ended that run; counters have begun anew")
-        causes = {**earlier.stall_s, **self.stall_s}
-        return Stats(
-            run=self.run,
-            now_s=self.now_s,
+        return replace(
+            self,
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
             num_samples=self.num_samples - earlier.num_samples,
-            # An open wait is attributed anew when it ends, so a cause may shrink a little between two moments.
-            stall_s={
-                cause: max(0.0, self.stall_s.get(cause, 0.0) - earlier.stall_s.get(cause, 0.0)) for cause in causes
-            },
+            stall_s=_rise(earlier.stall_s, self.stall_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
-            memory=self.memory,
-            tuning=self.tuning,
+            host=self.host.minus(earlier.host),
+            lateness=self.lateness.minus(earlier.lateness),
         )
+
+    def slimmed(self) -> Stats:
+        """The same without what a time series does not show, to be kept."""
+        nothing = Histogram()
+        stages = [replace(row, services=nothing) for row in self.stages]
+        return replace(self, stages=stages, tuning={"batches": self.tuning.get("batches")})
+
+    def to_point(self, wall_s: float) -> dict[str, Any]:
+        """A point of the time series: what happened on average in an interval of `wall_s`, which may lie before the first wait
+        for a batch, and how things stood at its end."""
+        return {
+            "at_s": self.now_s,
+            "seconds": wall_s,
+            "samples_per_s": self.num_samples / wall_s,
+            "bytes_per_s": sum(row.num_bytes for row in self.stages) / wall_s,
+            "stall": {cause: seconds / wall_s for cause, seconds in self.stall_s.items() if seconds},
+            "busy": {row.name: row.busy_s / wall_s for row in self.stages},
+            "workers": {row.name: row.workers for row in self.stages},
+            "queued": {row.name: row.num_queued for row in self.stages},
+            "ready": self.num_ready,
+            "open": self.num_open,
+            "batches": self.tuning.get("batches"),
+            "live_bytes": self.memory["live_bytes"],
+            "rss_bytes": self.host.rss_bytes,
+            "cpus": self.host.cpu_s / wall_s,
+            "throttled": None if self.host.throttled_s is None else self.host.throttled_s / wall_s,
+            "page_cache_hits": self.host.page_cache_hits,
+            "late_s": self.lateness.percentile(0.5),
+        }
+
+    def verdict(self) -> Verdict:
+        """Which stage is the bottleneck, how sure that is, why, and what to change; see `loaderkit.prefetch.verdict`."""
+        return verdict(self)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
@@ -123,14 +161,37 @@ class Stats:
                 "samples_per_s": self.num_samples / wall_s if self.wall_s > 0 else 0.0,
                 "bytes_per_s": sum(stage.num_bytes for stage in self.stages) / wall_s if self.wall_s > 0 else 0.0,
             },
-            "memory": self.memory,
+            "queue": {"ready": self.num_ready, "open": self.num_open},
+            "memory": {**self.memory, "rss_bytes": self.host.rss_bytes},
+            "host": {
+                "cpu_s": self.host.cpu_s,
+                "throttled_s": self.host.throttled_s,
+                "read_bytes": self.host.read_bytes,
+                "disk_bytes": self.host.disk_bytes,
+                "page_cache_hits": self.host.page_cache_hits,
+                "late_p50_s": self.lateness.percentile(0.5),
+                "late_p99_s": self.lateness.percentile(0.99),
+            },
             "tuning": self.tuning,
+            "verdict": verdict(self)._asdict(),
         }
 
 
+def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:
+    """How much every cause's stall has grown; none below 0, and they sum to the growth of the sum.
+
+    A wait that is still open is charged by what keeps it waiting now. When it ends it may be another chunk that came last:
+    then what was charged to one cause stands under another one. That came before the interval; the others share it.
+    """
+    grown = {cause: later.get(cause, 0.0) - earlier.get(cause, 0.0) for cause in {**earlier, **later}}
+    total = max(0.0, sum(grown.values()))
+    risen = sum(seconds for seconds in grown.values() if seconds > 0)
+    return {cause: max(0.0, seconds) * total / risen if risen else 0.0 for cause, seconds in grown.items()}
+
+
 def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
-    """The accounts before anything has run. `rows` name the stages and their workers."""
-    memory = dict.fromkeys(("slab_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
+    """The accounts before anything has run, in a process that is not there yet. `rows` name the stages and their workers."""
+    memory = dict.fromkeys(("slab_bytes", "batch_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
     return Stats(
         run=0,
         now_s=0.0,
@@ -139,7 +200,10 @@ def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
         num_samples=0,
         stall_s={},
         stages=list(rows),
+        num_ready=0,
+        num_open=0,
         memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
+        host=replace(host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0),
         tuning={},
     )
 
@@ -160,61 +224,73 @@ def merged(parts: Sequence[Stats]) -> Stats:
         num_samples=sum(part.num_samples for part in parts),
         stall_s=stall_s,
         stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],
+        num_ready=sum(part.num_ready for part in parts),
+        num_open=sum(part.num_open for part in parts),
         memory={
-            name: (max if name == "slab_bytes" else sum)(part.memory[name] for part in parts)  # the size of one slab
+            name: (max if name in ("slab_bytes", "batch_bytes") else sum)(part.memory[name] for part in parts)
             for name in first.memory
+        },
+        host=together([part.host for part in parts]),
+        lateness=_all_of(part.lateness for part in parts),
+        trials={
+            stage: merged_trials([part.trials[stage] for part in parts if stage in part.trials])
+            for stage in {stage: None for part in parts for stage in part.trials}
         },
     )
 
 
 def _sum(rows: Sequence[StageStats]) -> StageStats:
     """The rows of one stage as one row."""
-    counters = [f.name for f in fields(StageStats) if f.name not in ("name", "services")]
-    summed = {name: sum(getattr(row, name) for row in rows) for name in counters}
-    services = [sum(counts) for counts in zip(*(row.services.counts for row in rows), strict=True)]
-    return replace(rows[0], **summed, services=Histogram(services))
+    counted = {name: sum(getattr(row, name) for row in rows) for name in (*_COUNTERS, "workers", "num_queued")}
+    return replace(rows[0], **counted, services=_all_of(row.services for row in rows))
 
 
-def peak_rss_bytes() -> int:
-    """The most resident memory this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _all_of(histograms: Iterable[Histogram]) -> Histogram:
+    found = Histogram()
+    for histogram in histograms:
+        found.take_in(histogram.copy())  # which adds up what that one has taken in itself
+    return found
 
 
 def add_account(
     rows: Sequence[StageStats], ends: tuple[StageStats, StageStats], account: Account, states: States, now: float
 ) -> None:
     """Add one worker's time to the rows of its stages, by number; what it waited for to those of its pool's `ends`."""
-    state_s = account.read(now)
+    state_s, cpu_s = account.read(now), account.read_cpu()
     first, last = ends
     first.starved_s += state_s[states.starved]
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
     for number, totals in enumerate(account.stages):
+        if not (state_s[number] or totals.num_items or totals.num_failed):
+            continue
         row = rows[number]
         row.busy_s += state_s[number]
-        row.cpu_s += totals.cpu_s
+        row.cpu_s += cpu_s[number]
+        row.delayed_s += totals.delayed_s
         row.num_items += totals.num_items
         row.num_bytes += totals.num_bytes
         row.num_failed += totals.num_failed
-        row.services = Histogram([a + b for a, b in zip(row.services.counts, totals.services.counts, strict=True)])
+        row.services.take_in(totals.services)
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
     """The accounts of an engine, up to now; from any thread, in well under a millisecond."""
-    now = engine.clock()
-    rows = [StageStats(stage.name, 0) for stage in engine.stages]
+    stall_s, waiting_since_s, now = engine.waits.read(engine.clock)
+    for cause, seconds in engine.open_wait(waiting_since_s, now).items():
+        stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+    rows = [StageStats(stage.name, 0, kind=stage.kind) for stage in engine.stages]
     for pool in engine.pools:
         numbers = pool.plan.stages
         first, last = rows[numbers[0]], rows[numbers[-1]]
         for number in numbers:
             rows[number].workers = pool.num_workers
+        first.num_queued = engine.intake.num_queued if pool.buffer is None else len(pool.buffer)
         for account in pool.accounts:
             # Inline, one account serves all pools; threads only ever enter their own pool's stages.
             add_account(rows, (first, last), account, engine.states, now)
-    stall_s = dict(engine.stall_s)
-    for cause, seconds in engine.open_wait(now).items():
-        stall_s[cause] = stall_s.get(cause, 0.0) + seconds
     slabs = engine.plan.slabs
+    host = host_stats()
     slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
     return Stats(
         run=run,
@@ -224,13 +300,18 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         num_samples=engine.num_samples,
         stall_s=stall_s,
         stages=rows,
+        num_ready=engine.intake.num_ready,
+        num_open=engine.intake.num_open,
         memory={
             "budget_bytes": engine.plan.memory_bytes,
             "slab_bytes": slab_bytes,
+            "batch_bytes": engine.plan.batch_bytes,
             "open_bytes": engine.intake.num_open * engine.plan.batch_bytes,
             "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
-            "rss_peak_bytes": peak_rss_bytes(),
+            "rss_peak_bytes": host.rss_peak_bytes,
         },
+        host=host,
         tuning=tuning,
+        trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
     )

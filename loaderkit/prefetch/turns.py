@@ -8,18 +8,29 @@ them works alone for a few chunks, and whichever way was faster is kept for a wh
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
 from time import thread_time
 from typing import NamedTuple
 
-from loaderkit.prefetch.accounts import Account, Clock
+from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 
 _WINDOW = 12  # chunks a way is tried for
 _PATIENCE = 1000  # chunks until the other way is tried again
 _PATIENCE_S = 5.0  # and no longer than that with one worker alone: its store may have turned slow
-_BUSY_SHARE = 0.75  # of the time on the CPU: more of it means that the GIL is not what is waited for
+_BUSY_SHARE = (
+    0.75  # of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for
+)
+# How long a thread that wakes up waits for the GIL says whether the others hold it. Beside four other programs on two CPUs:
+# 1.1 to 3 ms where two or four threads are in Python, 0.1 to 0.7 in a decoder. A shorter sleep ends before another one has
+# taken the GIL. Asked only where chunks take so long that it costs nothing.
+_PROBE_S = 1e-3
+_HELD_S = 0.9e-3
+_LONG_S = 2e-3
+_NUM_PROBES = 3
 _GAIN = 1.05
 _LEAST = 3  # chunks after which a trial that plainly loses is given up
 _HOPELESS = 0.7
@@ -27,19 +38,55 @@ _MOST_PATIENCE = 64 * _PATIENCE
 
 
 class Ticket(NamedTuple):
-    """A chunk being worked on: how many workers were inside with it, since when, and the thread's CPU time then."""
+    """A chunk being worked on: how many workers were inside with it, since when, and then: the thread's CPU time, the time
+    it was ready to run with no CPU free, and for how long workers had overlapped so far."""
 
     num_inside: int
     since_s: float
     cpu_since_s: float
+    delayed_since_s: float
+    overlap_since_s: float
+
+
+class Trial(NamedTuple):
+    """What came of letting all workers work, or one alone."""
+
+    alone_share: float | None = None
+    """What one alone got done, in shares of what all did together. About one over their number: each goes at its own pace.
+    About 1: there is something that only one of them can use at a time. None: there was no reason to try."""
+    waiting_share: float | None = None
+    """Of the time in which workers that overlapped could have had a CPU, how much they waited for something else."""
+    gil_wait_s: float | None = None
+    """How long one that woke up waited for Python's lock, which others beside it may hold, in the median."""
+
+    @property
+    def holds_gil(self) -> bool | None:
+        """Whether a worker keeps others from Python's lock; None: not known."""
+        return None if self.gil_wait_s is None else self.gil_wait_s > _HELD_S
+
+
+def merged_trials(trials: Sequence[Trial]) -> Trial:
+    """What came of the same trial in several processes that each let their own workers take turns: what they saw on average,
+    those that saw anything."""
+    known = ([value for value in values if value is not None] for values in zip(*trials, strict=True))
+    return Trial(*(fmean(values) if values else None for values in known))
+
+
+@dataclass
+class _Together:
+    """What was got done while workers overlapped, from when on."""
+
+    num_samples: float = 0.0
+    overlap_begun_s: float = 0.0
 
 
 class Turns:
     """Lets the workers of one pool take chunks: all of them, or one."""
 
-    def __init__(self, clock: Clock, cpu_clock: Clock = thread_time) -> None:
+    def __init__(self, clock: Clock, cpu_clock: Clock = thread_time, delay_clock: Clock = delayed_so_far_s) -> None:
         self._clock = clock
         self._cpu_clock = cpu_clock
+        self._delay_clock = delay_clock
         self._change = threading.Condition()
         self._chosen: Account | None = None  # who works while only one does
         self._num_inside = 0
@@ -47,10 +94,18 @@ class Turns:
         self._until_s = 0.0  # one alone, and settled: when all are tried again at the latest
         self._patience = _PATIENCE  # doubled with every trial that was lost
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
+        self._undelayed_speeds: deque[float] = deque(maxlen=_WINDOW)  # of each worker, had it always had a CPU
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
+        self._gil_waits: deque[float] = deque(maxlen=_WINDOW)
+        self._is_long = False  # chunks take so long that to ask for the GIL costs nothing
         self._free_speed: float | None = None  # with all workers, if that was just measured
         self._is_closed = False
         self.one_at_a_time = False
+        self._together = _Together()
+        self._together_s = 0.0  # how long workers overlapped in the window that ended last
+        self._overlap_s = 0.0  # how long two workers or more have been inside, while it is measured
+        self._changed_s = 0.0
+        self.trial = Trial()  # the last one
 
     def wait(self, account: Account, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
         """Return when this worker may take a chunk; until then it is accounted as idle. `pass_on` wakes another worker that
@@ -76,9 +131,13 @@ class Turns:
         """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
         if self._num_left > _WINDOW:
             return None
+        if self._is_long and self._num_inside and not self.one_at_a_time:
+            self._gil_waits.append(self._ask_for_gil())
         with self._change:
+            now = self._clock()
+            self._note_overlap(now)
             self._num_inside += 1
-            return Ticket(self._num_inside, self._clock(), self._cpu_clock())
+            return Ticket(self._num_inside, now, self._cpu_clock(), self._delay_clock(), self._overlap_s)
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it: note what came of that."""
@@ -88,18 +147,42 @@ class Turns:
                 with self._change:
                     self._let_all_in(_WINDOW)
             return
-        seconds, cpu_s = max(self._clock() - ticket.since_s, 1e-9), self._cpu_clock() - ticket.cpu_since_s
+        cpu_s, delayed_s = self._cpu_clock() - ticket.cpu_since_s, self._delay_clock() - ticket.delayed_since_s
         with self._change:
+            now = self._clock()
+            seconds = max(now - ticket.since_s, 1e-9)
             num_inside = max(ticket.num_inside, self._num_inside)
+            self._note_overlap(now)
             self._num_inside -= 1
+            self._is_long = seconds > _LONG_S
+            if not self.one_at_a_time:
+                self._together.num_samples += num_samples * (self._overlap_s - ticket.overlap_since_s) / seconds
             # A worker beside nobody says nothing of all of them, nor does one beside others of one alone.
             if (num_inside == 1) != self.one_at_a_time:
                 return
             self._speeds.append(num_inside * num_samples / seconds)
-            self._cpu_shares.append(cpu_s / seconds)
+            # A thread that another program keeps from its CPU does not wait: one alone would be no better off.
+            self._undelayed_speeds.append(num_samples / max(seconds - delayed_s, cpu_s, 1e-9))
+            self._cpu_shares.append(cpu_s / max(seconds - delayed_s, cpu_s, 1e-9))
             self._num_left -= 1
             if self._num_left <= 0 or self._is_hopeless():
                 self._decide()
+
+    def _ask_for_gil(self) -> float:
+        """Sleep for a moment, and tell for how long the GIL was not to be had then, in s."""
+        begin, delayed_s = self._clock(), self._delay_clock()
+        time.sleep(_PROBE_S)
+        return self._clock() - begin - _PROBE_S - (self._delay_clock() - delayed_s)
+
+    def _note_overlap(self, now: float) -> None:
+        """Count the time up to now, if workers overlapped, before their number changes. Under the lock.
+
+        What all get done while they overlap is not the sum of what each does at its own speed: where they share a lock, one
+        may have it many times while another waits.
+        """
+        if self._num_inside > 1:
+            self._overlap_s += now - self._changed_s
+        self._changed_s = now
 
     def _is_hopeless(self) -> bool:
         """One alone, on trial, is plainly slower: with many workers that wait for a store each of its chunks is dear."""
@@ -118,9 +201,11 @@ class Turns:
 
     def _decide(self) -> None:
         # Medians: a chunk during which the whole process stood still says nothing of either way.
-        speed, is_waiting = median(self._speeds), median(self._cpu_shares) < _BUSY_SHARE
-        self._speeds.clear()
-        self._cpu_shares.clear()
+        speed, cpu_share = median(self._speeds), median(self._cpu_shares)
+        gil_wait_s = median(self._gil_waits) if len(self._gil_waits) >= _NUM_PROBES else None
+        is_waiting = cpu_share < _BUSY_SHARE or (gil_wait_s is not None and gil_wait_s > _HELD_S)
+        self._compare(median(self._undelayed_speeds), Trial(None, 1 - cpu_share, gil_wait_s), is_waiting)
+        self._forget()
         if not self.one_at_a_time:
             self._free_speed = speed
             self.one_at_a_time = is_waiting
@@ -135,11 +220,26 @@ class Turns:
             self._let_all_in(self._patience)
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
+    def _compare(self, alone_speed: float, seen: Trial, is_tried_alone: bool) -> None:
+        """One way has been tried: if both have, say what came of it. `alone_speed` in samples a second. Under the lock."""
+        together = self._together
+        if not self.one_at_a_time:
+            self._together_s = self._overlap_s - together.overlap_begun_s
+            self.trial = seen._replace(alone_share=self.trial.alone_share if is_tried_alone else None)
+            if is_tried_alone:
+                return
+        elif together.num_samples > 0:
+            self.trial = self.trial._replace(alone_share=alone_speed * self._together_s / together.num_samples)
+        self._together = _Together(overlap_begun_s=self._overlap_s)
+
     def _let_all_in(self, num_chunks: int) -> None:
         """All workers, for so many chunks until the next look. Under the lock."""
         self.one_at_a_time = False
         self._chosen = None  # else the next trial waits for whoever was chosen in the last one
         self._num_left = num_chunks
-        self._speeds.clear()
-        self._cpu_shares.clear()
+        self._forget()
         self._change.notify_all()
+
+    def _forget(self) -> None:
+        for seen in (self._speeds, self._undelayed_speeds, self._cpu_shares, self._gil_waits):
+            seen.clear()

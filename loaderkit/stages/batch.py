@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from loaderkit.images import describe, to_tensor
 from loaderkit.kernels import write_image
 from loaderkit.schema import StageArgs
-from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Sample
+from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
 
 
 class BatchArgs(StageArgs):
@@ -53,6 +53,9 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype 
         height, width, channels = value.pixels.shape
         dtype = torch.uint8 if value.mask or image_dtype is None else image_dtype
         return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
+    if type(value) is Rendered:
+        tensor = value.tensor[0]
+        return FieldSpec("rendered", tuple(tensor.shape), tensor.dtype, True, key, tensor.nbytes)
     try:
         tensor = as_tensor(value)
     except TypeError:
@@ -257,6 +260,10 @@ def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
 
 def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
     """The value in memory of its own: what a stage reuses must not reach the user."""
+    if spec.kind == "rendered":
+        if type(value) is not Rendered or value.tensor.shape[1:] != spec.shape or value.tensor.dtype != spec.dtype:
+            raise ValueError(_misfit(value, name, spec))
+        return value
     if spec.kind == "list":
         if isinstance(value, Encoded):
             value = value.data
@@ -271,6 +278,19 @@ def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
             f"{spec.example_key!r}): give all samples one type and number of dimensions, or say `ragged: {{{name}: list}}`"
         )
     return tensor.detach().clone()
+
+
+def put_together(rows: list[Rendered]) -> torch.Tensor:
+    """Rows as one tensor [n, ...]: the one they are all rows of, in order, or else a copy."""
+    first = rows[0].tensor
+    if len(first) == len(rows) and all(row.tensor is first and row.row == place for place, row in enumerate(rows)):
+        return first
+    found = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+    sources = {id(row.tensor): row.tensor for row in rows}
+    for number, tensor in sources.items():
+        places = [place for place, row in enumerate(rows) if id(row.tensor) == number]
+        found[places] = tensor[[rows[place].row for place in places]].to(first.device)
+    return found
 
 
 def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,10 +22,9 @@ from pydantic import Field
 from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.errors import FormatError
 from loaderkit.formats.npy import view_npy, view_npz
-from loaderkit.images import as_image, describe
-from loaderkit.native import kernels
+from loaderkit.images import as_image, describe, jpeg_size
 from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.types import Bundle, Encoded, Image, Landed, Sample
+from loaderkit.types import Bundle, Encoded, Image, Landed, Rendered, Sample
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _EXIF_ORIENTATION = 0x0112
@@ -38,7 +37,10 @@ class DecodeArgs(StageArgs):
     An `npz` becomes one field for every array in it, named as in the archive.
     """
 
-    device: Literal["cpu"] = Field("cpu", description="where images are decoded")
+    device: Literal["cpu", "gpu", "dali-cpu"] = Field(
+        "cpu",
+        description="where images are decoded, and resized, mirrored and normalised as well: gpu and dali-cpu by NVIDIA DALI",
+    )
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")
     scaled: bool = Field(
@@ -72,7 +74,7 @@ def decode(args: DecodeArgs, reduction: Callable[[int, int, Any], int] | None = 
                 if type(value) is Encoded:
                     value = decoder.encoded(value, field, scratch)
                     sample[field] = value
-                elif args.fields is not None and type(value) not in (Bundle, Landed):
+                elif args.fields is not None and type(value) not in (Bundle, Landed, Rendered):
                     sample[field] = decoder.value(value, field, scratch)
                 if type(value) is Bundle:
                     _open_bundle(sample, field, value, scratch)
@@ -126,7 +128,7 @@ class _Decoder:
 
     def _jpeg(self, data: memoryview, scratch: dict[str, Any] | None) -> Image | None:
         """RGB, or None where Pillow has to decide."""
-        size = _jpeg_size(data)
+        size = jpeg_size(data)
         if size is None:
             return None
         _check_size(*size, self._args.max_pixels)
@@ -160,18 +162,6 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise ValueError(
             f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
         )
-
-
-def _jpeg_size(data: memoryview) -> tuple[int, int] | None:
-    """(height, width) of a grey or RGB JPEG; None for anything else."""
-    if kernels is not None:
-        found = kernels.jpeg_size(data)
-        return found[:2] if found is not None and found[2] in (1, 3) and found[0] and found[1] else None
-    try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return None
-    return None if colorspace == "CMYK" else (height, width)
 
 
 def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_pixels: int) -> Image:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, Pos
 from loaderkit.images import image_fields
 from loaderkit.resizing import Interpolation, ResampleJob, resized
 from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.steps import Crop, Flip, Scale, Steps
 from loaderkit.types import Image, Sample
 
 Draws = NDArray[np.float64]
@@ -116,6 +117,17 @@ def resize_reduction(args: ResizeArgs) -> Reduction:
     return lambda height, width, draws: _reduction(height, width, _resize_target(args.size, height, width))
 
 
+def resize_steps(args: ResizeArgs) -> Steps:
+    """The same, described."""
+    return Steps(
+        (Scale,),
+        lambda height, width, draws: (Scale(*_resize_target(args.size, height, width)),),
+        args.interpolation,
+        args.antialias,
+        fields=args.fields,
+    )
+
+
 def _resize_target(size: int | tuple[int, int], height: int, width: int) -> tuple[int, int]:
     if isinstance(size, tuple):
         return size
@@ -139,6 +151,20 @@ def center_crop(args: CenterCropArgs) -> SampleFunction:
             sample[name] = image._replace(pixels=pixels[top : top + height, left : left + width])
 
     return run
+
+
+def center_crop_steps(args: CenterCropArgs) -> Steps:
+    """The same, described."""
+    height, width = _pair(args.size)
+
+    def of(image_height: int, image_width: int, draws: Draws) -> tuple[Crop]:
+        return (Crop(_middle(image_height, height), _middle(image_width, width), height, width),)
+
+    return Steps((Crop,), of, is_inside=False, fields=args.fields)
+
+
+def _middle(length: int, wanted: int) -> int:
+    return round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
 
 
 def _pad_to(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
@@ -176,6 +202,26 @@ def random_crop(args: RandomCropArgs) -> SampleFunction:
     return run
 
 
+def random_crop_steps(args: RandomCropArgs) -> Steps:
+    """The same, described."""
+    height, width = _pair(args.size)
+
+    def of(image_height: int, image_width: int, draws: Draws) -> tuple[Crop]:
+        rows = columns = args.padding
+        if args.pad_if_needed:
+            rows += max(0, height - image_height - 2 * rows)
+            columns += max(0, width - image_width - 2 * columns)
+        num_rows, num_columns = image_height + 2 * rows, image_width + 2 * columns
+        if num_rows < height or num_columns < width:
+            raise ValueError("smaller than the crop")
+        top = int(draws[0] * (num_rows - height + 1)) - rows
+        left = int(draws[1] * (num_columns - width + 1)) - columns
+        return (Crop(top, left, height, width),)
+
+    is_inside = not (args.padding or args.pad_if_needed)
+    return Steps((Crop,), of, fill=args.fill, is_inside=is_inside, fields=args.fields)
+
+
 RANDOM_RESIZED_CROP_DRAWS = 22
 
 
@@ -195,6 +241,16 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
         return jobs
 
     return run
+
+
+def random_resized_crop_steps(args: RandomResizedCropArgs) -> Steps:
+    """The same, described."""
+    target = Scale(*_pair(args.size))
+
+    def of(height: int, width: int, draws: Draws) -> tuple[Crop, Scale]:
+        return Crop(*crop_box(height, width, args.scale, args.ratio, draws)), target
+
+    return Steps((Crop, Scale), of, args.interpolation, args.antialias, fields=args.fields)
 
 
 def random_resized_crop_reduction(args: RandomResizedCropArgs) -> Reduction:
@@ -242,6 +298,11 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
                 sample[name] = image._replace(pixels=image.pixels[:, ::-1])
 
     return run
+
+
+def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> Steps:
+    """The same, described."""
+    return Steps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),), fields=args.fields)
 
 
 def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from loaderkit.images import describe
 from loaderkit.kernels import write_normalized
 from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.steps import Finish
 from loaderkit.types import Chunk, image_fields
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -63,6 +64,18 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[torch.Tensor, torc
         torch.tensor(values, dtype=torch.float64, device="cpu").expand(num_channels) for values in (mean, std)
     )
     return (1.0 / (255.0 * stds)).float(), (-means / stds).float()
+
+
+def finish_of(args: NormalizeArgs) -> Finish:
+    """The same for three channels, described."""
+    mean = _IMAGENET["mean"] if args.mean == "imagenet" else args.mean
+    std = _IMAGENET["std"] if args.std == "imagenet" else args.std
+    _factors(args, 3)
+    return Finish(
+        tuple(255 * value for value in (mean * 3 if len(mean) == 1 else mean)),
+        tuple(255 * value for value in (std * 3 if len(std) == 1 else std)),
+        _DTYPES[args.dtype],
+    )
 
 
 def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:

@@ -7,7 +7,7 @@ pinned and copied on a stream of their own while the consumer works on earlier b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -19,6 +19,10 @@ class TransferArgs(StageArgs):
     """Bring the batch to a device."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    channels_last: bool = Field(False, description="lay images and other [B, C, H, W] out as torch.channels_last there")
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = Field(
+        None, description="cast floating-point tensors to this there; what is uint8 stays so"
+    )
 
 
 def resolve_device(wanted: str) -> torch.device:
@@ -34,6 +38,26 @@ def resolve_device(wanted: str) -> torch.device:
             f"device {wanted!r} was asked for, but torch {torch.__version__}, {built}, sees {num_devices}"
         )
     return torch.device("cuda", number)
+
+
+def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
+    """What `channels_last` and `dtype` do to a batch's values, where they are, also those in lists and dicts; None: nothing."""
+    if not args.channels_last and args.dtype is None:
+        return None
+    dtype: torch.dtype | None = None if args.dtype is None else getattr(torch, args.dtype)
+
+    def change(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            if args.channels_last and value.ndim == 4:
+                value = value.contiguous(memory_format=torch.channels_last)
+            return value
+        if isinstance(value, dict):
+            return {name: change(item) for name, item in value.items()}
+        return [change(item) for item in value] if isinstance(value, list) else value
+
+    return change
 
 
 def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:

@@ -18,8 +18,8 @@ import loaderkit
 from loaderkit.assembly import Assembly, Recipe, RemoteEngine
 from loaderkit.builder import make_parts
 from loaderkit.errors import ClosedError, WorkerDiedError
-from loaderkit.prefetch.host import Job
 from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.prefetch.remote import Job
 from loaderkit.prefetch.share import Share
 from loaderkit.types import BatchContext, Stage
 
@@ -35,6 +35,8 @@ def late_engine(
         RemoteEngine.of(recipe),
         preload="loaderkit.assembly",
         rows=Assembly(recipe, Share(of=num_processes)).rows(),
+        pools=[["read", "batch"]],
+        num_batches=4,
         memory_bytes=2**20,
         late_stages=[Stage("late", "call", "batch", late)],
         pinned=pinned,

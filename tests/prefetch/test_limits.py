@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
-from of_numbers import PROCESS, Numbers, hang, wait_for
+import torch
+from of_numbers import PROCESS, Numbers, hang, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -114,6 +117,17 @@ class TestLimit:
         assert TimeLimit("call", 60)(divmod, 7, 3) == (2, 1)
         wait_for(lambda: len(companions()) == 0)
 
+    def test_many_that_hang_are_announced(self, caplog: pytest.LogCaptureFixture) -> None:
+        trap = threading.Event()
+        limit = TimeLimit("call", 0.001)
+        for _ in range(25):
+            with pytest.raises(TimeoutError):
+                limit(trap.wait, 60)
+        assert caplog.text.count("10 calls of stages.call hang at once") == 1
+        assert len(caplog.records) == 1
+        trap.set()
+        wait_for(lambda: not companions())
+
     def test_every_thread_has_a_companion_of_its_own(self) -> None:
         limit = TimeLimit("call", 60)
         both = threading.Barrier(2)
@@ -136,3 +150,52 @@ def test_only_functions_of_the_users_have_a_limit() -> None:
     }
     with pytest.raises(ConfigError, match="timeout"):
         loaderkit.build(description)
+
+
+class TestTorchsThreads:
+    @pytest.mark.parametrize("executor", ["inline", "thread"])
+    def test_those_to_come_are_left_as_they_were(self, executor: str) -> None:
+        """Threads of a loader, and companions, compute with one each; that is nobody else's business."""
+        seen: set[int] = set()
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(partial(note_threads, seen)).batch(8)
+            overrides = {"stages.call.timeout": "60s", "prefetch.executor": executor}
+            with loaderkit.build(pipeline, overrides=overrides) as loader:
+                list(loader)
+                assert seen == {1}
+                assert threads_of_a_thread_to_come() == [3]
+                if executor == "thread":
+                    resizer = threading.Thread(target=loader.resize, args=("read",), kwargs={"workers": 4})
+                    resizer.start()
+                    resizer.join()
+                    assert threads_of_a_thread_to_come() == [3]
+        finally:
+            torch.set_num_threads(before)
+
+    def test_a_thread_that_has_resized_before(self) -> None:
+        """As the tuner's: what torch told it then is not what a user has set since."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            with loaderkit.build(numbers()) as loader, ThreadPoolExecutor(1) as resizer:
+                next(iter(loader))
+                resizer.submit(loader.resize, "read", workers=4).result()
+                torch.set_num_threads(2)
+                resizer.submit(loader.resize, "read", workers=6).result()
+                assert threads_of_a_thread_to_come() == [2]
+        finally:
+            torch.set_num_threads(before)
+
+
+def note_threads(seen: set[int], sample: dict[str, Any]) -> None:
+    seen.add(torch.get_num_threads())
+
+
+def threads_of_a_thread_to_come() -> list[int]:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found

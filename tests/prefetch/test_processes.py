@@ -294,7 +294,7 @@ class TestDeaths:
                 started.append(self.pid)
 
         started: list[int] = []
-        monkeypatch.setattr("loaderkit.prefetch.host.Link", Refusing)
+        monkeypatch.setattr("loaderkit.prefetch.remote.Link", Refusing)
         with two(numbers()) as loader, pytest.raises(WorkerDiedError, match="could not be started: Resource"):
             next(iter(loader))
         assert not is_running(started[0])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +145,7 @@ class TestDepth:
             loader.resize(batches=2)
             for _ in range(8):
                 next(batches)
-            wait_for(lambda: engine.intake.num_open == 2)
+            assert engine.intake.num_open <= 2, "quick batches: workers may wait until all of the room is free"
             loader.resize(batches=6)
             wait_for(lambda: engine.intake.num_open == 6)
             loader.resize(memory=engine.plan.batch_bytes * 3)
@@ -173,7 +177,138 @@ class TestProcess:
             assert [batch["__key__"][0] for batch in batches] == [str(n) for n in range(8, 800, 8)]
 
 
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """The system refuses to start a thread, as at a limit of the user or the cgroup: none can have so large a stack."""
+    before = threading.stack_size(2**46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+class SlowNumbers(Numbers):
+    """As a store that answers late: more workers pay."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+class RefusingNumbers(Numbers):
+    """Uses up the threads of the process that loads."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        threading.stack_size(2**46)
+        return super().__getitem__(index)
+
+
+class TestNoMoreThreads:
+    def test_a_user_is_told_and_it_goes_on(self) -> None:
+        with loaderkit.build(numbers(800), overrides={"prefetch.concurrency": 2}) as loader:
+            batches = iter(loader)
+            next(batches)
+            num_threads = threading.active_count()
+            with no_more_threads(), pytest.raises(ConfigError, match=r"can't start new thread.*it goes on with 2"):
+                loader.resize("read", workers=5)
+            assert threading.active_count() == num_threads
+            assert loader.stats().stages[0].workers == 2
+            assert loader.stats().tuning["concurrency"] == 2
+            assert len(list(batches)) == 99
+            loader.resize("read", workers=5)
+            assert threading.active_count() == num_threads + 3
+
+    def test_in_another_process(self) -> None:
+        pipeline = Pipeline.dataset(RefusingNumbers(800)).shuffle("none").read().batch(8)
+        with loaderkit.build(pipeline, overrides=PROCESS) as loader:
+            batches = iter(loader)
+            next(batches)
+            with pytest.raises(ConfigError, match=r"can't start new thread"):
+                loader.resize("read", workers=5)
+            assert len(list(batches)) == 99
+
+    def test_the_tuner_tries_less(self, caplog: pytest.LogCaptureFixture) -> None:
+        pipeline = Pipeline.dataset(SlowNumbers(10**6)).shuffle("none").read().batch(1)
+        with loaderkit.build(pipeline) as loader:
+            batches = iter(loader)
+            next(batches)
+            with no_more_threads():
+                while not loader.stats().tuning["decisions"]:
+                    next(batches)
+                wait_for(lambda: "the tuner could not set workers of read+batch" in caplog.text)
+            decision = loader.stats().tuning["decisions"][0]
+            assert decision["kept"] is False
+            assert "refused: resize: " in decision["effect"]
+            assert loader.stats().stages[0].workers == decision["before"]
+            next(batches)
+
+    def test_without_a_monitor(self, caplog: pytest.LogCaptureFixture) -> None:
+        with loaderkit.build(numbers()) as loader:
+            with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+                next(iter(loader))
+            assert "without a tuner" in caplog.text
+            assert len(list(loader)) == 8
+
+
+class TestRaces:
+    @pytest.mark.parametrize("overrides", [{"prefetch.concurrency": 2}, PROCESS], ids=["thread", "process"])
+    def test_a_close_while_a_batch_is_awaited(self, overrides: dict[str, Any]) -> None:
+        for _ in range(20 if "prefetch.executor" not in overrides else 3):
+            loader = loaderkit.build(numbers(8000), overrides=overrides)
+            closer = threading.Thread(target=loader.close)
+            batches = iter(loader)
+            next(batches)
+            closer.start()
+            with pytest.raises(loaderkit.errors.ClosedError):
+                for _ in range(2):
+                    list(batches)
+            closer.join()
+
+    def test_sizes_changed_by_everybody_while_it_starts_ends_and_starts_again(self) -> None:
+        chance = random.Random(0)
+        for _ in range(5):
+            with loaderkit.build(numbers(64)) as loader:
+                is_over = threading.Event()
+                failures: list[BaseException] = []
+                everybody = [threading.Thread(target=change, args=(loader, is_over, failures)) for _ in range(3)]
+                for thread in everybody:
+                    thread.start()
+                for _ in range(20):
+                    for batch in loader:
+                        if chance.random() < 0.1:
+                            loader.load_state_dict(loader.state_dict())
+                            break
+                        assert len(batch["x"]) == 8
+                    if chance.random() < 0.3:
+                        loader._stop_engine()  # as after an error
+                is_over.set()
+                for thread in everybody:
+                    thread.join()
+                assert failures == []
+                loader.resize("read", workers=3)
+                list(loader)
+                assert loader.stats().stages[0].workers == 3
+
+
+def change(loader: loaderkit.Loader, is_over: threading.Event, failures: list[BaseException]) -> None:
+    chance = random.Random(1)
+    try:
+        while not is_over.is_set():
+            loader.resize("read", workers=chance.randint(1, 6))
+            loader.resize(batches=chance.randint(1, 6), memory=chance.choice([None, "1GiB"]))
+            json.dumps(loader.stats().to_dict())
+            json.dumps(loader.series())
+    except BaseException as error:
+        failures.append(error)
+
+
 class TestMistakes:
+    def test_nothing_is_changed_by_half(self) -> None:
+        with loaderkit.build(numbers()) as loader:
+            with pytest.raises(ConfigError, match="memory"):
+                loader.resize("read", workers=7, batches=3, memory="much")
+            assert loader.stats().tuning["concurrency"] != 7
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
+from of_numbers import wait_for
 
 import loaderkit
 from loaderkit.prefetch.accounts import Account, States
 from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.turns import _PATIENCE, _WINDOW, Turns
+from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _WINDOW, Turns
 
 STATES = States(1)
 
@@ -19,27 +21,30 @@ def takes_turns(machine: Machine) -> bool:
 
 
 class Machine:
-    """Two workers in one thread's hands: how long a chunk of ten samples takes, and how much of that is CPU time."""
+    """Two workers in one thread's hands: how long a chunk of ten samples takes, how much of that is CPU time, and how much
+    the worker was ready to run while no CPU was free."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.cpu = 0.0
-        self.turns = Turns(lambda: self.now, lambda: self.cpu)
+        self.delay = 0.0
+        self.turns = Turns(lambda: self.now, lambda: self.cpu, lambda: self.delay)
 
-    def overlapping(self, seconds: float, cpu_share: float) -> None:
+    def overlapping(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         """Two chunks at the same time, each taking so long; one, where only one worker may."""
         if self.turns.one_at_a_time:
             only = self.turns.begin()
-            self._pass(seconds, cpu_share)
+            self._pass(seconds, cpu_share, delayed_share)
             self.turns.end(only, 10)
             return
         tickets = [self.turns.begin(), self.turns.begin()]
-        self._pass(seconds, cpu_share)
+        self._pass(seconds, cpu_share, delayed_share)
         for ticket in tickets:
             self.turns.end(ticket, 10)
 
-    def _pass(self, seconds: float, cpu_share: float) -> None:
+    def _pass(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         self.now += seconds
+        self.delay += seconds * delayed_share
         self.cpu += seconds * cpu_share
 
     def until_tried(self, free_s: float, free_share: float) -> None:
@@ -176,3 +181,64 @@ def test_a_trial_that_plainly_loses_is_short_and_comes_more_seldom() -> None:
             lengths[-1] += 1
     assert lengths == [3, 3, 3]
     assert machine.turns._patience == 8 * _PATIENCE
+
+
+def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
+    machine = Machine()
+    machine.until_tried(1.0, 0.1)
+    while takes_turns(machine):
+        machine.overlapping(1.0, 0.1)
+    assert machine.turns.trial.alone_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("fair", [True, False])
+def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> None:
+    """A chunk takes a second under a lock. Unfair: one has the lock eleven times while the other waits for it."""
+    machine = Machine()
+    ticket, other = machine.turns.begin(), machine.turns.begin()
+    number = 0
+    while not takes_turns(machine):
+        machine._pass(1.0, 0.1)
+        number += 1
+        if number % (2 if fair else 12) == 0:
+            machine.turns.end(other, 10)
+            other = machine.turns.begin()
+        else:
+            machine.turns.end(ticket, 10)
+            ticket = machine.turns.begin()
+    for left in (ticket, other):
+        machine._pass(1.0, 0.1)
+        machine.turns.end(left, 10)
+    while takes_turns(machine):
+        machine.overlapping(1.0, 0.1)
+    assert machine.turns.trial.alone_share is not None
+    assert machine.turns.trial.alone_share == pytest.approx(1.0, abs=0.2)
+
+
+def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None:
+    """They are off the CPU for most of the time, but one alone would be no better off."""
+    machine = Machine()
+    for _ in range(3 * _PATIENCE):
+        machine.overlapping(1.0, 0.4, 0.55)
+        assert not takes_turns(machine)
+    assert machine.turns.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_whether_they_hold_the_gil_is_asked(holds: bool) -> None:
+    """One in Python, or in a wait that lets go of the GIL. On a busy machine not every time that is asked shows it."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.is_set():
+            if not holds:
+                is_over.wait(0.05)
+
+    other = threading.Thread(target=work)
+    other.start()
+    try:
+        turns = Turns(time.perf_counter)
+        wait_for(lambda: (turns._ask_for_gil() > _HELD_S) == holds)
+    finally:
+        is_over.set()
+        other.join()

@@ -87,9 +87,34 @@ def test_a_sample_that_hangs_is_named(stuck: Stuck, caplog: pytest.LogCaptureFix
 
 def test_a_sample_that_hangs_in_another_process_is_named() -> None:
     pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
-    overrides = {**PROCESS, "prefetch.timeout": "2s", "prefetch.on_timeout": "raise"}
+    overrides = {**PROCESS, "prefetch.timeout": "5s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         batches = iter(loader)
         with pytest.raises(StallTimeout) as caught:
             list(batches)
         assert (caught.value.stage, caught.value.key) == ("call", "20")
+
+
+class Complaining(Numbers):
+    """Says ten times a second that it waits for item 20."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        while index == 20:
+            logging.getLogger("loaderkit").warning("still waiting")
+            threading.Event().wait(0.1)
+        return super().__getitem__(index)
+
+
+def test_messages_of_the_other_process_are_no_sign_of_a_batch() -> None:
+    pipeline = Pipeline.dataset(Complaining()).shuffle("none").read().batch(8)
+    overrides = {**PROCESS, "prefetch.timeout": "9s", "prefetch.on_timeout": "raise"}
+    with loaderkit.build(pipeline, overrides=overrides) as loader:
+        closer = threading.Timer(40, loader.close)  # else it would never end
+        closer.start()
+        try:
+            with pytest.raises(StallTimeout) as caught:
+                list(loader)
+        finally:
+            closer.cancel()
+            closer.join()
+        assert (caught.value.stage, caught.value.key) == ("read", "20")

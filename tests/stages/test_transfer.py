@@ -82,6 +82,33 @@ def test_a_state_does_not_depend_on_the_device() -> None:
         assert plain.state_dict() == moved.state_dict()
 
 
+class TestLayout:
+    @pytest.mark.parametrize("position", ["before", "after"])
+    def test_channels_last_keeps_the_values(self, position: str) -> None:
+        stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
+        made = (
+            stages.transfer(channels_last=True).normalize()
+            if position == "before"
+            else stages.normalize().transfer(channels_last=True)
+        )
+        found = batches(made)
+        assert all(batch["image"].is_contiguous(memory_format=torch.channels_last) for batch in found)
+        assert_equal(found, batches(pipeline()))
+
+    @pytest.mark.parametrize("position", ["before", "after"])
+    def test_floats_are_cast_where_it_stands(self, position: str) -> None:
+        stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
+        if position == "before":  # pixels are still uint8 then
+            found = batches(stages.transfer(dtype="bfloat16").normalize())
+            assert_equal(found, batches(pipeline()))
+        else:
+            found = batches(stages.normalize().transfer(dtype="bfloat16"))
+            assert {batch["image"].dtype for batch in found} == {torch.bfloat16}
+            for one, other in zip(found, batches(pipeline()), strict=True):
+                assert torch.equal(one["image"], other["image"].to(torch.bfloat16))
+                assert torch.equal(one["x"], other["x"]), "whole numbers stay what they are"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 def test_cuda() -> None:

@@ -1,0 +1,283 @@
+"""The stage that limits: how it does, told from its workers' time and from what `turns` tried, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loaderkit.prefetch.case import WAITING, Case, Pool, Verdict, say_seconds
+from loaderkit.prefetch.stalls import MEMORY
+from loaderkit.schema import say_bytes
+
+if TYPE_CHECKING:
+    from loaderkit.prefetch.stats import StageStats
+
+_BUSY = 0.75  # of their time: workers that are busy for more are the limit
+_COMPUTING = 0.6  # of the busy time, on a CPU or ready for one
+_LITTLE_CPU = 0.3  # CPUs: whoever uses less does not hold the lock for long
+_CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
+_TAIL = 4.0  # times the usual service time: a straggler
+_TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
+_ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The stage that most was waited for, and its pool."""
+
+    case: Case
+    row: StageStats
+    pool: Pool
+
+    def verdict(self) -> Verdict:
+        case, first = self.case, self.case.pools[0]
+        if self.has_stragglers:
+            return self._stragglers()
+        # Workers that stand still although the loop waits hold nothing up; where no batch came at all, one of them hangs.
+        if self.pool.use < _BUSY and not case.is_inline and case.stats.num_batches:
+            if case.is_short_of_memory:
+                return memory_verdict(case, self.pool.use)
+            if first.total("blocked_s") > WAITING * first.total("slot_s"):
+                return self._depth()
+        if self.is_serial:
+            return self._taking_turns()
+        return self.computing() if self.needs_cpu > _COMPUTING else self._waiting()
+
+    def _taking_turns(self) -> Verdict:
+        is_way = self.row.kind == "transfer" or (self.row.kind == "read" and self.row.num_bytes > 0)
+        return self._bandwidth() if is_way else self._lock()
+
+    @property
+    def cpu_share(self) -> float:
+        """The share of its busy time on a CPU."""
+        return self.row.cpu_s / self.row.busy_s if self.row.busy_s > 0 else 0.0
+
+    @property
+    def needs_cpu(self) -> float:
+        """The share of its busy time on a CPU, or ready for one while none was free."""
+        return min(1.0, (self.row.cpu_s + self.row.delayed_s) / self.row.busy_s) if self.row.busy_s > 0 else 0.0
+
+    @property
+    def would_compute(self) -> bool:
+        """Whether it is for want of a CPU that its workers wait, as far as they do."""
+        waiting_share = self.pool.trial.waiting_share
+        return self.needs_cpu > _COMPUTING if waiting_share is None else waiting_share < WAITING
+
+    @property
+    def waiting(self) -> float:
+        """Of the time in which its workers could have had a CPU, how much they waited for something else."""
+        could_s = self.row.busy_s - self.row.delayed_s
+        return max(0.0, 1 - self.row.cpu_s / could_s) if could_s > 0 else 0.0
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether one worker gets on as fast as all of them, and they hold one another up."""
+        if self.pool.takes_turns:
+            return True
+        return self.is_as_fast_alone is True and self.waiting > WAITING
+
+    @property
+    def is_gil(self) -> bool:
+        """Whether its workers compute, together no more than one CPU can, and wait for one another meanwhile."""
+        row, case = self.row, self.case
+        if self.is_as_fast_alone is False:
+            return False
+        if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU * case.num_processes or case.is_inline:
+            return False
+        trial = self.pool.trial
+        if trial.holds_gil is not None:
+            # Where it was to be had when asked for, a busy machine may be why: nobody had a CPU to take it on.
+            return trial.holds_gil or (self.together_waiting > WAITING and self.is_as_fast_alone is True)
+        return self.num_side_by_side > 1 and self.together_waiting > WAITING
+
+    @property
+    def together_waiting(self) -> float:
+        """How much its workers waited when they were last side by side: if they take turns since, they wait no more."""
+        waiting_share = self.pool.trial.waiting_share
+        return self.waiting if waiting_share is None else waiting_share
+
+    @property
+    def num_side_by_side(self) -> int:
+        """Its workers in one process: those that take turns with one another."""
+        return self.row.workers // self.case.num_processes
+
+    @property
+    def alone(self) -> float | None:
+        """What one worker alone gets done, in shares of what all do; None: not tried."""
+        return self.pool.trial.alone_share
+
+    @property
+    def is_as_fast_alone(self) -> bool | None:
+        """Whether one worker alone gets nearer to what all do than to its share of that, by ratio; None: not tried."""
+        return None if self.alone is None else bool(self.alone >= self.num_side_by_side**-0.5)
+
+    @property
+    def has_stragglers(self) -> bool:
+        usual_s = self.row.services.percentile(0.5)
+        if usual_s is None or self.needs_cpu > _COMPUTING:
+            return False
+        slow_s = self.row.services.percentile(0.99) or 0.0
+        slow_share = self.row.services.share_above(_TAIL * usual_s)
+        # What was slow for want of a CPU is no straggler.
+        by_itself = slow_share - self.row.delayed_s / max(self.row.busy_s, 1e-9)
+        return slow_s > _TAIL * usual_s and slow_share > _TAIL_SHARE and by_itself > _TAIL_SHARE / 2
+
+    # ------------------------------------------------------------------------------------------------- in words
+
+    def _say(self, kind: str, evidence: str, change: str, sure: float = 1.0, seconds: float | None = None) -> Verdict:
+        """`seconds` were lost to it; default: what the loop waited for the stage."""
+        case, row = self.case, self.row
+        seconds = case.stall_s.get(row.name, 0.0) if seconds is None else seconds
+        busy = f"its workers were busy for {100 * self.pool.use:.0f} % of their time"
+        head = f"the loop waited for {row.name} {case.percent(seconds):.0f} % of {say_seconds(case.stats.wall_s)}; {busy}; "
+        # The share of the waiting that is charged to this stage, and whether its workers look as a limit does.
+        clear = 0.6 + 0.4 * seconds / max(case.waited_s, 1e-9)
+        agrees = 1.0 if self.pool.use >= _BUSY or case.is_inline or kind in ("depth", "stragglers") else 0.7
+        return Verdict(
+            row.name, case.percent(seconds), case.confidence(clear, agrees, sure), head + evidence, change, kind
+        )
+
+    def _stragglers(self) -> Verdict:
+        services = self.row.services
+        usual_s, slow_s = services.percentile(0.5) or 0.0, services.percentile(0.99) or 0.0
+        share = services.share_above(_TAIL * usual_s)
+        evidence = (
+            f"an item usually takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)}: stragglers take "
+            f"{100 * share:.0f} % of its time"
+        )
+        change = (
+            f"prefetch.batches: {2 * self.case.num_wanted}, so that others are ready meanwhile, and more workers; or find out "
+            "what is special about those items"
+        )
+        return self._say("stragglers", evidence, change, 0.95)
+
+    def _depth(self) -> Verdict:
+        first = self.case.pools[0]
+        blocked = first.total("blocked_s") / first.total("slot_s")
+        evidence = (
+            f"no pool was at its limit: workers stood still for {100 * blocked:.0f} % of the time because "
+            f"{self.case.num_wanted} batches were open"
+        )
+        return self._say(
+            "depth", evidence, f"prefetch.batches: {2 * self.case.num_wanted}, to even out what varies", 0.8
+        )
+
+    def computing(self) -> Verdict:
+        case, row = self.case, self.row
+        delayed = row.delayed_s / max(row.busy_s, 1e-9)
+        evidence = f"{100 * self.cpu_share:.0f} % of that on a CPU"
+        if delayed > 0.1:
+            evidence += f", {100 * delayed:.0f} % ready to run while no CPU was free"
+        evidence += f"; the workers use {case.cpus_used:.1f} CPUs"
+        if case.num_cpus is not None:
+            evidence += f" of {case.num_cpus}"
+        cheaper = _CHEAPER.get(row.kind, f"a cheaper {row.name}")
+        if case.is_inline:
+            change = f"prefetch.executor: thread, so that it is done beside training; or {cheaper}"
+        elif case.is_short_of_cpus:
+            change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
+        else:
+            change = f"{self._more_workers()}; or {cheaper}"
+        if not case.is_short_of_cpus:
+            return self._say("computing", evidence, change)
+        share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
+        seconds = max(case.stall_s.get(row.name, 0.0), share * case.waited_s)
+        # Where other programs have the CPUs, workers that wait for one another look much the same.
+        sure = 1.0 if delayed < _CROWDED else 0.8
+        return self._say("computing", f"{evidence}, {100 * share:.0f} % of that for {row.name}", change, sure, seconds)
+
+    def gil(self) -> Verdict:
+        case, row = self.case, self.row
+        share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
+        evidence = (
+            f"the loop waited {100 * case.share:.0f} % of {say_seconds(case.wall_s)}; the workers compute, but use "
+            f"{case.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {row.name}; side by side they wait "
+            f"for one another {100 * self.together_waiting:.0f} % of the time"
+        )
+        if self.pool.trial.holds_gil:
+            evidence += f", and {say_seconds(self.pool.trial.gil_wait_s or 0.0)} for Python's lock at every turn"
+        if self.alone is not None:
+            evidence += f"; {self._tried()}"
+        change = (
+            "prefetch.executor: process keeps it off the loop's Python lock, prefetch.processes gives it several; or do the "
+            "work in NumPy or torch, which let go of the lock; more workers would not help"
+        )
+        sure = case.confidence(0.95 if self.pool.trial.holds_gil else 0.75)
+        return Verdict(row.name, case.percent(case.waited_s), sure, evidence, change, "gil")
+
+    def _lock(self) -> Verdict:
+        evidence = (
+            f"{self._tried()}, and they compute for {100 * self.cpu_share:.0f} % of the time: they wait for one another"
+        )
+        change = (
+            f"give every worker its own of what {self.row.name} locks (a connection, a file, a model), or hold the lock for "
+            "less; more workers would not help"
+        )
+        return self._say("lock", evidence, change, self._sure_of_trial)
+
+    def _bandwidth(self) -> Verdict:
+        row = self.row
+        speed = row.num_bytes / self.case.wall_s
+        gives = f"; it gives {speed / 1e6:.3g} MB/s in all" if row.num_bytes else ""
+        if row.kind == "transfer":
+            change = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
+        else:
+            change = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
+        return self._say("bandwidth", f"{self._tried()}, waiting: the way is full{gives}", change, self._sure_of_trial)
+
+    def _waiting(self) -> Verdict:
+        case, row = self.case, self.row
+        usual_s = row.services.percentile(0.5)
+        evidence = f"{100 * (1 - self.needs_cpu):.0f} % of that waiting for something other than a CPU"
+        if usual_s is not None:
+            evidence += f", {say_seconds(usual_s)} an item"
+        change = "prefetch.executor: thread, with several workers" if case.is_inline else self._more_workers()
+        kind, sure = "waiting", 0.9
+        if self.alone is not None:
+            evidence += f"; {self._tried()}: they do not hold one another up"
+            kind, sure = "latency", self._sure_of_trial
+        if row.kind == "read":
+            change += "; or fewer, larger requests: tar shards, order.shuffle: block"
+        elif row.kind == "transfer":
+            change = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
+            kind = "waiting"
+        elif not case.is_inline:
+            change += "; if the loop computes in Python, prefetch.executor: process"
+        return self._say(kind, evidence, change, sure)
+
+    @property
+    def _sure_of_trial(self) -> float:
+        """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
+        alone, middle = self.alone or 1.0, max(1, self.num_side_by_side) ** -0.5
+        return min(1.0, 0.7 + 0.6 * abs(1 - alone / middle)) if self.num_side_by_side > 1 else 0.8
+
+    def _tried(self) -> str:
+        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what all {self.num_side_by_side} did"
+
+    def _more_workers(self) -> str:
+        if self.pool.is_in_trainer:
+            return "nothing in the number of workers: one thread in the trainer's process runs it"
+        wanted = self.case.suggested_workers(self.row.workers)
+        return f'more workers: loader.resize("{self.row.name}", workers={wanted})'
+
+
+_CHEAPER: Mapping[str, str] = {
+    "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
+    "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
+    "call": "a cheaper function, or its work done once beforehand",
+    "normalize": "`normalize` on the GPU, behind `transfer`",
+}
+
+
+def memory_verdict(case: Case, use: float | None = None) -> Verdict:
+    memory = case.stats.memory
+    batch = memory.get("batch_bytes", 0)
+    evidence = (
+        f"prefetch.memory ({say_bytes(memory['budget_bytes'])}) holds {case.num_in_memory} of the {case.num_wanted} "
+        f"batches that are to be read ahead, of {say_bytes(batch)} each; the loop waited {100 * case.share:.0f} % of the time"
+    )
+    if use is not None:
+        evidence += f", while the workers stood still for {100 * (1 - use):.0f} %"
+    change = f"prefetch.memory: {say_bytes(case.num_wanted * batch)} or more; or smaller batches"
+    return Verdict(MEMORY, case.percent(case.waited_s), case.confidence(0.95), evidence, change, "memory")

@@ -1,0 +1,128 @@
+"""Looks at the accounts four times a second: keeps a time series of them, and lets the tuner act.
+
+    accounts ──stats──> Monitor ──> Series    bounded: when it is full, every second point goes and the next come half as often
+                           └──────> Sizes ──> Tuner ──> resize
+
+Its thread wants little, so how late it wakes up says how hard it is to get the GIL and a CPU here: the same is true of the
+training loop's thread when a batch is ready for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from loaderkit.errors import ClosedError
+from loaderkit.prefetch.accounts import Histogram
+from loaderkit.prefetch.stats import Stats
+
+TICK_S = 0.25
+_NUM_POINTS = 512
+logger = logging.getLogger("loaderkit")
+
+
+class Series:
+    """What the accounts were, from the first moment on, in bounded memory. One writer; `to_list` for any thread."""
+
+    def __init__(self, num_points: int = _NUM_POINTS) -> None:
+        self._num_points = num_points
+        self._every = 1  # one look in so many is kept
+        self._num_looks = 0
+        self._points: list[Stats] = []
+
+    def add(self, stats: Stats) -> None:
+        """Keep this moment, if it is one of those to be kept."""
+        if self._points and self._points[-1].run != stats.run:
+            self._points = []
+            self._every, self._num_looks = 1, 0
+        self._num_looks += 1
+        if (self._num_looks - 1) % self._every:
+            return
+        points = [*self._points, stats.slimmed()]
+        if len(points) > self._num_points:
+            points = points[::2]
+            self._every *= 2
+        self._points = points
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """One entry for every stretch between two moments, in order: JSON values, described in docs/guide.md."""
+        points = self._points
+        pairs = [(one, other) for one, other in itertools.pairwise(points) if other.now_s > one.now_s]
+        return [later.since(earlier).to_point(later.now_s - earlier.now_s) for earlier, later in pairs]
+
+
+class Monitor:
+    """The thread. `read` gives the accounts, `act` does with them what else is to be done: lets the tuner look, say."""
+
+    def __init__(self, read: Callable[[], Stats], series: Series, act: Callable[[Stats], None]) -> None:
+        self._read = read
+        self._series = series
+        self._act = act
+        # Not an Event: that has a lock, and the collector may want to stop this thread from within this thread, or in a fork.
+        self._end: SimpleQueue[None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._has_failed = False
+        self.lateness = Histogram()
+
+    def start(self) -> None:
+        """Begin to look. Where there is no thread to be had, nobody looks."""
+        thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("loading goes on without a tuner and without a time series: %s", error)
+        else:
+            self._thread = thread
+
+    def stop(self) -> None:
+        """Look no more; from any thread, and without waiting for locks that somebody else may hold."""
+        self._end.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None and not self.is_this_thread():
+            self._thread.join()
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller's thread is the one that looks."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._look_or_say_why_not()
+                begin_s = time.perf_counter()
+                if self._is_told_to_end(TICK_S):
+                    return
+                self.lateness.add(max(0.0, time.perf_counter() - begin_s - TICK_S), 1)
+        except ClosedError:
+            return
+
+    def _is_told_to_end(self, timeout_s: float) -> bool:
+        try:
+            self._end.get(timeout=timeout_s)
+        except Empty:
+            return False
+        return True
+
+    def _look_or_say_why_not(self) -> None:
+        try:
+            self.look()
+        except ClosedError:
+            raise
+        except Exception:  # whatever it is, the loop can go on; said once
+            if not self._has_failed:
+                logger.warning("the time series and the tuner miss what happens now", exc_info=True)
+            self._has_failed = True
+
+    def look(self) -> None:
+        """Once."""
+        stats = replace(self._read(), lateness=self.lateness.copy())
+        self._series.add(stats)
+        self._act(stats)

@@ -1,0 +1,397 @@
+"""How many workers, and how many batches ahead: found by trying, one change at a time.
+
+    look(stats) ──> a window of at least a second ──> stalled: more workers where the stall is, or deeper, or fewer workers
+                                                      calm:    as few workers as the work needs
+                                                      between: leave it
+    the next window decides: kept if it was worth it, else rolled back; what did not help is not tried again for a while
+
+Hill climbing on measured throughput, in steps of a ladder, as autotuners of this kind do; what is different is that the
+stall accounts say where to climb, that it climbs down as well, and that a gain must exceed the noise of its own windows.
+It has no thread and no clock: `monitor.py` calls it, tests call it with made-up accounts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median, stdev
+from typing import Any, NamedTuple
+
+from loaderkit.prefetch.stalls import MEMORY, WAKEUP
+from loaderkit.prefetch.stats import Stats
+
+LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+_STALLED = 0.03  # of the time waiting: more of it is worth a trial
+_CALM = 0.01  # less of it: training is the limit
+_WINDOW_S = 1.0
+_LONG_WINDOW_S = 4.0  # however noisy it still is then
+_SETTLING_S = 0.4  # after a change: chunks that were cut for the old size are still under way
+_LONGEST_WINDOW_S = 16.0  # where it is so noisy that chance would decide
+_PATIENT_WINDOW_S = 60.0  # however little has landed by then
+_LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples a worker, and in all, that a window must have seen land
+_ROUGH, _FAIR, _FINE = (
+    0.10,
+    0.05,
+    0.02,
+)  # relative standard errors of a rate: good enough to try something ... to judge it
+_GAIN, _MOST_GAIN = 0.03, 0.25  # what a change must bring, the second at most, however noisy it is
+_PAUSE_S, _PAUSE_STEPS = 1.0, 4  # the loop stays away for longer, and for so many of its steps: it pauses
+_NUM_STEPS = 9
+_CPUS_FULL = 0.9
+_WAITING, _COMPUTING = 0.25, 0.75  # of the busy time on a CPU: less is waiting for a store, more is computing
+_BURSTY = 0.1  # of the workers' time without room, although the loop waits: the buffer is too shallow for the jitter
+_SPARE = 1.25  # workers for so much more than the work there is
+_PATIENCE = 10  # windows until a change that did not help is tried again; doubled each time
+_MOST_PATIENCE = 640
+_SHIFT = 0.25  # a rate that is off by more, twice in a row: it is another workload now
+_NUM_DECISIONS = 100
+
+
+class Window(NamedTuple):
+    """What a stretch of time showed."""
+
+    rate: float  # samples/s that landed
+    error: float  # relative standard error of that
+    stalled: float  # share of the time that the loop waited for something that could be quicker
+    cause: str | None  # of most of that
+    cpu_share: float  # of all CPUs, by the workers
+    busy: Mapping[str, float]  # by knob (all workers, for the number of batches): those that were busy, on average
+    computing: Mapping[str, float]  # by knob: share of that time on a CPU
+    blocked: Mapping[str, float]  # by knob: share of the workers' time without room
+
+
+@dataclass
+class Knob:
+    """Something to turn. `stages` share the workers it stands for; without any it is the number of batches ahead.
+    It is turned to multiples of `unit`: as many for each of so many processes, and one at least."""
+
+    name: str
+    stages: tuple[str, ...]
+    value: int
+    most: int = LADDER[-1]
+    unit: int = 1
+
+    @property
+    def _ladder(self) -> list[int]:
+        return [self.unit * rung for rung in LADDER]
+
+    def rung(self, num_steps: int) -> int:
+        """The value so many rungs of the ladder up or down, within bounds."""
+        top = min(self.most // self.unit * self.unit, self._ladder[-1])
+        values = sorted({*(value for value in self._ladder if value <= top), self.value, top or self.value})
+        place = values.index(self.value) + num_steps
+        return values[max(0, min(place, len(values) - 1))]
+
+    def enough_for(self, workers: float) -> int:
+        """The lowest rung with at least so many, or what it is."""
+        return min((value for value in self._ladder if value >= workers and value <= self.value), default=self.value)
+
+
+@dataclass
+class Decision:
+    """A change that was tried, why, and what came of it."""
+
+    at_s: float  # since the first wait for a batch
+    knob: str
+    before: int
+    after: int
+    reason: str
+    kept: bool | None = None  # None: not known yet
+    effect: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class Move(NamedTuple):
+    """What is to be changed now."""
+
+    knob: Knob
+    before: int
+    value: int
+
+
+@dataclass
+class _Trial:
+    knob: Knob
+    before: int
+    baseline: Window
+    decision: Decision
+    num_rungs: int
+    gives_back: bool  # it saves workers, and must only cost nothing
+
+
+@dataclass
+class _Rest:
+    """How long a kind of change is left alone after it did not help."""
+
+    until: int = 0
+    length: int = _PATIENCE
+
+
+@dataclass
+class Tuner:
+    """Turns `knobs`. `landing`: the stage whose samples count as done. `num_cpus`: how many CPUs the workers may fill, the
+    cgroup's quota honoured."""
+
+    knobs: list[Knob]
+    landing: str
+    num_cpus: int
+    decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_NUM_DECISIONS))
+
+    def __post_init__(self) -> None:
+        self.is_settled = False  # nothing is on trial, and nothing was worth a trial when it looked last
+        self._begin: Stats | None = None
+        self._before: Stats | None = None
+        self._rates: list[float] = []
+        self._left: Stats | None = None  # when the loop was last seen, if it was not in the latest look
+        self._num_rates_then = 0
+        self._steps: deque[float] = deque(maxlen=_NUM_STEPS)  # s between two batches, lately
+        self._settles_until_s = 0.0
+        self._trial: _Trial | None = None
+        self._number = 0  # of the window
+        self._reach: dict[str, int] = {}  # by knob: how many rungs up at most
+        self._rests: dict[tuple[str, bool], _Rest] = {}  # by knob, and whether upwards
+        self._usual: float | None = None  # samples/s, since the last change that was kept
+        self._num_odd = 0  # windows in a row that were off that
+
+    def forget(self, stages: Sequence[str]) -> None:
+        """Somebody else has set the workers of these stages, or without any the depth: it is theirs from now on."""
+        self.knobs = [knob for knob in self.knobs if set(knob.stages).isdisjoint(stages) and (knob.stages or stages)]
+        if self._trial is not None and self._trial.knob not in self.knobs:
+            self._trial = None
+
+    def refused(self, move: Move, reason: str) -> None:
+        """The last move could not be made: there are no more threads, say. It stays as it was, and less is tried next time."""
+        knob, trial = move.knob, self._trial
+        knob.most = max(knob.rung(-1), move.before)
+        knob.value = move.before
+        if trial is not None:
+            trial.decision.kept, trial.decision.effect = False, f"refused: {reason}"
+            self._leave_alone(knob, up=move.value > move.before)
+        self._trial = None
+
+    def look(self, now: Stats) -> Move | None:
+        """Take note of the accounts, several times a second; what to change, if anything. It counts as done."""
+        before = self._before
+        # After an error the sizes are as they were, and so is what is on trial.
+        if before is None or before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s:
+            self._restart(now)
+            return None
+        seconds = now.now_s - before.now_s
+        if seconds <= 0:
+            return None
+        self._rates.append((self._landed(now) - self._landed(before)) / seconds)
+        self._before = now
+        if not self._is_there(before, now):
+            return None
+        assert self._begin is not None
+        passed = now.since(self._begin)
+        window = self._window(passed)
+        if not self._is_enough(window, passed):
+            return None
+        self._number += 1
+        self._restart(now)
+        if self._trial is not None:
+            return self._judge(self._trial, window)
+        move = self._choose(window, now)
+        self.is_settled = move is None
+        return move
+
+    def _restart(self, now: Stats) -> None:
+        self._begin = self._before = now
+        self._left = None
+        self._rates = []
+
+    def _is_there(self, before: Stats, now: Stats) -> bool:
+        """Whether the loop came for a batch, or waited for one, since `before`. How long it stayed away counts as its step, but
+        for a pause (a validation, a checkpoint): that is cut out of the window, as workers do nothing in it that says anything.
+        """
+        stalled_s = sum(now.stall_s.values()) - sum(before.stall_s.values())
+        num_batches = now.num_batches - before.num_batches
+        if num_batches == 0 and stalled_s <= 0:
+            if self._left is None:
+                self._left, self._num_rates_then = before, len(self._rates) - 1
+            return False
+        left = self._left or before
+        usual_s = median(self._steps) if self._steps else 0.0
+        if before.now_s - left.now_s > max(_PAUSE_S, _PAUSE_STEPS * usual_s):
+            assert self._begin is not None
+            # The window so far, put right before the moment at which it goes on.
+            self._begin = before.since(left.since(self._begin))
+            del self._rates[self._num_rates_then : -1]
+        if num_batches:
+            self._steps.append((now.now_s - left.now_s - stalled_s) / num_batches)
+        self._left = None
+        return True
+
+    # --------------------------------------------------------------------------------------------------- the window
+
+    def _window(self, passed: Stats) -> Window:
+        wall_s = max(passed.wall_s, 1e-9)
+        stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
+        rows = {row.name: row for row in passed.stages}
+        busy, computing, blocked = {}, {}, {}
+        for knob in self.knobs:
+            mine = [rows[name] for name in knob.stages] or passed.stages
+            busy_s = sum(row.busy_s for row in mine)
+            busy[knob.name] = busy_s / wall_s
+            computing[knob.name] = sum(row.cpu_s for row in mine) / max(busy_s, 1e-9)
+            blocked[knob.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
+        rate = mean(self._rates)
+        spread = stdev(self._rates) / math.sqrt(len(self._rates)) if len(self._rates) > 1 else rate
+        return Window(
+            rate=rate,
+            error=spread / rate if rate > 0 else 1.0,
+            stalled=sum(stalls.values()) / wall_s,
+            cause=max(stalls, key=stalls.__getitem__, default=None),
+            cpu_share=sum(row.cpu_s for row in passed.stages) / (wall_s * self.num_cpus),
+            busy=busy,
+            computing=computing,
+            blocked=blocked,
+        )
+
+    def _is_enough(self, window: Window, passed: Stats) -> bool:
+        wall_s = passed.wall_s
+        if window.stalled > _CALM:
+            num_workers = sum(knob.value for knob in self.knobs if knob.stages)
+            least = max(_LEAST_LANDED, _LEAST_ROUNDS * num_workers)
+            if wall_s < _WINDOW_S or (window.rate * wall_s < least and wall_s < _PATIENT_WINDOW_S):
+                return False
+            is_clear = window.error <= _ROUGH if self._trial is None else self._is_clear(self._trial, window)
+            return is_clear or wall_s >= (_LONG_WINDOW_S if window.error <= _FAIR else _LONGEST_WINDOW_S)
+        # What is ready keeps the loop going for a while, whatever the workers do.
+        return wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * passed.tuning.get("batches", 0))
+
+    def _is_clear(self, trial: _Trial, window: Window) -> bool:
+        """Whether more measuring would hardly change what comes of a trial."""
+        gain, error = _gain(trial, window)
+        return window.error <= _FINE or abs(gain - _GAIN) > 3 * error
+
+    # ----------------------------------------------------------------------------------------------------- a trial
+
+    def _choose(self, window: Window, now: Stats) -> Move | None:
+        if self._is_another_workload(window):
+            self._rests.clear()
+            self._reach.clear()
+        if window.stalled > _STALLED:
+            return self._speed_up(window, now)
+        if window.stalled < _CALM:
+            return self._give_back(window, now)
+        return None
+
+    def _is_another_workload(self, window: Window) -> bool:
+        usual = self._usual
+        if usual is not None and usual > 0 and abs(window.rate / usual - 1) > _SHIFT:
+            self._num_odd += 1
+            if self._num_odd < 2:
+                return False
+        self._num_odd = 0
+        found = usual is not None and usual > 0 and abs(window.rate / usual - 1) > _SHIFT
+        self._usual = window.rate if found or usual is None else 0.8 * usual + 0.2 * window.rate
+        return found
+
+    def _speed_up(self, window: Window, now: Stats) -> Move | None:
+        depth = next((knob for knob in self.knobs if not knob.stages), None)
+        knob = next((knob for knob in self.knobs if window.cause in knob.stages), None)
+        if depth is not None and window.cause != MEMORY:
+            slab_bytes = now.memory["slab_bytes"]
+            depth.most = max(depth.value, now.memory["budget_bytes"] // slab_bytes) if slab_bytes else depth.value
+            # With every batch in work and workers without room, more workers would only find no room either.
+            pool = knob or next((one for one in self.knobs if one.stages), depth)
+            if window.blocked[pool.name] > _BURSTY and self._may(depth, up=True):
+                share = f"{window.blocked[pool.name]:.0%}"
+                return self._try(
+                    depth, depth.rung(2), window, now, f"it waits while workers have no room {share} of the time"
+                )
+        if knob is None:
+            return None
+        waits = f"{window.stalled:.0%} of the time waiting, most of it for {window.cause}"
+        computing = window.computing[knob.name]
+        if window.cpu_share < _CPUS_FULL and self._may(knob, up=True):
+            num_rungs = min(4 if computing < _WAITING else 2, self._reach.get(knob.name, 4))
+            return self._try(knob, knob.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
+        # Where every worker has a CPU and computes, fewer compute less.
+        computes = computing >= _COMPUTING
+        if self._may(knob, up=False) and not (computes and knob.value <= self.num_cpus):
+            return self._try(knob, knob.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
+        return None
+
+    def _give_back(self, window: Window, now: Stats) -> Move | None:
+        for knob in self.knobs:
+            rest = self._rests.get((knob.name, False))
+            if not knob.stages or not self._may(knob, up=False):
+                continue
+            target = knob.enough_for(_SPARE * window.busy[knob.name]) if rest is None else knob.rung(-1)
+            if target < knob.value:
+                reason = f"nothing waits; {window.busy[knob.name]:.1f} of {knob.value} workers are busy"
+                return self._try(knob, target, window, now, reason, gives_back=True)
+        return None
+
+    def _may(self, knob: Knob, *, up: bool) -> bool:
+        rest = self._rests.get((knob.name, up))
+        return knob.rung(1 if up else -1) != knob.value and (rest is None or self._number >= rest.until)
+
+    def _try(
+        self,
+        knob: Knob,
+        value: int,
+        window: Window,
+        now: Stats,
+        reason: str,
+        *,
+        num_rungs: int = 1,
+        gives_back: bool = False,
+    ) -> Move:
+        decision = Decision(now.wall_s, knob.name, knob.value, value, reason)
+        self.decisions.append(decision)
+        self._trial = _Trial(knob, knob.value, window, decision, num_rungs, gives_back)
+        return self._turn(knob, value, now.now_s)
+
+    def _turn(self, knob: Knob, value: int, now_s: float) -> Move:
+        move = Move(knob, knob.value, value)
+        knob.value = value
+        self._settles_until_s = now_s + _SETTLING_S
+        return move
+
+    def _judge(self, trial: _Trial, window: Window) -> Move | None:
+        self._trial = None
+        gain, error = _gain(trial, window)
+        if trial.gives_back:
+            kept = window.stalled < _STALLED
+            effect = f"{window.stalled:.0%} of the time waiting"
+        else:
+            needed = min(_MOST_GAIN, max(_GAIN, 2 * error))
+            kept = gain >= needed or (window.stalled < _CALM and gain >= 0)
+            effect = f"{gain:+.0%} samples/s, {window.stalled:.0%} of the time waiting"
+        trial.decision.kept, trial.decision.effect = kept, effect
+        went_up = trial.knob.value > trial.before
+        if kept:
+            self._usual = window.rate
+            if went_up:  # whoever gave back too much is to be slower about it
+                self._leave_alone(trial.knob, up=False)
+            return None
+        if went_up and trial.num_rungs > 2 and gain > -_GAIN:
+            self._reach[trial.knob.name] = 2  # it was too far; half as far may not be
+        else:
+            self._leave_alone(trial.knob, up=went_up)
+        assert self._before is not None
+        return self._turn(trial.knob, trial.before, self._before.now_s)
+
+    def _leave_alone(self, knob: Knob, *, up: bool) -> None:
+        rest = self._rests.setdefault((knob.name, up), _Rest())
+        rest.until = self._number + rest.length
+        rest.length = min(2 * rest.length, _MOST_PATIENCE)
+
+    def _landed(self, stats: Stats) -> int:
+        return next(row.num_items for row in stats.stages if row.name == self.landing)
+
+
+def _gain(trial: _Trial, window: Window) -> tuple[float, float]:
+    """How much faster it is than before, and the standard error of that."""
+    before = trial.baseline.rate
+    gain = window.rate / before - 1 if before > 0 else 0.0
+    return gain, math.hypot(window.error, trial.baseline.error)

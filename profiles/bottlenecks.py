@@ -1,0 +1,336 @@
+"""Pipelines with one bottleneck each, made through the public seams: connectors, data sets, functions, stages.
+
+What takes time is either a wait, whose length is given (a store, a link, a lock: it is the same on a busy machine), or work,
+whose amount is given (pixels to decode, turns of a loop, bytes to copy). Beside the bottleneck every pipeline does the rest
+of an ordinary one: it reads small JPEGs, decodes them, calls a function, fills batches.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from loaderkit import Loader, Pipeline
+from loaderkit.assembly import Assembly, Recipe
+from loaderkit.builder import make_parts
+from loaderkit.config import PipelineConfig
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.loader import to_config
+from loaderkit.prefetch.engine import Engine
+from loaderkit.types import Connector
+
+NUM_OBJECTS = 400
+BATCH = 8
+_STRAGGLERS = 50  # one object in so many
+_NUM_WARM, _NUM_BATCHES = 10, 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pipeline: where its bottleneck is, how bad, how many workers run it, and whether they run all else, too."""
+
+    bottleneck: str
+    is_strong: bool
+    workers: int
+    is_fused: bool
+
+    @property
+    def name(self) -> str:
+        strength = "strong" if self.is_strong else "mild"
+        return f"{self.bottleneck}, {strength}, {self.workers} workers, {'fused' if self.is_fused else 'apart'}"
+
+    @property
+    def expected(self) -> tuple[str | None, frozenset[str]]:
+        """The stage, and the kinds that are right."""
+        return BOTTLENECKS[self.bottleneck].expected
+
+
+# ------------------------------------------------------------------------------------------------- what takes time
+
+
+class Link:
+    """A way that so many bytes a second pass in all, however many use it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+
+    def carry(self, num_bytes: int) -> None:
+        with self._lock:
+            self._free_s = max(self._free_s, time.perf_counter()) + num_bytes / self._bytes_per_s
+            until = self._free_s
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
+class Store(MemoryConnector):
+    """Objects in memory, behind a link, a delay for every request, or both; one in fifty may take a delay of its own."""
+
+    def __init__(
+        self,
+        objects: Mapping[str, bytes],
+        *,
+        link: Link | None = None,
+        delay_s: float = 0.0,
+        straggler_s: float = 0.0,
+    ) -> None:
+        super().__init__(objects)
+        self._link = link
+        self._delay_s = delay_s
+        self._stragglers = dict.fromkeys(sorted(objects)[7::_STRAGGLERS] if straggler_s else (), straggler_s)
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        super().read_into(key, start, buffer, etag=etag)
+        delay_s = self._stragglers.get(key, self._delay_s)
+        if delay_s:
+            time.sleep(delay_s)
+        if self._link is not None:
+            self._link.carry(len(buffer))
+
+
+def light(sample: dict[str, Any]) -> None:
+    """Next to nothing."""
+    sample["label"] = len(sample["__key__"])
+
+
+def in_python(sample: dict[str, Any], turns: int) -> None:
+    """Work that holds Python's lock: a loop of `turns` turns."""
+    value = 1
+    for _ in range(turns):
+        value = (value * 1103515245 + 12345) & 0x7FFFFFFF
+    sample["label"] = value
+
+
+class Locked:
+    """A function whose callers share a lock, as they would a connection to a database, and hold it for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+
+    def __call__(self, sample: dict[str, Any]) -> None:
+        with self._lock:
+            time.sleep(self._seconds)
+        sample["label"] = 0
+
+
+class Lengths:
+    """Arrays of differing lengths, of `num_bytes` at most, which exist already: only to put them into batches is work."""
+
+    def __init__(self, num_bytes: int) -> None:
+        longest = num_bytes // 4
+        self._arrays = [torch.zeros(longest - 64 * (n % 16)) for n in range(16)]
+
+    def __len__(self) -> int:
+        return NUM_OBJECTS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self._arrays[index % 16], "label": index}
+
+
+# --------------------------------------------------------------------------------------------------- the pipelines
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """How to make a pipeline with it. `strength` is (mild, strong), in the unit of its maker."""
+
+    stage: str | None
+    kinds: str
+    strength: tuple[float, float]
+    make: Callable[[float], Parts]
+
+    @property
+    def expected(self) -> tuple[str | None, frozenset[str]]:
+        return self.stage, frozenset(self.kinds.split())
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a pipeline is made of: see `build`. `tuned` is where `workers` goes when it is not fused."""
+
+    pipeline: Pipeline
+    tuned: str
+    objects: Callable[[], Connector] | None = None
+    overrides: Mapping[str, Any] | None = None
+    transfer: Callable[[dict[str, Any]], None] | None = None  # in the place of what `transfer` does
+    step_s: float = 0.0  # of the loop, for every batch
+
+
+@cache
+def photographs(size: int) -> dict[str, bytes]:
+    """Eight JPEGs of size x size pixels, under many names."""
+    data = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        coarse = Image.fromarray(rng.integers(0, 255, (size // 8, size // 8, 3), np.uint8))
+        buffer = io.BytesIO()
+        coarse.resize((size, size), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+        data.append(buffer.getvalue())
+    return {f"{number:04}.jpg": data[number % 8] for number in range(NUM_OBJECTS)}
+
+
+def ordinary(call: Callable[..., Any] = light, args: Mapping[str, Any] | None = None, batch: int = BATCH) -> Pipeline:
+    pipeline = Pipeline.files("memory://photographs", include="*.jpg").shuffle("none").read().decode().center_crop(64)
+    return pipeline.call(call, args=dict(args or {})).batch(batch).transfer("cpu")
+
+
+def small_photographs() -> Connector:
+    return Store(photographs(64))
+
+
+def slow_store(bytes_per_s: float) -> Parts:
+    return Parts(ordinary(), "read", lambda: Store(photographs(64), link=Link(bytes_per_s)))
+
+
+def latency(seconds: float) -> Parts:
+    return Parts(ordinary(), "read", lambda: Store(photographs(64), delay_s=seconds))
+
+
+def straggler(seconds: float) -> Parts:
+    return Parts(ordinary(), "read", lambda: Store(photographs(64), delay_s=1e-3, straggler_s=seconds))
+
+
+def decoding(size: float) -> Parts:
+    return Parts(ordinary(), "decode", lambda: Store(photographs(int(size))))
+
+
+def python(turns: float) -> Parts:
+    return Parts(ordinary(in_python, {"turns": int(turns)}), "call", small_photographs)
+
+
+def locked(seconds: float) -> Parts:
+    return Parts(ordinary(Locked(seconds)), "call", small_photographs)
+
+
+def slow_transfer(seconds: float) -> Parts:
+    link = Link(1 / seconds)  # one batch at a time
+    return Parts(ordinary(), "transfer", small_photographs, transfer=lambda batch: link.carry(1))
+
+
+def slow_consumer(seconds: float) -> Parts:
+    return Parts(ordinary(), "decode", small_photographs, step_s=seconds)
+
+
+def little_memory(seconds: float) -> Parts:
+    """Batches of one sample, of which the budget holds one: then all workers but one stand still."""
+    return Parts(
+        ordinary(batch=1),
+        "read",
+        lambda: Store(photographs(64), delay_s=seconds),
+        {"prefetch.memory": "20KiB"},
+    )
+
+
+def assembling(num_bytes: float) -> Parts:
+    pipeline = Pipeline.dataset(Lengths(int(num_bytes))).shuffle("none").read().call(light)
+    return Parts(pipeline.batch(BATCH, ragged={"x": "pad"}).transfer("cpu"), "batch")
+
+
+BOTTLENECKS: dict[str, Bottleneck] = {
+    "slow store": Bottleneck("read", "bandwidth", (2.0e6, 0.7e6), slow_store),
+    "high latency": Bottleneck("read", "latency", (2.5e-3, 8e-3), latency),
+    "CPU-bound decode": Bottleneck("decode", "computing", (448, 896), decoding),
+    "GIL-bound call": Bottleneck("call", "gil", (25_000, 80_000), python),
+    "slow transfer": Bottleneck("transfer", "bandwidth waiting", (12e-3, 40e-3), slow_transfer),
+    "slow consumer": Bottleneck(None, "training", (10e-3, 30e-3), slow_consumer),
+    "shared lock": Bottleneck("call", "lock", (1.5e-3, 4e-3), locked),
+    "one straggler in 50": Bottleneck("read", "stragglers", (0.1, 0.3), straggler),
+    "little memory": Bottleneck("memory", "memory", (4e-3, 12e-3), little_memory),
+    "batch assembly": Bottleneck("batch", "computing gil", (1.5e6, 5e6), assembling),
+}
+
+CASES = [
+    Case(bottleneck, is_strong, workers, is_fused)
+    for bottleneck, is_strong, workers, is_fused in product(BOTTLENECKS, (False, True), (2, 4), (True, False))
+]
+
+DOZEN = [
+    Case("slow store", False, 2, True),
+    Case("high latency", True, 4, False),
+    Case("high latency", False, 2, True),
+    Case("CPU-bound decode", True, 2, True),
+    Case("GIL-bound call", False, 2, False),
+    Case("slow transfer", False, 4, False),
+    Case("slow consumer", False, 4, True),
+    Case("slow consumer", True, 2, False),
+    Case("shared lock", True, 4, True),
+    Case("one straggler in 50", False, 2, False),
+    Case("little memory", True, 4, True),
+    Case("batch assembly", False, 2, False),
+]
+
+
+def build(case: Case) -> tuple[Loader, float]:
+    """The loader of a case, and how long the loop takes for a batch, in s."""
+    bottleneck = BOTTLENECKS[case.bottleneck]
+    parts = bottleneck.make(bottleneck.strength[case.is_strong])
+    overrides: dict[str, Any] = {"prefetch.concurrency": case.workers, **(parts.overrides or {})}
+    if not case.is_fused:
+        overrides |= {f"stages.{parts.tuned}.workers": case.workers, "prefetch.concurrency": case.workers + 2}
+    given = {} if parts.objects is None else {"memory": parts.objects()}
+    config = to_config(parts.pipeline, overrides)
+    made = make_parts(config, rank=0, world_size=1, connectors=given, clock=time.perf_counter)
+    if parts.transfer is not None:
+        recipe = Recipe(config, made.source, made.connector, made.schedule, _concurrency(config))
+        made = replace(made, make_executor=lambda: _with_transfer(recipe, parts.transfer))
+    return Loader(made), parts.step_s
+
+
+def _concurrency(config: PipelineConfig) -> int:
+    assert isinstance(config.prefetch.concurrency, int)
+    return config.prefetch.concurrency
+
+
+def _with_transfer(recipe: Recipe, run: Any) -> Engine:
+    assembly = Assembly(recipe)
+    assembly.stages = [
+        replace(stage, run=lambda batch, context: run(batch)) if stage.kind == "transfer" else stage
+        for stage in assembly.stages
+    ]
+    return assembly.make_engine(time.perf_counter)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run a case, but for its beginning; what `stats().to_dict()` says of it, and how many CPUs other programs used
+    meanwhile, `others_cpus`: where those are short, the bottleneck that was built in may not be the real one."""
+    size_factor = BATCH // 2 if case.bottleneck == "little memory" else 1
+    loader, step_s = build(case)
+    with loader:
+        batches = (batch for _ in range(100) for batch in loader)
+        for _ in range(_NUM_WARM * size_factor):
+            next(batches)
+        warm, cpu = loader.stats(), _cpu_seconds()
+        for _ in range(_NUM_BATCHES * size_factor // (4 if step_s else 1)):
+            next(batches)
+            if step_s:
+                time.sleep(step_s)
+        found = loader.stats(since=warm).to_dict()
+        all_s, own_s = (now - then for now, then in zip(_cpu_seconds(), cpu, strict=True))
+        found["others_cpus"] = round(max(0.0, all_s - own_s) / found["wall_s"], 2)
+        batches.close()
+    return found
+
+
+def _cpu_seconds() -> tuple[float, float]:
+    """CPU time of the machine so far, but for what was idle, and of this process."""
+    with open("/proc/stat") as file:
+        ticks = [int(number) for number in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), time.process_time()
+
+
+def is_right(case: Case, found: Mapping[str, Any]) -> bool:
+    """Whether a verdict names the bottleneck that was built in, and how it limits."""
+    stage, kinds = case.expected
+    return found["stage"] == stage and found["kind"] in kinds

@@ -1,0 +1,245 @@
+"""The monitor keeps a bounded history, and what it needs ends with the loader."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from of_numbers import PROCESS, numbers, wait_for
+from of_workloads import Simulation, Workload
+
+import loaderkit
+from loaderkit.prefetch.cpus import cgroup_folders
+from loaderkit.prefetch.host import HostStats, host_stats
+from loaderkit.prefetch.monitor import Series
+
+
+def monitors() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loaderkit-monitor"]
+
+
+class TestSeries:
+    @pytest.mark.parametrize("num_looks", [1, 2, 15, 16, 17, 100, 1000])
+    def test_it_covers_everything_in_bounded_memory(self, num_looks: int) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        series = Series(num_points=16)
+        first = None
+        for _ in range(num_looks):
+            simulation.look()
+            series.add(simulation.stats)
+            first = first or simulation.stats
+        points = series.to_list()
+        assert len(points) <= 15
+        assert first is not None
+        if points:
+            assert points[0]["at_s"] - points[0]["seconds"] == pytest.approx(first.now_s)
+            for before, after in itertools.pairwise(points):
+                assert after["at_s"] - after["seconds"] == pytest.approx(before["at_s"])
+            # What comes after the last point kept is less than two of its steps.
+            assert simulation.stats.now_s - points[-1]["at_s"] < 2 * points[-1]["seconds"]
+            assert all(point["samples_per_s"] == pytest.approx(100, abs=5) for point in points)
+
+    def test_another_run_begins_anew(self) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        series = Series()
+        for _ in range(5):
+            simulation.look()
+            series.add(simulation.stats)
+        series.add(replace(simulation.stats, run=1))
+        assert series.to_list() == []
+
+    def test_another_run_begins_with_small_steps(self) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        series = Series(num_points=16)
+        for _ in range(200):
+            simulation.look()
+            series.add(simulation.stats)
+        for _ in range(5):
+            simulation.look()
+            series.add(replace(simulation.stats, run=1))
+        assert len(series.to_list()) == 4
+
+    def test_decisions_are_not_kept_with_every_point(self) -> None:
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        series = Series()
+        simulation.look()
+        series.add(replace(simulation.stats, tuning={"batches": 4, "decisions": [{}] * 100}))
+        assert series._points[0].tuning == {"batches": 4}
+
+
+class TestThread:
+    @pytest.mark.parametrize("overrides", [{}, PROCESS], ids=["thread", "process"])
+    def test_the_history_of_a_loader(self, overrides: dict[str, Any]) -> None:
+        with loaderkit.build(numbers(), overrides=overrides) as loader:
+            for _ in range(2):
+                list(loader)
+            wait_for(lambda: len(loader.series()) >= 2 and loader.series()[-1]["rss_bytes"] > 0)
+            points = json.loads(json.dumps(loader.series()))
+            late_s = loader.stats().to_dict()["host"]["late_p50_s"]
+        assert monitors() == []
+        assert {"at_s", "samples_per_s", "stall", "busy", "workers", "ready", "rss_bytes", "cpus"} <= set(points[0])
+        assert points[-1]["batches"] == 4
+        assert points[-1]["rss_bytes"] > 2**20
+        assert late_s >= 0
+        assert points[-1]["late_s"] >= 0
+
+    @pytest.mark.parametrize("overrides", [{}, PROCESS], ids=["thread", "process"])
+    def test_shares_are_shares_from_the_first_moment_on(self, overrides: dict[str, Any]) -> None:
+        """Also before the loop asks for a batch, and while the process that loads is not there yet."""
+        with loaderkit.build(numbers(80), overrides=overrides) as loader:
+            first = loader.stats()
+            loader.start()
+            wait_for(lambda: loader.stats().num_ready > 0)
+            wait_for(lambda: len(loader.series()) >= 2)
+            list(loader)
+            num_points = len(loader.series())
+            wait_for(lambda: len(loader.series()) > num_points + 1)
+            points = loader.series()
+            passed = loader.stats(since=first).to_dict()["host"]
+            num_ready = loader.stats().to_dict()["queue"]["ready"]
+        for point in points:
+            assert point["seconds"] > 0.1
+            assert 0 <= point["cpus"] < 64
+            assert all(0 <= share < 64 for share in point["busy"].values())
+            assert sum(point["stall"].values()) < 1.05
+        assert passed["cpu_s"] >= 0
+        assert passed["read_bytes"] is None or passed["read_bytes"] >= 0
+        assert num_ready > 0, "batches of the next epoch wait for the loop"
+
+    def test_none_is_needed_inline(self) -> None:
+        with loaderkit.build(numbers(), overrides={"prefetch.executor": "inline"}) as loader:
+            list(loader)
+            assert monitors() == []
+            assert loader.series() == []
+
+    @pytest.mark.parametrize("overrides", [{}, PROCESS], ids=["thread", "process"])
+    def test_it_does_not_keep_a_loader_alive(self, overrides: dict[str, Any]) -> None:
+        loader = loaderkit.build(numbers(), overrides=overrides)
+        next(iter(loader))
+        assert len(monitors()) == 1
+        del loader
+        gc.collect()
+        wait_for(lambda: monitors() == [])
+
+    def test_the_sizes_that_were_found_can_be_written(self, tmp_path: Path) -> None:
+        with loaderkit.build(numbers_by_name(), overrides={"prefetch.batches": "auto"}) as loader:
+            next(iter(loader))
+            tuning = loader.stats().to_dict()["tuning"]
+            assert tuning["auto"] == ["workers of read+batch", "batches"]
+            assert tuning["decisions"] == []
+            loader.resize("read", workers=5)
+            loader.resize(batches=7, memory="1GiB")
+            assert loader.stats().to_dict()["tuning"]["auto"] == [], "what a user sets is the user's"
+            (tmp_path / "tuned.yaml").write_text(loader.to_yaml())
+        found = loaderkit.Pipeline.from_yaml(tmp_path / "tuned.yaml").config.prefetch
+        assert (found.concurrency, found.batches, found.memory) == (5, 7, 2**30)
+
+    def test_a_stage_with_workers_of_its_own_is_written_with_those_it_has(self) -> None:
+        pipeline = loaderkit.Pipeline.dataset("of_numbers:Numbers").read().call("of_numbers:hang").batch(8)
+        overrides = {"stages.call.workers": 2, "prefetch.concurrency": 4}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            loader.resize("call", workers=6)
+            loader.resize("read", workers=3)
+            tuned = loader.to_yaml()
+            pools = loader.stats().tuning["pools"]
+        with loaderkit.build(yaml.safe_load(tuned)) as loader:
+            again = loader.stats().tuning
+        assert [pool["workers"] for pool in pools] == [3, 6, 1]
+        assert again["pools"][1] == pools[1]
+        assert again["concurrency"] == 10
+
+
+def numbers_by_name() -> loaderkit.Pipeline:
+    return loaderkit.Pipeline.dataset("of_numbers:Numbers").read().batch(8)
+
+
+class TestHost:
+    def test_it_counts_up(self, tmp_path: Path) -> None:
+        before = host_stats()
+        (tmp_path / "file").write_bytes(bytes(10**6))
+        (tmp_path / "file").read_bytes()
+        later = host_stats()
+        assert later.rss_bytes > 2**20
+        assert later.cpu_s >= before.cpu_s
+        passed = later.minus(before)
+        if passed.read_bytes is not None:
+            assert passed.read_bytes >= 10**6
+            assert passed.page_cache_hits is not None
+            assert passed.page_cache_hits > 0.5, "it had just been written"
+
+    @pytest.mark.parametrize(
+        ("read_bytes", "disk_bytes", "share"), [(None, None, None), (0, 0, None), (100, 25, 0.75), (100, 300, 0.0)]
+    )
+    def test_hits_of_the_page_cache(self, read_bytes: int | None, disk_bytes: int | None, share: float | None) -> None:
+        assert HostStats(0, 0, 0.0, None, read_bytes, disk_bytes).page_cache_hits == share
+
+    def test_cgroups_are_named_from_the_innermost_out(self) -> None:
+        folders = [folder for folder in cgroup_folders() if folder.is_relative_to("/sys/fs/cgroup")]
+        assert folders == list(cgroup_folders())
+
+
+class TestStopping:
+    def test_a_fork_while_every_lock_is_held(self) -> None:
+        """In its child nobody will ever open them; to look at the loader, and to close it, must not wait for that."""
+        with loaderkit.build(numbers()) as loader:
+            next(iter(loader))
+            engine: Any = loader._engine
+            engine.waiting_since_s = 0.0
+            with engine.intake._lock, engine._sizing, loader._sizes._lock:
+                pid = os.fork()
+                if pid == 0:
+                    loader.stats()
+                    loader.series()
+                    loader.close()
+                    os._exit(7)
+            engine.waiting_since_s = None
+            ended: list[tuple[int, int]] = []
+
+            def has_ended() -> bool:
+                ended.append(os.waitpid(pid, os.WNOHANG))
+                return ended[-1][0] == pid
+
+            wait_for(has_ended)
+            assert os.waitstatus_to_exitcode(ended[-1][1]) == 7
+
+    def test_a_loader_that_is_garbage_in_the_monitors_own_thread(self) -> None:
+        """The collector may run there, while that thread holds a lock of the engine."""
+        loader = loaderkit.build(numbers())
+        next(iter(loader))
+        engine: Any = loader._engine
+        monitor: Any = loader._monitor
+        finalizer: Any = loader._finalizer
+        has_ended = threading.Event()
+
+        def collect(stats: Any) -> None:
+            with engine.intake._lock:
+                finalizer()
+            has_ended.set()
+
+        monitor._act = collect
+        wait_for(has_ended.is_set)
+        wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")])
+        loader.close()
+
+    def test_what_goes_wrong_in_it_is_said_once_and_harms_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        with loaderkit.build(numbers()) as loader:
+            next(iter(loader))
+            monitor: Any = loader._monitor
+            times = []
+
+            def fail(stats: Any) -> None:
+                times.append(stats)
+                raise MemoryError
+
+            monitor._act = fail
+            wait_for(lambda: len(times) >= 2)
+            assert caplog.text.count("the time series and the tuner miss what happens now") == 1
+            assert len(list(loader)) == 8

@@ -1,0 +1,355 @@
+"""Over any interval slots sum to workers x wall time, and stalls to the waits, whatever is open at its ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from of_numbers import Numbers, hang, wait_for
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import StageError
+from loaderkit.prefetch.accounts import Account, States
+from loaderkit.prefetch.stalls import Waits
+from loaderkit.prefetch.stats import Stats, _rise
+
+Wait = tuple[float, float]
+
+
+def check_sums(earlier: Stats, later: Stats, waits: list[Wait], workers: int, slack_s: float) -> None:
+    """`waits` are all there were, also after `later`; what is open at a moment counts up to it."""
+    found = later.since(earlier)
+    wall_s = later.now_s - earlier.now_s
+    assert sum(stage.slot_s for stage in found.stages) == pytest.approx(workers * wall_s, rel=0.01, abs=1e-6)
+    waited_s = sum(
+        max(0.0, min(end, later.now_s) - max(begin, earlier.now_s)) for begin, end in waits if begin < later.now_s
+    )
+    assert sum(found.stall_s.values()) == pytest.approx(waited_s, rel=0.01, abs=slack_s)
+    for stage in found.stages:
+        assert min(stage.busy_s, stage.starved_s, stage.blocked_s, stage.idle_s) >= -1e-9
+    assert min(found.stall_s.values(), default=0.0) >= 0.0
+
+
+class ByHand:
+    """A clock that goes when told to, by the next of some steps; at some of them, half-way, somebody looks."""
+
+    def __init__(self, steps: list[float], looks: set[int]) -> None:
+        self.now = 50.0
+        self.look: Callable[[], None] = lambda: None
+        self._steps = steps
+        self._looks = looks
+        self._number = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        seconds = self._steps[self._number % len(self._steps)]
+        self._number += 1
+        self.now += seconds / 2
+        if self._number in self._looks:
+            self.look()
+        self.now += seconds / 2
+
+
+class Steps:
+    """A data set, or a function, that takes a step of the clock."""
+
+    def __init__(self, clock: ByHand) -> None:
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self._clock.step()
+        return {"x": index}
+
+    def __call__(self, sample: dict[str, Any]) -> None:
+        self._clock.step()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(0, 3), min_size=1, max_size=9).filter(any),
+    st.sets(st.integers(1, 70), min_size=2, max_size=6),
+    st.sampled_from([{}, {"stages.call.workers": 1}, {"stages.batch.workers": 1, "stages.call-2.workers": 1}]),
+)
+def test_inline_with_time_by_hand(steps: list[float], looks: set[int], pools: dict[str, Any]) -> None:
+    """Looks fall into the middle of every kind of work, also of the consumer's own."""
+    clock = ByHand(steps, looks)
+    pipeline = Pipeline.dataset(Steps(clock)).shuffle(seed=2).read().call(Steps(clock)).batch(3).call(Steps(clock))
+    waits: list[Wait] = []
+    moments: list[Stats] = []
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": "inline", **pools}, clock=clock) as loader:
+        clock.look = lambda: moments.append(loader.stats())
+        for _ in range(2):
+            batches = iter(loader)
+            while True:
+                begin = clock.now
+                waits.append((begin, float("inf")))
+                if next(batches, None) is None:
+                    waits.pop()
+                    break
+                waits[-1] = (begin, clock.now)
+                clock.step()
+        moments.append(loader.stats())
+    for earlier, later in combinations(moments, 2):
+        check_sums(earlier, later, waits, 1, 1e-6)
+    whole = moments[-1]
+    assert sum(whole.stall_s.values()) == pytest.approx(sum(end - begin for begin, end in waits))
+    assert sum(stage.slot_s for stage in whole.stages) == pytest.approx(whole.wall_s)
+
+
+class Readings:
+    """The real clock, which notes what the consumer's thread reads from it: its first and last reading in a `next()` are
+    where the wait begins and ends."""
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.consumers: list[float] = []
+
+    def __call__(self) -> float:
+        now = time.perf_counter()
+        if threading.get_ident() == self.thread:
+            self.consumers.append(now)
+        return now
+
+
+def pause(sample: dict[str, Any]) -> None:
+    """A wait whose length depends on the sample."""
+    time.sleep(1e-4 * (int(sample["__key__"]) % 7))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"prefetch.concurrency": 1},
+        {"prefetch.concurrency": 3},
+        {"stages.call.workers": 3, "stages.batch.workers": 2, "prefetch.concurrency": 6},
+        {"prefetch.concurrency": 4, "prefetch.batches": 1},
+    ],
+)
+def test_threads_looked_at_from_another_one(overrides: dict[str, Any]) -> None:
+    clock = Readings()
+    moments: list[Stats] = []
+    waits: list[Wait] = []
+    pipeline = Pipeline.dataset(Numbers(600)).shuffle("none").read().call(pause).batch(6)
+    with loaderkit.build(pipeline, overrides=overrides, clock=clock) as loader:
+        is_over = threading.Event()
+
+        def look() -> None:
+            while not is_over.wait(0.003):
+                moments.append(loader.stats())
+
+        batches = iter(loader)
+        next(batches)
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        clock.thread = threading.get_ident()
+        try:
+            for number in range(80):
+                clock.consumers.clear()
+                next(batches)
+                waits.append((clock.consumers[0], clock.consumers[-1]))
+                if number % 8 == 0:
+                    time.sleep(0.004)  # the consumer is busy: then nothing is waited for
+        finally:
+            clock.thread = 0
+            is_over.set()
+            watcher.join()
+        workers = loader.stats().tuning["concurrency"]
+    moments = [moment for moment in moments if waits[0][1] <= moment.now_s <= waits[-1][1]]
+    assert len(moments) > 4
+    for earlier, later in combinations(moments[:: max(1, len(moments) // 12)], 2):
+        check_sums(earlier, later, waits, workers, slack_s=0.02)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_blocked_for_the_whole_interval(executor: str) -> None:
+    """The consumer waits before, during and after: all of it is stall, and the verdict names what hangs."""
+    go_on = threading.Event()
+
+    def hold(sample: dict[str, Any]) -> None:
+        if sample["__key__"] == "20":
+            go_on.wait(60)
+
+    function = hang if executor == "process" else hold  # the other process ends with what hangs in it
+    pipeline = Pipeline.dataset(Numbers(64)).shuffle("none").read().call(function).batch(8)
+    loader = loaderkit.build(pipeline, overrides={"prefetch.executor": executor, "prefetch.concurrency": 2})
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+
+    def consume() -> None:
+        with pytest.raises(loaderkit.errors.LoaderkitError):
+            next(batches)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    try:
+        wait_for(lambda: loader.stats().to_dict()["stall"]["by_stage"].get("call", 0.0) > 0.2)
+        before = loader.stats()
+        wait_for(lambda: loader.stats(since=before).stall_s.get("call", 0.0) > 0.3)
+        found = loader.stats(since=before)
+    finally:
+        assert loader._engine is not None
+        loader._engine.close(0.0)  # which the consumer learns at once; the loader itself is its thread's
+        go_on.set()
+        consumer.join(30)
+        loader.close()
+    assert found.num_batches == 0
+    assert found.to_dict()["stall"]["percent"] > 99
+    assert found.verdict().stage == "call"
+    assert found.verdict().percent > 99
+    assert found.verdict().kind == "waiting"
+
+
+def test_what_an_open_wait_was_charged_to_may_change() -> None:
+    """The chunk that was the least far was not the one that came last: what moves to another cause lies before."""
+    assert _rise({"read": 5.0, "wakeup": 1.0}, {"decode": 6.0, "wakeup": 1.0}) == {
+        "read": 0.0,
+        "decode": 1.0,
+        "wakeup": 0.0,
+    }
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9)), st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9))
+)
+def test_a_rise_sums_and_is_never_negative(earlier: dict[str, float], later: dict[str, float]) -> None:
+    found = _rise(earlier, later)
+    assert sum(found.values()) == pytest.approx(max(0.0, sum(later.values()) - sum(earlier.values())), abs=1e-9)
+    assert min(found.values(), default=0.0) >= 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.floats(0, 1))
+def test_an_account_read_late_is_that_of_the_moment(steps: list[tuple[int, float]], share: float) -> None:
+    """The reader looked at the clock, waited for the GIL, and then read: what came in between does not count."""
+    now = 100.0
+    account = Account(States(3), lambda: now, first_state=3)
+    for state, seconds in steps:
+        now += seconds
+        account.enter(state)
+    moment = 100.0 + share * (now - 100.0)
+    expected = [0.0] * 6
+    for state, since, until in account.timeline(100.0, moment):
+        expected[state] += until - since
+    assert account.read(moment) == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_wait_is_never_found_twice_nor_lost() -> None:
+    """Ten thousand waits of one second by a clock of their own, read by another thread meanwhile."""
+    waits, time_s, is_over = Waits(), [0.0], threading.Event()
+    wrong: list[tuple[float, float]] = []
+
+    def look() -> None:
+        while not is_over.is_set():
+            ended, since_s, now = waits.read(lambda: time_s[0])
+            found = sum(ended.values()) + (now - since_s if since_s is not None else 0.0)
+            if found != now:
+                wrong.append((found, now))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for second in range(10_000):
+        waits.begin(float(second))
+        time_s[0] = second + 1.0
+        waits.end({"read": 0.5, "decode": 0.5})
+    is_over.set()
+    reader.join()
+    assert not wrong
+
+
+def test_cpu_time_of_work_that_is_not_over() -> None:
+    """A worker that has been computing for long computes, and does not wait, also before it is done."""
+    seen: list[tuple[float, float]] = []
+
+    def compute(sample: dict[str, Any]) -> None:
+        if sample["__key__"] == "3" and not seen:
+            begin = time.thread_time()
+            while time.thread_time() < begin + 0.2:
+                pass
+            reader = threading.Thread(target=look)
+            reader.start()
+            reader.join()
+
+    def look() -> None:
+        row = next(row for row in loader.stats().stages if row.name == "call")
+        seen.append((row.cpu_s, row.busy_s))
+
+    with loaderkit.build(Pipeline.dataset(Numbers(16)).shuffle("none").read().call(compute).batch(8)) as loader:
+        list(loader)
+    assert 0.2 <= seen[0][0] <= seen[0][1]
+
+
+class TestAnyThreadAnyTime:
+    def test_before_during_and_after(self) -> None:
+        pipeline = Pipeline.dataset(Numbers(200)).read().call(fail_seldom).batch(4)
+        overrides = {"prefetch.concurrency": 3, "stages.call.workers": 2}
+        loader = loaderkit.build(pipeline, overrides=overrides)
+        is_over = threading.Event()
+        raised: list[BaseException] = []
+        num_looks = [0] * 3
+
+        def look(number: int) -> None:
+            try:
+                while not is_over.is_set():
+                    before = loader.stats()
+                    now = loader.stats()
+                    if before.run == now.run:
+                        assert now.since(before).verdict().confidence <= 1
+                    assert 0 <= now.to_dict()["stall"]["percent"] <= 100
+                    num_looks[number] += 1
+            except BaseException as error:
+                raised.append(error)
+
+        watchers = [threading.Thread(target=look, args=[number]) for number in range(3)]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            loader.start()
+            for epoch in range(6):
+                loader.set_epoch(epoch)
+                try:
+                    for step, _ in enumerate(loader):
+                        if step == 20:
+                            loader.resize("read", workers=1 + epoch % 3)
+                except StageError:
+                    pass
+            loader.close()
+            seen = list(num_looks)
+            wait_for(lambda: raised != [] or all(now > then for now, then in zip(num_looks, seen, strict=True)))
+        finally:
+            is_over.set()
+            for watcher in watchers:
+                watcher.join()
+            loader.close()
+        if raised:
+            raise raised[0]
+
+    def test_inside_a_stage_and_after_an_interrupt_in_an_entry(self) -> None:
+        """Ctrl-C may come while a worker's account is being written, which then stays as it is."""
+        account = Account(States(1), time.perf_counter, first_state=1)
+        account.enter(0)
+        account._sequence += 1
+        assert len(account.read(time.perf_counter())) == 4
+        assert len(account.read_cpu()) == 1
+
+
+def fail_seldom(sample: dict[str, Any]) -> None:
+    if sample["__key__"] == "150":
+        raise ValueError("bad")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    yield
+    wait_for(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")])

@@ -1,0 +1,252 @@
+"""The verdict: on accounts made by hand, every branch; on pipelines with one bottleneck built in, that bottleneck."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from of_numbers import Numbers
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.prefetch.accounts import Histogram
+from loaderkit.prefetch.stats import StageStats, Stats, blank
+from loaderkit.prefetch.turns import Trial
+from loaderkit.prefetch.verdict import Verdict
+from profiles.bottlenecks import CASES, DOZEN, Case, is_right, measure
+from profiles.verdicts import record, run
+
+SERIAL = Trial(0.97, 0.98)
+KINDS = ("read", "decode", "call", "batch", "transfer", "normalize")
+
+
+def row(name: str, busy_s: float, cpu_s: float = 0.0, *, workers: int = 2, **more: Any) -> StageStats:
+    return StageStats(name, workers, busy_s=busy_s, cpu_s=cpu_s, kind=name, **more)
+
+
+def services(*items: tuple[float, int]) -> Histogram:
+    found = Histogram()
+    for seconds, count in items:
+        found.add(seconds, count)
+    return found
+
+
+def stats(
+    stall_s: dict[str, float],
+    rows: list[StageStats],
+    *,
+    wall_s: float = 10.0,
+    trial: Trial = Trial(),  # noqa: B008 - a tuple
+    apart: bool = False,
+    memory: tuple[int, int] = (1000, 1),
+    executor: str = "thread",
+    batches: int = 100,
+) -> Stats:
+    names = [one.name for one in rows]
+    pools = [{"stages": [name]} for name in names] if apart else [{"stages": names}]
+    return replace(
+        blank(rows, memory[0]),
+        wall_s=wall_s,
+        num_batches=batches,
+        stall_s=stall_s,
+        tuning={"executor": executor, "batches": 4, "cpus": 4, "pools": pools},
+        memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
+        trials={names[0]: trial},
+    )
+
+
+class TestWithoutAStage:
+    def test_nothing_has_happened(self) -> None:
+        with loaderkit.build(Pipeline.dataset(Numbers()).read().batch(8)) as loader:
+            found = loader.stats().verdict()
+        assert (found.stage, found.confidence, found.kind) == (None, 0.0, "unknown")
+
+    def test_training_is_the_limit(self) -> None:
+        found = stats({"read": 0.2}, [row("read", 3, 1, blocked_s=17)]).verdict()
+        assert (found.stage, found.kind, found.percent) == (None, "training", 98.0)
+        assert "fewer workers" in found.change
+
+    def test_rare_waits_of_workers_with_time_to_spare(self) -> None:
+        found = stats({"read": 1.2}, [row("read", 3, 1, blocked_s=17)]).verdict()
+        assert found.stage is None
+        assert found.confidence < 0.8
+
+    def test_the_start(self) -> None:
+        found = stats({"start": 2.0, "read": 0.1}, [row("read", 3, 1, blocked_s=17)]).verdict()
+        assert (found.stage, found.kind, found.percent) == ("start", "start", 20.0)
+
+    def test_a_start_long_past_says_nothing(self) -> None:
+        found = stats({"start": 2.0, "read": 6.0}, [row("read", 19, 1, starved_s=1)]).verdict()
+        assert found.stage == "read"
+        assert found.percent == 60.0
+
+    def test_to_be_woken_up(self) -> None:
+        found = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 18)]).verdict()
+        assert (found.stage, found.kind, found.percent) == ("wakeup", "wakeup", 40.0)
+
+    @pytest.mark.parametrize("stall_s", [{"memory": 6.0, "read": 2.0}, {"read": 8.0}])
+    def test_little_memory(self, stall_s: dict[str, float]) -> None:
+        rows = [row("read", 5, 0.1, blocked_s=15)]
+        found = stats(stall_s, rows, memory=(100, 60)).verdict()
+        assert (found.stage, found.kind, found.percent) == ("memory", "memory", 80.0)
+        assert "1 of the 4 batches" in found.evidence
+        assert "prefetch.memory: 240 bytes" in found.change
+        busy = stats({"read": 8.0}, [row("read", 19, 0.1, blocked_s=1)], memory=(100, 60)).verdict()
+        assert busy.stage == "read"
+
+
+class TestOfAStage:
+    def verdict(self, one: StageStats, **more: Any) -> Verdict:
+        others = [row(name, 0.1, 0.1) for name in KINDS if name != one.name]
+        rows = sorted([*others, one], key=lambda row: KINDS.index(row.name))
+        found = stats({one.name: 8.0, "start": 0.1}, rows, **more).verdict()
+        assert found.stage == one.name
+        assert found.percent == 80.0
+        assert 0 < found.confidence <= 0.95
+        return found
+
+    def test_computing_with_cpus_to_spare(self) -> None:
+        found = self.verdict(row("decode", 19, 18))
+        assert found.kind == "computing"
+        assert 'loader.resize("decode", workers=8)' in found.change
+
+    def test_computing_with_no_cpu_left(self) -> None:
+        found = self.verdict(row("decode", 39, 36, workers=4))
+        assert found.kind == "computing"
+        assert "3.7 CPUs of 4, 99 % of that for decode" in found.evidence
+        assert "more workers would not help" in found.change
+
+    def test_computing_beside_other_programs(self) -> None:
+        """Off the CPU, but not of its own will: that is no waiting for a store, nor a lock."""
+        found = self.verdict(row("call", 19, 9, delayed_s=9), trial=Trial(0.9, 0.1))
+        assert found.kind == "computing"
+        assert "no CPU was free" in found.evidence
+
+    def test_what_waits_for_a_cpu_is_not_what_uses_them(self) -> None:
+        """Sixteen threads on four CPUs: the last chunk may stand anywhere."""
+        rows = [row("read", 30, 3, delayed_s=26), row("decode", 100, 35, delayed_s=60)]
+        found = stats({"read": 6.0, "decode": 2.0}, rows, wall_s=10).verdict()
+        assert (found.stage, found.kind) == ("decode", "computing")
+        assert found.percent == pytest.approx(80 * 35 / 38, abs=0.1)
+
+    def test_computing_one_at_a_time(self) -> None:
+        assert self.verdict(row("call", 19, 9.2), trial=Trial(1.02, 0.5)).kind == "gil"
+        taking_turns = row("call", 9.8, 9.2, idle_s=9.8)
+        assert self.verdict(taking_turns, trial=Trial(1.1, 0.5)).kind == "gil"
+        assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
+
+    def test_waiting_one_at_a_time(self) -> None:
+        assert self.verdict(row("call", 19, 0.3), trial=SERIAL).kind == "lock"
+        found = self.verdict(row("read", 19, 0.3, num_bytes=10**9), trial=SERIAL)
+        assert found.kind == "bandwidth"
+        assert "101 MB/s" in found.evidence
+        assert self.verdict(row("transfer", 19, 0.3), trial=SERIAL).kind == "bandwidth"
+
+    def test_a_data_set_that_waits_one_at_a_time(self) -> None:
+        """It reads nothing that is seen as bytes: a lock is as likely as a store."""
+        assert self.verdict(row("read", 19, 0.3), trial=SERIAL).kind == "lock"
+
+    def test_waiting_each_for_itself(self) -> None:
+        found = self.verdict(row("read", 19, 0.3, services=services((0.02, 900))), trial=Trial(0.52, 0.98))
+        assert found.kind == "latency"
+        assert "larger requests" in found.change
+
+    def test_waiting_and_nothing_was_tried(self) -> None:
+        assert self.verdict(row("read", 9.5, 0.3, workers=1)).kind == "waiting"
+        assert self.verdict(row("transfer", 9.5, 0.3, workers=1)).kind == "waiting"
+
+    def test_stragglers(self) -> None:
+        found = self.verdict(row("read", 19, 0.3, services=services((0.01, 980), (0.5, 20))))
+        assert found.kind == "stragglers"
+        assert "prefetch.batches: 8" in found.change
+
+    def test_rare_stragglers_do_not_matter(self) -> None:
+        seldom = services((0.01, 990), (0.1, 11))
+        assert self.verdict(row("read", 19, 0.3, services=seldom), trial=Trial(0.5, 0.98)).kind == "latency"
+
+    def test_no_pool_at_its_limit(self) -> None:
+        found = self.verdict(row("read", 9, 8, blocked_s=10))
+        assert found.kind == "depth"
+        assert "prefetch.batches: 8" in found.change
+
+    def test_inline(self) -> None:
+        found = self.verdict(row("read", 8, 7.5, workers=1, blocked_s=2), executor="inline")
+        assert found.kind == "computing"
+        assert "executor: thread" in found.change
+
+    def test_stages_apart(self) -> None:
+        rows = [row("read", 4, 1, blocked_s=16), row("decode", 19, 18, starved_s=1)]
+        found = stats({"decode": 7.0}, rows, apart=True).verdict()
+        assert (found.stage, found.kind) == ("decode", "computing")
+
+    def test_few_batches_make_unsure(self) -> None:
+        sure = self.verdict(row("decode", 19, 18)).confidence
+        assert self.verdict(row("decode", 19, 18), batches=1).confidence < sure
+
+
+@given(
+    st.dictionaries(st.sampled_from(["start", "memory", "wakeup", *KINDS]), st.floats(0, 20)),
+    st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(0, 20))] * 6), min_size=len(KINDS), max_size=len(KINDS)),
+    st.floats(0, 20),
+    st.builds(Trial, st.one_of(st.none(), st.floats(0, 3)), st.one_of(st.none(), st.floats(0, 1))),
+    st.booleans(),
+    st.tuples(st.integers(1, 2**40), st.integers(0, 2**40)),
+    st.sampled_from(["inline", "thread", "process"]),
+    st.integers(0, 10**6),
+)
+def test_there_is_always_a_verdict(
+    stall_s: dict[str, float],
+    times: list[tuple[float, ...]],
+    wall_s: float,
+    trial: Trial,
+    apart: bool,
+    memory: tuple[int, int],
+    executor: str,
+    batches: int,
+) -> None:
+    rows = [
+        row(name, busy, cpu, delayed_s=delayed, starved_s=starved, blocked_s=blocked, idle_s=idle)
+        for name, (busy, cpu, delayed, starved, blocked, idle) in zip(KINDS, times, strict=True)
+    ]
+    found = stats(
+        stall_s, rows, wall_s=wall_s, trial=trial, apart=apart, memory=memory, executor=executor, batches=batches
+    ).verdict()
+    assert found.stage in (None, "start", "memory", "wakeup", *KINDS)
+    assert 0 <= found.percent <= 100
+    assert 0 <= found.confidence <= 1
+    assert found.evidence
+    assert found.change
+    json.dumps(found._asdict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_it_is_in_the_statistics(executor: str) -> None:
+    with loaderkit.build(
+        Pipeline.dataset(Numbers()).read().batch(8), overrides={"prefetch.executor": executor}
+    ) as loader:
+        list(loader)
+        found = loader.stats().to_dict()["verdict"]
+    assert set(found) == {"stage", "percent", "confidence", "evidence", "change", "kind"}
+
+
+@pytest.mark.parametrize("case", DOZEN, ids=lambda case: case.name)
+def test_a_bottleneck_is_found(case: Case) -> None:
+    found: list[dict[str, Any]] = []
+    while len(found) < 3:  # a machine that is busy with something else may be the bottleneck just then
+        found.append(measure(case)["verdict"])
+        if is_right(case, found[-1]):
+            return
+    raise AssertionError(found)
+
+
+@pytest.mark.prove
+def test_nearly_all_bottlenecks_are_found(tmp_path: Path) -> None:
+    rows = run(CASES)
+    print(record(rows, tmp_path).read_text())
+    assert len(rows) >= 60
+    assert sum(row["is_right"] for row in rows) >= 0.95 * len(rows)

@@ -1,0 +1,380 @@
+"""Decoding through DALI's CPU backend: the samples, crops and flips of our own stages, and their policies for what is bad."""
+
+from __future__ import annotations
+
+import gc
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_photo, write_photos
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image as Pillow
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ConfigError, StageError
+from loaderkit.registry import STAGES
+from loaderkit.steps import Crop, Flip, Scale, size_after
+from loaderkit.types import Image
+
+Chain = Callable[[Pipeline], Pipeline]
+
+CHAINS: dict[str, Chain] = {
+    "crop": lambda p: p.random_resized_crop(32).random_horizontal_flip().batch(8).normalize(),
+    "resize": lambda p: p.resize(40).center_crop(32).batch(8).normalize(mean=[0.5], std=[0.25]),
+    "exact size": lambda p: p.resize([24, 30], antialias=False).batch(8).normalize(dtype="float16"),
+    "bicubic": lambda p: p.resize([24, 30], interpolation="bicubic").batch(8).normalize(dtype="float64"),
+    "middle": lambda p: p.center_crop([200, 50]).batch(8).transfer("cpu").normalize(),
+    "padded": lambda p: p.random_crop(40, padding=8, fill=77, pad_if_needed=True).batch(8),
+    "mirrored first": lambda p: p.random_horizontal_flip(p=0.5).random_resized_crop([20, 28]).batch(8),
+}
+
+
+def source(folder: Path) -> Pipeline:
+    return (
+        Pipeline.files(folder, include="**/*.*", label="parent", fields={"image": "jpg;png;webp"})
+        .shuffle(seed=3)
+        .read()
+    )
+
+
+def batches(folder: Path, device: str, chain: Chain, **overrides: Any) -> list[dict[str, Any]]:
+    with loaderkit.build(chain(source(folder).decode(device=device)), overrides=overrides) as loader:
+        return list(loader)
+
+
+def levels(batch: dict[str, Any], chain: str) -> torch.Tensor:
+    """Pixels in levels of 255, whatever was done to them."""
+    images: torch.Tensor = batch["image"].double()
+    if batch["image"].dtype == torch.uint8:
+        return images
+    if chain == "resize":
+        return images * (0.25 * 255) + 0.5 * 255
+    mean, std = (
+        torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    return (images * std + mean) * 255
+
+
+class TestTheSame:
+    @pytest.mark.parametrize("chain", CHAINS)
+    def test_samples_crops_and_flips_are_those_of_our_own_stages(self, photos: Path, chain: str) -> None:
+        ours, theirs = (batches(photos, device, CHAINS[chain]) for device in ("cpu", "dali-cpu"))
+        assert len(ours) == len(theirs) == 8
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine["__key__"] == other["__key__"]
+            assert torch.equal(mine["label"], other["label"])
+            assert (mine["image"].shape, mine["image"].dtype) == (other["image"].shape, other["image"].dtype)
+            difference = (levels(mine, chain) - levels(other, chain)).abs()
+            assert difference.mean() < 0.5
+            assert difference.flatten(1).mean(1).max() < 1.0, "one image is another piece"
+
+    @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+    def test_batches_are_exact_whatever_the_executor_and_after_resuming(self, photos: Path, executor: str) -> None:
+        chain = CHAINS["crop"]
+        expected = batches(photos, "dali-cpu", chain)
+        pipeline = chain(source(photos).decode(device="dali-cpu"))
+        overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            found = []
+            for batch in loader:
+                found.append(batch)
+                if len(found) == 3:
+                    break
+            state = loader.state_dict()
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            loader.load_state_dict(state)
+            found += list(loader)
+        for before, after in zip(expected, found, strict=True):
+            assert before["__key__"] == after["__key__"]
+            assert torch.equal(before["image"], after["image"])
+
+    def test_batches_stay_as_they_were_delivered(self, photos: Path) -> None:
+        with loaderkit.build(CHAINS["crop"](source(photos).decode(device="dali-cpu"))) as loader:
+            kept = [(batch["image"], batch["image"].clone()) for _ in range(3) for batch in loader]
+        assert all(torch.equal(image, copy) for image, copy in kept)
+
+    def test_samples_of_a_tar_with_other_fields(self, shards: Path) -> None:
+        pipeline = Pipeline.tar(shards).read()
+        ours, theirs = (
+            list(loaderkit.build(pipeline.decode(device=device).resize([24, 24]).batch(16)))
+            for device in ("cpu", "dali-cpu")
+        )
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.keys() == other.keys()
+            assert torch.equal(mine["label"], other["label"])
+
+
+class TestSteps:
+    """What DALI is told is what our stages do."""
+
+    @given(
+        st.sampled_from(["center_crop", "random_crop", "random_resized_crop", "random_horizontal_flip", "resize"]),
+        st.integers(1, 60),
+        st.integers(1, 60),
+        st.tuples(st.integers(1, 70), st.integers(1, 70)),
+        st.integers(0, 2**32 - 1),
+    )
+    def test_they_agree(self, kind: str, height: int, width: int, size: tuple[int, int], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        pixels = rng.integers(1, 255, (height, width, 3), np.uint8)
+        given_args: dict[str, dict[str, Any]] = {
+            "random_horizontal_flip": {"p": 0.5},
+            "random_crop": {"size": size, "padding": 3, "pad_if_needed": True, "fill": 9},
+        }
+        stage = STAGES[kind]
+        args = stage.args(**given_args.get(kind, {"size": size}))
+        draws = rng.random(stage.num_draws)
+        assert stage.steps is not None
+        assert stage.make is not None
+        sample = {"image": Image(pixels)}
+        stage.make(args)(sample, draws, None)
+        steps = stage.steps(args).of(height, width, draws)
+        assert size_after(steps, height, width) == sample["image"].pixels.shape[:2]
+        found = pixels
+        for step in steps:
+            if isinstance(step, Crop):
+                found = window(found, step, stage.steps(args).fill)
+            elif isinstance(step, Flip):
+                found = found[:, ::-1] if step.is_on else found
+            else:
+                assert isinstance(step, Scale)
+                return  # pixels are compared above
+        assert np.array_equal(found, sample["image"].pixels)
+
+
+def window(pixels: np.ndarray[Any, Any], crop: Crop, fill: int) -> np.ndarray[Any, Any]:
+    """A crop that may reach beyond the image, one pixel at a time."""
+    found = np.full((crop.height, crop.width, 3), fill, np.uint8)
+    for row in range(crop.height):
+        for column in range(crop.width):
+            y, x = row + crop.top, column + crop.left
+            if 0 <= y < pixels.shape[0] and 0 <= x < pixels.shape[1]:
+                found[row, column] = pixels[y, x]
+    return found
+
+
+class TestOtherFormats:
+    @pytest.fixture
+    def mixed(self, tmp_path: Path) -> Path:
+        folder = write_photos(tmp_path / "mixed", 6)
+        picture = Pillow.open(io.BytesIO(make_photo(7)))
+        place = folder / "ant"
+        picture.save(place / "a.png")
+        picture.save(place / "b.webp", lossless=True)
+        picture.convert("CMYK").save(place / "c.jpg")
+        picture.convert("L").save(place / "d.jpg")
+        picture.save(place / "e.jpg", progressive=True)
+        picture.convert("P").save(place / "f.png")
+        picture.convert("RGBA").save(place / "g.png")
+        return folder
+
+    @pytest.mark.parametrize("chain", ["crop", "padded"])
+    def test_every_format_is_served_in_its_batch(self, mixed: Path, chain: str) -> None:
+        ours, theirs = (batches(mixed, device, CHAINS[chain]) for device in ("cpu", "dali-cpu"))
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine["__key__"] == other["__key__"]
+            assert (levels(mine, chain) - levels(other, chain)).abs().flatten(1).mean(1).max() < 1.5
+
+
+class TestDamaged:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        folder = write_photos(tmp_path / "photos", 64)
+        for index, damage in (
+            (5, lambda d: d[: len(d) // 2]),
+            (20, lambda d: b"no picture"),
+            (41, lambda d: d[:200] + d[400:]),
+        ):
+            place = next(folder.glob(f"*/{index:03}.jpg"))
+            place.write_bytes(damage(place.read_bytes()))
+        return folder
+
+    def chain(self, pipeline: Pipeline) -> Pipeline:
+        return pipeline.random_resized_crop(32).random_horizontal_flip().batch(64).normalize()
+
+    def bad(self, folder: Path, device: str) -> set[str]:
+        with loaderkit.build(
+            self.chain(source(folder).decode(device=device)), overrides={"errors.on_bad_sample": "skip"}
+        ) as loader:
+            (batch,) = loader
+            assert len(batch["image"]) == len(batch["__key__"]) == len(batch["label"])
+            everything = {f"{kind}/{n:03}.jpg" for n, kind in enumerate(["ant", "bee", "cat"] * 22) if n < 64}
+            return everything - set(batch["__key__"])
+
+    def test_skip_leaves_out_those_that_our_decoder_leaves_out(self, folder: Path) -> None:
+        bad = self.bad(folder, "dali-cpu")
+        assert {"cat/005.jpg", "cat/020.jpg"} <= bad
+        assert bad == self.bad(folder, "cpu")
+
+    def test_raise_names_the_sample_as_our_decoder_does(self, folder: Path) -> None:
+        messages = []
+        for device in ("cpu", "dali-cpu"):
+            with pytest.raises(StageError) as caught:
+                batches(folder, device, self.chain)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+
+    def test_replace_takes_the_same_samples_instead(self, folder: Path) -> None:
+        ours, theirs = (
+            batches(folder, device, self.chain, **{"errors.on_bad_sample": "replace"}) for device in ("cpu", "dali-cpu")
+        )
+        assert ours[0]["__key__"] == theirs[0]["__key__"]
+        assert len(theirs[0]["image"]) == 64
+        difference = (levels(ours[0], "crop") - levels(theirs[0], "crop")).abs().flatten(1).mean(1)
+        assert difference.max() < 1.0
+        assert bool(theirs[0]["image"].isfinite().all())
+
+    def test_the_pipeline_goes_on_with_the_next_batch(self, folder: Path) -> None:
+        pipeline = source(folder).decode(device="dali-cpu").resize([16, 16]).batch(8)
+        with loaderkit.build(pipeline, overrides={"errors.on_bad_sample": "skip"}) as loader:
+            for _ in range(3):
+                assert sum(len(batch["image"]) for batch in loader) == 64 - len(self.bad(folder, "cpu"))
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("decode", "stages", "said"),
+        [
+            ({}, [{"color_jitter": {"brightness": 0.5}}], "`color_jitter` cannot run inside DALI"),
+            ({}, [{"call": {"function": "json:dumps"}}], "put it after `batch`"),
+            ({}, [{"resize": {"size": 8, "interpolation": "nearest"}}], "nearest takes other pixels inside DALI"),
+            ({"scaled": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
+            ({"exif_orientation": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
+            ({}, [{"resize": {"size": 8, "fields": ["image"]}}], "all of `decode`'s images"),
+        ],
+    )
+    def test_what_dali_cannot_do(self, photos: Path, decode: dict[str, Any], stages: list[Any], said: str) -> None:
+        description = {
+            "source": {"kind": "files", "url": str(photos), "include": "**/*.jpg"},
+            "stages": ["read", {"decode": {"device": "dali-cpu", **decode}}, *stages, {"batch": {"size": 4}}],
+        }
+        with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+            loaderkit.build(description)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_gpu_that_is_not_there(self, photos: Path) -> None:
+        with pytest.raises(
+            ConfigError, match=r"decode.device: gpu: torch .* sees no CUDA device: use `cpu`, or `dali-cpu`"
+        ):
+            batches(photos, "gpu", CHAINS["crop"])
+
+    def test_without_dali_the_extra_is_named(self, photos: Path) -> None:
+        program = (
+            "import sys; sys.modules['nvidia.dali'] = None\n"
+            "import loaderkit\n"
+            f"p = loaderkit.Pipeline.files({str(photos)!r}).read().decode(device='dali-cpu').resize([8, 8]).batch(4)\n"
+            "try:\n    loaderkit.build(p)\nexcept loaderkit.errors.ConfigError as error:\n    print(error)"
+        )
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert "pip install 'loaderkit[dali]'" in run.stdout
+
+    def test_our_own_decoder_does_not_import_it(self, photos: Path) -> None:
+        program = (
+            "import sys, loaderkit\n"
+            f"p = loaderkit.Pipeline.files({str(photos)!r}).read().decode().resize([8, 8]).batch(4)\n"
+            "next(iter(loaderkit.build(p)))\n"
+            "assert not any(name.startswith('nvidia') for name in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_explain_shows_the_graph(photos: Path) -> None:
+    with loaderkit.build(CHAINS["crop"](source(photos).decode(device="dali-cpu"))) as loader:
+        assert loader.stats().to_dict()["tuning"]["graph"] == [
+            "decoders.image_slice (only the crop) on cpu",
+            "resize on cpu: random_resized_crop",
+            "flip on cpu: random_horizontal_flip",
+            "crop_mirror_normalize on cpu",
+        ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGpu:
+    def test_pixels_are_those_of_the_cpu(self, photos: Path) -> None:
+        def chain(pipeline: Pipeline) -> Pipeline:
+            return pipeline.random_resized_crop(32).random_horizontal_flip().batch(8).transfer("cuda").normalize()
+
+        for mine, other in zip(batches(photos, "cpu", chain), batches(photos, "gpu", chain), strict=True):
+            assert mine["__key__"] == other["__key__"]
+            assert mine["image"].device == other["image"].device
+            for one in (mine, other):
+                one["image"] = one["image"].cpu()
+            assert (levels(mine, "crop") - levels(other, "crop")).abs().flatten(1).mean(1).max() < 2.0
+
+    def test_batches_stay_as_they_were_delivered(self, photos: Path) -> None:
+        pipeline = source(photos).decode(device="gpu").resize([64, 64]).batch(8).transfer("cuda").normalize()
+        with loaderkit.build(pipeline) as loader:
+            kept = [(batch["image"], batch["image"].clone()) for _ in range(3) for batch in loader]
+        torch.cuda.synchronize()
+        assert all(torch.equal(image, copy) for image, copy in kept)
+
+
+@pytest.mark.prove
+def test_fifty_epochs_with_rebuilds_do_not_grow(photos: Path) -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def epoch() -> None:
+        assert len(batches(photos, "dali-cpu", CHAINS["crop"], **{"prefetch.concurrency": 2})) == 8
+        gc.collect()
+
+    for _ in range(10):
+        epoch()
+    before = resident_bytes()
+    for _ in range(40):
+        epoch()
+    assert resident_bytes() - before < 32 * 2**20
+
+
+def test_a_state_goes_on_with_another_decoder(photos: Path) -> None:
+    ours, theirs = (CHAINS["crop"](source(photos).decode(device=device)) for device in ("cpu", "dali-cpu"))
+    with loaderkit.build(ours) as loader:
+        keys = [batch["__key__"] for _, batch in zip(range(3), loader, strict=False)]
+        state = loader.state_dict()
+    with loaderkit.build(theirs) as loader:
+        loader.load_state_dict(state)
+        keys += [batch["__key__"] for batch in loader]
+    assert keys == [batch["__key__"] for batch in batches(photos, "cpu", CHAINS["crop"])]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_bytes_cost_their_sample_at_most(tmp_path: Path, seed: int) -> None:
+    """In another process, as what goes wrong in a decoder may end it."""
+    program = f"""
+import io, sys
+import numpy as np
+sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parent)]!r}
+from conftest import make_photo
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.connectors.memory import MemoryConnector
+rng = np.random.default_rng({seed})
+for _ in range(100):
+    files = {{f"{{n:02}}.jpg": make_photo(n) for n in range(16)}}
+    for key in ("03.jpg", "11.jpg"):
+        data = bytearray(files[key])
+        for _ in range(int(rng.integers(1, 4))):
+            data[int(rng.integers(2, 700 if rng.random() < 0.8 else len(data)))] = int(rng.integers(256))
+        files[key] = bytes(data)
+    pipeline = Pipeline.files("memory://", include="*.jpg").read().decode(device="dali-cpu", max_pixels=10**6)
+    pipeline = pipeline.resize([16, 16]).batch(16)
+    overrides = {{"errors.on_bad_sample": "skip", "prefetch.executor": "inline", "order.epochs": 1}}
+    with loaderkit.build(pipeline, connectors={{"memory": MemoryConnector(files)}}, overrides=overrides) as loader:
+        (batch,) = loader
+        assert set(files) - {{"03.jpg", "11.jpg"}} <= set(batch["__key__"])
+print("whole")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "whole"

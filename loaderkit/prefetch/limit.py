@@ -100,7 +100,7 @@ class Limit:
     @property
     def num_side_by_side(self) -> int:
         """Its workers in one process: those that take turns with one another."""
-        return self.row.workers // self.case.num_processes
+        return max(1, self.row.workers // self.case.num_processes)
 
     @property
     def alone(self) -> float | None:
@@ -249,7 +249,7 @@ class Limit:
     @property
     def _sure_of_trial(self) -> float:
         """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
-        alone, middle = self.alone or 1.0, max(1, self.num_side_by_side) ** -0.5
+        alone, middle = self.alone or 1.0, self.num_side_by_side**-0.5
         return min(1.0, 0.7 + 0.6 * abs(1 - alone / middle)) if self.num_side_by_side > 1 else 0.8
 
     def _tried(self) -> str:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,13 @@ from loaderkit.assembly import Assembly, Recipe
 from loaderkit.builder import make_parts
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.order import Schedule
+from loaderkit.prefetch.accounts import Histogram
+from loaderkit.prefetch.host import HostStats
 from loaderkit.prefetch.link import Link
 from loaderkit.prefetch.plan import BatchPlan
 from loaderkit.prefetch.share import WHOLE, Share
+from loaderkit.prefetch.stats import StageStats, blank, merged
+from loaderkit.prefetch.turns import Trial
 
 
 def plan_of(recipe: Recipe, share: Share = WHOLE) -> BatchPlan:
@@ -143,6 +148,11 @@ def num_open(loader: loaderkit.Loader) -> int:
     return memory["open_bytes"] // max(1, memory["slab_bytes"])  # texts count as well, a few bytes
 
 
+def rss_bytes_of(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class TestLiving:
     def test_each_makes_every_other_batch(self) -> None:
         with two(Pipeline.dataset(Numbers(56)).shuffle("none").read().call(where).batch(8)) as loader:
@@ -223,6 +233,14 @@ class TestSizes:
             assert [batch["__key__"][0] for batch in batches] == [str(n) for n in range(8, 800, 8)]
             assert loader.stats().memory["budget_bytes"] == 100 * 2**20
 
+    def test_left_to_the_tuner(self) -> None:
+        auto = {"prefetch.concurrency": "auto", "prefetch.batches": "auto", "prefetch.processes": 5}
+        with two(numbers(800), **auto) as loader:
+            tuning = loader.stats().tuning
+            assert tuning["auto"] == ["workers of read+batch", "batches"]
+            assert tuning["batches"] == 5
+            assert tuning["concurrency"] % 5 == 0
+
     def test_before_it_starts(self) -> None:
         with two(numbers(800)) as loader:
             loader.resize("read", workers=4)
@@ -233,6 +251,51 @@ class TestSizes:
 
 
 class TestAccounts:
+    def test_of_several_are_those_of_one(self) -> None:
+        with two(numbers(800)) as loader:
+            batches = iter(loader)
+            for _ in range(10):
+                next(batches)
+            seen = loader.stats()
+            assert seen.host.rss_bytes > 1.5 * min(rss_bytes_of(pid) for pid in pids_of(loader))
+            assert set(seen.trials) == {"read"}
+            assert seen.memory["batch_bytes"] < 2 * seen.memory["slab_bytes"]
+            wait_for(lambda: (now := loader.stats()).num_ready == now.num_open == 4)
+            assert loader.stats().stages[0].kind == "read"
+            assert loader.stats().verdict().kind
+
+    @given(st.lists(st.lists(st.tuples(st.floats(1e-6, 10), st.integers(1, 9)), max_size=5), min_size=2, max_size=4))
+    def test_everything_is_merged(self, durations: list[list[tuple[float, int]]]) -> None:
+        parts = []
+        everything = Histogram()
+        for number, mine in enumerate(durations, 1):
+            histogram = Histogram()
+            for seconds, count in mine:
+                histogram.add(seconds, count)
+                everything.add(seconds, count)
+            taken_in = Histogram()
+            taken_in.take_in(histogram)
+            row = StageStats("read", number, number, num_queued=number, services=taken_in, kind="read")
+            parts.append(
+                replace(
+                    blank([row], 100 * number),
+                    num_ready=number,
+                    num_open=2 * number,
+                    lateness=taken_in,
+                    host=HostStats(number, number, float(number), float(number), number, None),
+                    trials={"read": Trial(None, number, None)},
+                    memory={"budget_bytes": 100 * number, "slab_bytes": 7, "batch_bytes": 9, "live_bytes": number},
+                )
+            )
+        found, total = merged(parts), sum(range(1, len(parts) + 1))
+        row = found.stages[0]
+        assert (row.name, row.kind, row.workers, row.num_items, row.num_queued) == ("read", "read", total, total, total)
+        assert row.services.counts == found.lateness.counts == everything.counts
+        assert (found.num_ready, found.num_open) == (total, 2 * total)
+        assert found.host == HostStats(total, total, total, len(parts), total, None)
+        assert found.trials == {"read": Trial(None, total / len(parts), None)}
+        assert found.memory == {"budget_bytes": 100 * total, "slab_bytes": 7, "batch_bytes": 9, "live_bytes": total}
+
     def test_slot_time_is_that_of_all_workers(self) -> None:
         with two(numbers(800).call(compute)) as loader:
             batches = iter(loader)

@@ -78,7 +78,7 @@ still open included.
 | `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and Python's lock). null: not known |
 | `store` | what connectors count; below |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
-| `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also its `pid`; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
+| `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,

@@ -24,6 +24,7 @@ from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.plan import BatchPlan, BatchShape
 from loaderkit.prefetch.pools import plan_pools
+from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import StageStats
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
@@ -47,14 +48,19 @@ class Recipe:
 
 
 class Assembly:
-    """The stages of a recipe, ready to run, and the pools they will run in. Raises ConfigError."""
+    """The stages of a recipe, ready to run, and the pools they will run in, for one share of it. Raises ConfigError."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, share: Share = WHOLE) -> None:
         self._recipe = recipe
-        self._ahead = _read_ahead(recipe)
+        self._share = share
+        # Several processes would each fetch what the others want as well.
+        self._ahead = _read_ahead(recipe) if share == WHOLE else None
         self._compiler = Compiler(recipe.config, recipe.source, self._ahead or recipe.connector)
         self.stages = self._compiler.stages()
-        self.pools = plan_pools(self.stages, recipe.num_workers)
+        self.pools = [
+            replace(pool, num_workers=share.num_workers(pool.num_workers))
+            for pool in plan_pools(self.stages, recipe.num_workers)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -80,12 +86,13 @@ class Assembly:
             num_epochs=config.order.epochs,
             probe=self._compiler.run_sample_stages,
             specs_of=self._compiler.specs_of,
-            num_batches=config.prefetch.first_batches,
-            memory_bytes=config.prefetch.memory,
+            num_batches=self._share.num_batches(config.prefetch.first_batches),
+            memory_bytes=self._share.num_bytes(config.prefetch.memory),
             pinned=self.device.type == "cuda",
             whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
             on_seek=self._ahead.seek if self._ahead is not None else None,
+            share=self._share,
         )
 
     def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
@@ -117,11 +124,11 @@ class Assembly:
         return [StageStats(stage.name, workers[number], kind=stage.kind) for number, stage in enumerate(self.stages)]
 
     def described_pools(self) -> list[dict[str, Any]]:
-        """Which stages share how many workers."""
+        """Which stages share how many workers, those of all processes together."""
         return [
             {
                 "stages": [self.stages[n].name for n in pool.stages],
-                "workers": pool.num_workers,
+                "workers": self._share.of * pool.num_workers,
             }
             for pool in self.pools
         ]
@@ -190,7 +197,7 @@ class RemoteEngine:
             return cls(replace(recipe, source=None), len(recipe.source))  # type: ignore[arg-type]
         return cls(recipe)
 
-    def __call__(self, allocate: Callable[[int], Bytes]) -> Engine:
+    def __call__(self, allocate: Callable[[int], Bytes], share: Share) -> Engine:
         recipe = self.recipe
         if self.num_items is not None:
             args = recipe.config.source
@@ -202,4 +209,4 @@ class RemoteEngine:
                     "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
                 )
             recipe = replace(recipe, source=source)
-        return Assembly(recipe).make_engine(time.perf_counter, allocate)
+        return Assembly(recipe, share).make_engine(time.perf_counter, allocate)

@@ -23,6 +23,8 @@ from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.prefetch.remote import Job
+from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.wire import pack
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.checkpoint import CheckpointArgs
@@ -119,6 +121,7 @@ def make_parts(
     if assembly.graph:
         tuning["graph"] = assembly.graph
     if config.prefetch.executor == "process":
+        tuning["processes"] = config.prefetch.processes
         pools, make_executor = _in_a_process(recipe, assembly, clock)
     else:
         pools, make_executor = assembly.described_pools(), partial(assembly.make_engine, clock)
@@ -135,24 +138,36 @@ def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[d
         raise ConfigError(
             "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
         )
+    prefetch = recipe.config.prefetch
+    if prefetch.first_batches < prefetch.processes:
+        raise ConfigError(
+            f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.processes: {prefetch.processes}, which "
+            f"make a batch each at a time: allow at least {prefetch.processes} batches"
+        )
     ahead, late_stages = split_recipe(recipe, whole)
-    assembly = Assembly(ahead) if late_stages else whole
+    assembly = Assembly(ahead, Share(of=prefetch.processes))
     remote = RemoteEngine.of(ahead)
     check_sendable(remote)
     pools = assembly.described_pools()
     if late_stages:
-        pools.append({"stages": [stage.name for stage in late_stages], "workers": 1, "process": "trainer"})
-    prefetch = recipe.config.prefetch
+        late = [stage.name for stage in late_stages]
+        pools.append({"stages": late, "workers": prefetch.processes, "process": "trainer"})
+    job = Job(
+        remote,
+        preload="loaderkit.assembly",
+        rows=assembly.rows(),
+        pools=[pool["stages"] for pool in assembly.described_pools()],
+        num_batches=prefetch.first_batches,
+        memory_bytes=prefetch.memory,
+        late_stages=late_stages,
+        pinned=bool(late_stages),
+    )
 
     def make_executor() -> Executor:
         return ProcessEngine(
-            remote,
-            preload="loaderkit.assembly",
+            job,
+            num_processes=prefetch.processes,
             schedule=recipe.schedule,
-            rows=assembly.rows(),
-            late_stages=late_stages,
-            pinned=bool(late_stages),
-            memory_bytes=prefetch.memory,
             timeout_s=prefetch.timeout,
             raises=prefetch.on_timeout == "raise",
         )

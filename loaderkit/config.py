@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -51,7 +51,9 @@ class PrefetchArgs(Model):
     executor: Literal["inline", "thread", "process"] = Field(
         "thread", description="threads here; inline: none, next() does the work; process: threads of another process"
     )
-    processes: Annotated[int, Field(ge=1, le=1)] = Field(1, description="how many, with `executor: process`")
+    processes: PositiveInt = Field(
+        1, description="how many, with `executor: process`; they share `batches`, `memory` and all workers out evenly"
+    )
     timeout: Duration = Field(
         60.0, description="a wait this long is reported with the stage, the sample and stacks; first at a quarter of it"
     )
@@ -62,7 +64,9 @@ class PrefetchArgs(Model):
     @property
     def first_batches(self) -> int:
         """The depth to begin with."""
-        return 4 if self.batches == "auto" else self.batches
+        if self.batches != "auto":
+            return self.batches
+        return max(4, self.processes) if self.executor == "process" else 4
 
 
 class ErrorsArgs(Model):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
-from loaderkit.errors import ClosedError, ConfigError, StallTimeout
+from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.order import State
 from loaderkit.parsing import load_yaml, parse
 from loaderkit.pipeline import Pipeline
@@ -148,7 +148,7 @@ class Loader:
                 raise destination.error
             batch = self._output(destination.result)
         except Exception as error:
-            self._stop_engine(join_s=1.0 if isinstance(error, StallTimeout) else 10.0)
+            self._stop_engine(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
             raise
         except BaseException:  # Ctrl-C: end at once, do not wait for a stage that hangs
             self._stop_engine(join_s=1.0)
@@ -294,14 +294,16 @@ class Loader:
 
     def close(self) -> None:
         """Stop everything and give back threads, memory and descriptors. Idempotent; batches delivered stay valid."""
-        if self._closed:
+        if self._closed and self._engine is None:  # else Ctrl-C has interrupted it
             return
         self._closed = True
-        self._stop_engine()
-        self._bad.close()
-        self._parts.source.close()
-        if self._parts.connector is not None and self._parts.owns_connector:
-            self._parts.connector.close()
+        try:
+            self._stop_engine()
+        finally:  # Ctrl-C may come here, too
+            self._bad.close()
+            self._parts.source.close()
+            if self._parts.connector is not None and self._parts.owns_connector:
+                self._parts.connector.close()
 
     def __enter__(self) -> Loader:
         self._check_open()

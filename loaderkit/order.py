@@ -194,6 +194,14 @@ class Schedule:
         """The global position once every rank has delivered `num_batches` batches from `start` on."""
         return min(self.num_samples, start + num_batches * self.batch_size * self.world_size)
 
+    def place_after(self, epoch: int, position: int, num_batches: int) -> tuple[int, int]:
+        """(epoch, global position) at which the batch begins that is `num_batches` behind the next one of `position`."""
+        num_later = num_batches - self.num_batches(position)
+        if num_later < 0:
+            return epoch, self.position_after(position, num_batches)
+        num_epochs, step = divmod(num_later, self.num_batches() or 1)
+        return epoch + 1 + num_epochs, self.position_after(0, step)
+
 
 STATE_VERSION = 1
 

@@ -65,9 +65,10 @@ class Sizes:
         is known already."""
         if (stage is None) != (workers is None):
             raise ConfigError("resize: give a stage together with its workers")
-        for name, value in (("workers", workers), ("batches", batches)):
-            if value is not None:
-                _check_count(name, value)
+        if workers is not None:
+            _check_count("workers", workers)
+        if batches is not None:
+            _check_count("batches", batches, least=self._num_processes)
         num_bytes = None if memory is None else _to_bytes(memory)
         pool = None if stage is None else self._pool_of(stage)
         with self._lock:
@@ -128,7 +129,12 @@ class Sizes:
                 raise
             # It has ended meanwhile, by an error, say: then it is for the next one.
 
+    @property
+    def _num_processes(self) -> int:
+        return int(self._tuning.get("processes", 1))
+
     def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
+        workers = -(-workers // self._num_processes) * self._num_processes  # they have as many each
         self._let(lambda engine: engine.resize(stage, workers))
         self._workers[stages[0]] = workers
         pools = [{**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]]
@@ -159,12 +165,13 @@ def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
     if config.prefetch.executor == "inline":
         return None
     knobs = []
+    unit = tuning.get("processes", 1)  # processes that load have as many each
     if config.prefetch.concurrency == "auto":
         fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
         own = [pool for pool in tuning["pools"] if fixed.isdisjoint(pool["stages"]) and "process" not in pool]
-        knobs = [Knob(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"]) for p in own]
+        knobs = [Knob(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"], unit=unit) for p in own]
     if config.prefetch.batches == "auto":
-        knobs.append(Knob("batches", (), tuning["batches"]))
+        knobs.append(Knob("batches", (), tuning["batches"], unit=unit))
     return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
 
 
@@ -178,6 +185,6 @@ def _to_bytes(memory: int | str) -> int:
     return memory
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"resize: {name}: expected a whole number from 1 on, not {value!r}")
+def _check_count(name: str, value: Any, *, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"resize: {name}: expected a whole number from {least} on, not {value!r}")

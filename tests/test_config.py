@@ -616,15 +616,15 @@ output: image  # <<
         "output",
         ["list of fields", "'image'"],
     ),
-    "several processes": (
+    "no process": (
         """\
 source: {kind: files, url: data}
 stages: [read, batch: {size: 4}]
 prefetch:
-  processes: 2  # <<
+  processes: 0  # <<
 """,
         "prefetch.processes",
-        ["1", "2"],
+        ["greater than 0", "not 0"],
     ),
     "function without a module": (
         """\

@@ -34,6 +34,7 @@ def folder(
     monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
+    (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
     return tmp_path
 
 

@@ -179,6 +179,9 @@ class TensorPlan:
     def seek(self, epoch: int, position: int) -> None:
         self._next = position
 
+    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+        return 0, position
+
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self._depth = num_batches or self._depth
         self.memory_bytes = memory_bytes or self.memory_bytes

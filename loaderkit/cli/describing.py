@@ -144,7 +144,8 @@ def explain(
     console.tell(f"# samples   {found['num_samples']}")
     console.tell(f"# batches   {found['batches_per_epoch']} of {found['batch_size']} an epoch{_rank(found)}")
     console.tell(f"# CPUs      {found['num_cpus']}")
-    console.tell(f"# executor  {tuning['executor']}, {tuning['batches']} batches ahead")
+    several = f"{tuning['processes']} times " if tuning.get("processes", 1) > 1 else ""
+    console.tell(f"# executor  {several}{tuning['executor']}, {tuning['batches']} batches ahead")
     for pool in tuning["pools"]:
         workers = f"{pool['workers']} worker{'s' if pool['workers'] > 1 else ''}"
         here = ", in the process that trains" if "process" in pool else ""

@@ -64,12 +64,13 @@ class Arena:
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
 
     @classmethod
-    def create(cls) -> Arena:
-        """A new arena, twice as long as the machine's memory: there is room for blocks of several sizes."""
-        size = 2 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def create(cls, num_arenas: int = 1) -> Arena:
+        """A new arena: all of them are twice as long as the machine's memory, so there is room for blocks of several sizes."""
+        num_pages = 2 * os.sysconf("SC_PHYS_PAGES") // num_arenas
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
-            size = min(size, limit // 4 // mmap.PAGESIZE * mmap.PAGESIZE)
+            num_pages = min(num_pages, limit // 4 // num_arenas // mmap.PAGESIZE)
+        size = num_pages * mmap.PAGESIZE
         descriptor = os.memfd_create("loaderkit", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size)

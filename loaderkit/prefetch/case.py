@@ -112,6 +112,12 @@ class Case:
         return self.stats.tuning.get("cpus")
 
     @property
+    def num_processes(self) -> int:
+        """Processes that load, of which each has its own lock of Python's, and lets its own workers take turns."""
+        processes = self.stats.tuning.get("processes")
+        return processes if isinstance(processes, int) else 1
+
+    @property
     def cpus_used(self) -> float:
         """By the workers, on average."""
         return sum(row.cpu_s for row in self.stats.stages) / self.wall_s

@@ -19,20 +19,21 @@ from loaderkit.errors import ClosedError, ConfigError, StageError
 from loaderkit.prefetch import stalls, wire
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import Stats
 from loaderkit.prefetch.watch import Report
 from loaderkit.types import Destination
 
 _REPORT_CHARACTERS = 100_000
-MakeEngine = Callable[[Callable[[int], Bytes]], Engine]
+MakeEngine = Callable[[Callable[[int], Bytes], Share], Engine]
 
 
 class Courier:
     """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
 
-    `job` holds (what makes the engine from a way to allocate slabs, the trainer's number of torch threads); `begin` is
-    where the arena is free from on; the first batch is that at (`epoch`, `position`).
+    `job` holds (what makes the engine from a way to allocate slabs and a share, the share, the trainer's number of torch
+    threads); `begin` is where the arena is free from on; batches are dealt out from (`epoch`, `position`) on.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class Courier:
         self._outbox = outbox
         self._arena = Arena(descriptor)
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
-        make_engine, num_torch_threads = _open_job(job, self._arena)
+        make_engine, self._share, num_torch_threads = _open_job(job, self._arena)
         torch.set_num_threads(num_torch_threads)
-        self._engine = make_engine(self._allocator.allocate)
+        self._engine = make_engine(self._allocator.allocate, self._share)
         self._lock = threading.Lock()
         self._generation = 0  # how many seeks the trainer has asked for
         self._held: dict[int, tuple[Any, list[Extent]]] = {}  # what keeps a batch's memory, until it is released
@@ -139,12 +140,14 @@ class Courier:
             self._sent_s = None
 
     def resize(self, stage: str, num_workers: int) -> ConfigError | None:
-        """Let so many threads run a stage; the error, if there are not as many."""
-        return _refusal(lambda: self._engine.resize(stage, num_workers))
+        """Let so many threads of all processes together run a stage; the error, if there are not as many."""
+        return _refusal(lambda: self._engine.resize(stage, self._share.num_workers(num_workers)))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> ConfigError | None:
-        """Change how far is read ahead; the error, if that cannot be."""
-        return _refusal(lambda: self._engine.set_depth(num_batches, memory_bytes))
+        """Change how far all processes together read ahead; the error, if that cannot be."""
+        batches = None if num_batches is None else self._share.num_batches(num_batches)
+        num_bytes = None if memory_bytes is None else self._share.num_bytes(memory_bytes)
+        return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
     def stats(self, waiting_since_s: float | None) -> Stats:
         """The engine's accounts; `stall_s` is the wait the trainer is in, if any."""
@@ -170,9 +173,9 @@ def _refusal(change: Callable[[], None]) -> ConfigError | None:
     return None
 
 
-def _open_job(job: wire.Parcel, arena: Arena) -> tuple[MakeEngine, int]:
+def _open_job(job: wire.Parcel, arena: Arena) -> tuple[MakeEngine, Share, int]:
     try:
-        found: tuple[MakeEngine, int] = job.open(arena.memory)
+        found: tuple[MakeEngine, Share, int] = job.open(arena.memory)
     except Exception as error:
         raise ConfigError(
             f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "

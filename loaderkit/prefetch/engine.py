@@ -113,6 +113,7 @@ class Engine:
         self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
         self._is_started = False
         self._is_closed = False
+        self._has_ended = False
         self._pid = os.getpid()
 
     # ------------------------------------------------------------------------------------------------ the consumer
@@ -316,11 +317,12 @@ class Engine:
             # In a fork's child none of our threads is here, and a lock may have been copied while it was held.
             self._is_closed = True
             return
-        if not self.intake.close():
+        if self._has_ended:
             return
         for stage in self.stages:
             if stage.interrupt is not None:
                 stage.interrupt()
+        self.intake.close()
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
@@ -339,6 +341,7 @@ class Engine:
         for stage in self.stages:
             if stage.close is not None:
                 stage.close()
+        self._has_ended = True  # only now: what Ctrl-C has interrupted is done by a second call
 
     def abandon(self) -> None:
         """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one

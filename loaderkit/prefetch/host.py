@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -52,6 +53,28 @@ Number = TypeVar("Number", int, float)
 
 def _difference(later: Number | None, earlier: Number | None) -> Number | None:
     return None if later is None or earlier is None else later - earlier
+
+
+def together(parts: Sequence[HostStats]) -> HostStats:
+    """The counters of several processes as those of one. Throttling is that of the cgroup they share: not a sum."""
+    throttled = [part.throttled_s for part in parts if part.throttled_s is not None]
+    return HostStats(
+        sum(part.rss_bytes for part in parts),
+        sum(part.rss_peak_bytes for part in parts),
+        sum(part.cpu_s for part in parts),
+        max(throttled, default=None),
+        _sum(part.read_bytes for part in parts),
+        _sum(part.disk_bytes for part in parts),
+    )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    total = 0
+    for number in numbers:
+        if number is None:
+            return None
+        total += number
+    return total
 
 
 def host_stats() -> HostStats:

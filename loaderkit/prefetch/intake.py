@@ -187,7 +187,7 @@ class Intake:
         """Drop everything read ahead and go on from another place, unless that is where the plan already stands."""
         with self._lock:
             stands = (self._queue[0].epoch, self._queue[0].begin) if self._queue else self._plan.place
-            if stands == (epoch, position):
+            if stands == self._plan.begins_at(epoch, position):
                 return
             self._chunks.clear()
             for destination in self._queue:
@@ -209,17 +209,14 @@ class Intake:
             self._failure = self._failure or error
             self._ready.notify_all()
 
-    def close(self) -> bool:
-        """Wake everybody up and cancel everything; False if that was done before."""
+    def close(self) -> None:
+        """Wake everybody up and cancel everything."""
         with self._lock:
-            if self._is_closed:
-                return False
             self._is_closed = True
             for destination in self._queue:
                 destination.cancelled = True
             self._room.notify_all()
             self._ready.notify_all()
-            return True
 
     def clear(self) -> None:
         """Let go of what was read ahead, once no worker is left."""

@@ -83,19 +83,24 @@ class Limit:
         row, case = self.row, self.case
         if self.is_as_fast_alone is False:
             return False
-        if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU or case.is_inline:
+        if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU * case.num_processes or case.is_inline:
             return False
         trial = self.pool.trial
         if trial.holds_gil is not None:
             # Where it was to be had when asked for, a busy machine may be why: nobody had a CPU to take it on.
             return trial.holds_gil or (self.together_waiting > WAITING and self.is_as_fast_alone is True)
-        return row.workers > 1 and self.together_waiting > WAITING
+        return self.num_side_by_side > 1 and self.together_waiting > WAITING
 
     @property
     def together_waiting(self) -> float:
         """How much its workers waited when they were last side by side: if they take turns since, they wait no more."""
         waiting_share = self.pool.trial.waiting_share
         return self.waiting if waiting_share is None else waiting_share
+
+    @property
+    def num_side_by_side(self) -> int:
+        """Its workers in one process: those that take turns with one another."""
+        return max(1, self.row.workers // self.case.num_processes)
 
     @property
     def alone(self) -> float | None:
@@ -105,7 +110,7 @@ class Limit:
     @property
     def is_as_fast_alone(self) -> bool | None:
         """Whether one worker alone gets nearer to what all do than to its share of that, by ratio; None: not tried."""
-        return None if self.alone is None else bool(self.alone >= self.row.workers**-0.5)
+        return None if self.alone is None else bool(self.alone >= self.num_side_by_side**-0.5)
 
     @property
     def has_stragglers(self) -> bool:
@@ -244,11 +249,11 @@ class Limit:
     @property
     def _sure_of_trial(self) -> float:
         """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
-        alone, middle = self.alone or 1.0, self.row.workers**-0.5
-        return min(1.0, 0.7 + 0.6 * abs(1 - alone / middle)) if self.row.workers > 1 else 0.8
+        alone, middle = self.alone or 1.0, self.num_side_by_side**-0.5
+        return min(1.0, 0.7 + 0.6 * abs(1 - alone / middle)) if self.num_side_by_side > 1 else 0.8
 
     def _tried(self) -> str:
-        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what all {self.row.workers} did"
+        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what all {self.num_side_by_side} did"
 
     def _more_workers(self) -> str:
         if self.pool.is_in_trainer:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ import numpy as np
 from loaderkit.errors import ConfigError, WorkerDiedError
 from loaderkit.prefetch import child
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
+from loaderkit.prefetch.deaths import describe_death
 
 _MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
 _PATIENCE_S = 1.0  # how long to wait for what should be there at once
@@ -101,12 +102,24 @@ class Link:
             self._keeper = threading.Thread(
                 target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
             )
-            self._keeper.start()
-            started = self._life.started.get()
+            started = self._start()
             if isinstance(started, BaseException):
                 raise started
             self.pid = started
             ours.pop_all()
+
+    def _start(self) -> int | BaseException:
+        """The process's pid, or why there is none."""
+        life = self._life
+        try:
+            self._keeper.start()
+            return life.started.get()
+        except BaseException:  # Ctrl-C: the descriptors must stay open until they are passed on, or others would be
+            with suppress(Empty):
+                started = life.started.get(timeout=_PATIENCE_S)
+                if isinstance(started, int):
+                    os.kill(started, signal.SIGKILL)
+            raise
 
     # ------------------------------------------------------------------------------------------------- talking
 
@@ -148,7 +161,7 @@ class Link:
             while True:
                 if self._is_closed:
                     raise EOFError
-                has_ended = self._life.ended.is_set()
+                has_ended = self.has_ended
                 # Somebody else's fork may hold the other end of the socket open: look at the process itself as well.
                 if _wait(self._outbox, 0.0 if has_ended else min(_PATIENCE_S, deadline - time.monotonic())):
                     return self._read()
@@ -183,23 +196,32 @@ class Link:
         return describe_death(
             self.pid,
             self._life.exit_code,
-            has_ended=self._life.ended.is_set(),
+            has_ended=self.has_ended,
             is_early=not self._has_heard,
             reason=self._reason,
         )
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is there no more; it may have left messages."""
+        return self._life.ended.is_set()
+
     def kill(self) -> None:
         """End the process at once."""
-        if not self._life.ended.is_set():
+        if not self.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def close(self, join_s: float) -> list[Any]:
-        """End the process, by force after `join_s`, and give back sockets and thread. Returns what it still had to say."""
+    def begin_closing(self, join_s: float) -> None:
+        """Tell the process to end within `join_s`, and do not wait for that."""
         if self.is_awake:
             self.tell("close", join_s)
         else:
             self.kill()
+
+    def close(self, join_s: float) -> list[Any]:
+        """Behind `begin_closing`: wait for the end, bring it about by force after `join_s`, and give back sockets and
+        thread. Returns what the process still had to say."""
         messages = []
         deadline = time.monotonic() + join_s + _PATIENCE_S
         try:
@@ -246,54 +268,3 @@ def _wait(end: socket.socket, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(end, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
-
-
-def describe_death(
-    pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
-) -> WorkerDiedError:
-    """The error that says how a process ended, what that means and what to do.
-
-    `exit_code` is None where it is not known; `is_early`: it ended before it was ready to work.
-    """
-    if exit_code is None and has_ended:
-        what = "ended, and its exit code is lost, as SIGCHLD is ignored or something else in this process waited for it"
-        fix = (
-            "if nobody killed it, the system was out of memory (dmesg says so), or a library crashed or gave up (see what "
-            "it printed on stderr)"
-        )
-    elif exit_code is None:
-        what, fix = "does not answer and was killed", "look for a stage that stops the whole interpreter"
-    elif exit_code >= 0:
-        what = f"left with exit code {exit_code}"
-        if is_early:
-            fix = (
-                f"see what it printed on stderr; {sys.executable} must be able to import there what it can import here, or "
-                "use prefetch.executor: thread"
-            )
-        else:
-            fix = "a stage or a data set ended it (os._exit, or a library that gives up); see what it printed"
-    else:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
-        what = f"was killed by {name}"
-        if -exit_code == signal.SIGKILL:
-            fix = (
-                "if nobody did that, the system was out of memory (dmesg says so): make prefetch.memory, "
-                "prefetch.concurrency or the data set's own memory smaller"
-            )
-        elif is_early:
-            fix = "a C library crashed while it was imported; its stack is on stderr"
-        else:
-            fix = (
-                "a C library crashed, probably on one sample; its stack is on stderr: make it happen again with "
-                "prefetch.concurrency: 1, or leave that sample out"
-            )
-    if is_early:
-        what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
-    return WorkerDiedError(
-        f"the process that loads (pid {pid}) {what}: {fix}. The loader's state is unharmed: iterating again starts "
-        "another one, with the next epoch; load_state_dict goes on where this one stopped",
-        exit_code=exit_code,
-    )

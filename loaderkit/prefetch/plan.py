@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.order import Order, Schedule
+from loaderkit.prefetch.free_memory import check_room
+from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
 from loaderkit.stages.batch import pad, put_together
@@ -55,6 +57,9 @@ class Plan(Protocol):
     def seek(self, epoch: int, position: int) -> None:
         """Go on from another place."""
 
+    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """The `place` to which `seek` would bring it."""
+
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead; None: as it is."""
 
@@ -89,7 +94,7 @@ class _Ahead(NamedTuple):
 
 
 class BatchPlan:
-    """Batches of one rank, epoch after epoch, from any position on."""
+    """Batches of one rank, epoch after epoch, from any position on; of these every one that is in the share."""
 
     def __init__(
         self,
@@ -107,8 +112,10 @@ class BatchPlan:
         whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
         on_seek: Callable[[int, int], None] | None = None,
+        share: Share = WHOLE,
     ) -> None:
-        """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway."""
+        """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
+        `num_batches` and `memory_bytes` are those of the share."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -123,6 +130,7 @@ class BatchPlan:
         self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
         self._on_seek = on_seek
+        self._share = share
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -143,9 +151,14 @@ class BatchPlan:
         """The key of a sample, for messages."""
         return self._source.key(index)
 
+    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """The `place` to which `seek` would bring it."""
+        return self._schedule.place_after(epoch, position, self._share.number)
+
     def seek(self, epoch: int, position: int) -> None:
-        """Go on with the batches of `epoch` from global `position` on."""
+        """Deal the batches out anew, from global `position` of `epoch` on."""
         self._enter(epoch, position)
+        self._pass_over(self._share.number)
         if self._on_seek is not None:
             self._on_seek(epoch, position)
 
@@ -153,6 +166,14 @@ class BatchPlan:
         self._epoch, self._start, self._step, self._end = epoch, position, 0, position
         self._num_steps = self._schedule.num_batches(position)
         self._ahead = None
+
+    def _pass_over(self, num_batches: int) -> None:
+        """Leave so many batches to others."""
+        while self._step + num_batches > self._num_steps and self._schedule.num_batches():
+            num_batches -= self._num_steps - self._step
+            self._enter(self._epoch + 1, 0)
+        self._step += num_batches
+        self._end = self._schedule.position_after(self._start, self._step)
 
     def prepare(self) -> None:
         """Find out what a batch looks like, from the first readable sample of the canonical order.
@@ -168,18 +189,23 @@ class BatchPlan:
             self._probe(chunk)
             sample = chunk.samples[0]
             if sample is not None:
-                self.specs = self._specs_of(sample, self._source.key(index))
+                specs = self._specs_of(sample, self._source.key(index))
                 break
             first_error = first_error or chunk.failures[0]
         else:
             assert first_error is not None
             raise first_error
-        self._loose = tuple(name for name, spec in self.specs.items() if spec.kind != "slab")
-        layout = SlabLayout.of(self.specs, self._shape.size)
-        loose = sum(spec.num_bytes for spec in self.specs.values()) * self._shape.size
+        self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
+        layout = SlabLayout.of(specs, self._shape.size)
+        loose = sum(spec.num_bytes for spec in specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
         self._check_memory(self.memory_bytes)
-        self.slabs = SlabPool(layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate)
+        if self._allocate is not None:  # memory that another process sees
+            check_room(self.max_open(), self.batch_bytes)
+        self.slabs = SlabPool(
+            layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
+        )
+        self.specs = specs  # the last: whoever sees it may open batches
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
@@ -192,9 +218,11 @@ class BatchPlan:
 
     def _check_memory(self, memory_bytes: int) -> None:
         if self.batch_bytes > memory_bytes:
+            num = self._share.of
+            each, times = (f" for each of {num} processes", f"{num} times ") if num > 1 else ("", "")
             raise ConfigError(
-                f"prefetch.memory is {say_bytes(memory_bytes)}, but one batch of {self._shape.size} takes "
-                f"{say_bytes(self.batch_bytes)}: allow at least that much, or make stages.batch.size smaller"
+                f"prefetch.memory is {say_bytes(memory_bytes)}{each}, but one batch of {self._shape.size} takes "
+                f"{say_bytes(self.batch_bytes)}: allow at least {times}that much, or make stages.batch.size smaller"
             )
 
     def max_open(self) -> int:
@@ -256,6 +284,7 @@ class BatchPlan:
             hi = min(size, lo + chunk_size)
             destination.chunks.append(Chunk(destination, lo, hi, self._epoch, indices[lo:hi]))
         destination.num_pending = len(destination.chunks)
+        self._pass_over(self._share.of - 1)
         return destination
 
     def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:

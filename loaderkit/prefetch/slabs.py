@@ -8,16 +8,18 @@ exactly when its memory cannot be seen, whether it was delivered, dropped after 
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.schema import say_bytes
 from loaderkit.types import FieldSpec
 
@@ -60,12 +62,6 @@ class SlabLayout:
         return cls(num_slots, tuple(fields), offset)
 
 
-class Returns(Protocol):
-    """Where leases report their end: a `SimpleQueue`, or something as reentrant."""
-
-    def put(self, token: Any, /) -> None: ...
-
-
 class Slab(NamedTuple):
     """The memory of one batch, and how NumPy is told of it."""
 
@@ -74,35 +70,42 @@ class Slab(NamedTuple):
 
 
 class Lease:
-    """Keeps a slab out of the pool while it lives: the base of every array made over the slab."""
+    """Keeps a slab out of the pool while it lives: the base of every array made over the slab.
 
-    __slots__ = ("__array_interface__", "_returned", "_token")
+    What its end calls is a slot, filled with a function written in C. A `__del__` in Python would be a place for Ctrl-C to
+    arrive in: it would be printed, ignored, and the slab lost.
+    """
 
-    def __init__(self, token: Any, returned: Returns, interface: dict[str, Any]) -> None:
+    __slots__ = ("__array_interface__", "__del__", "__weakref__")
+
+    def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
         """`token` goes to `returned` in the end; it, or `returned`, keeps the memory. `interface` is the memory's
         `__array_interface__`, made once: making it takes NumPy longer than a lease."""
-        self._token = token
-        self._returned = returned
-        self.__array_interface__ = interface
-
-    def __del__(self) -> None:
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
-        self._returned.put(self._token)
+        self.__del__ = partial(returned.put, token)
+        self.__array_interface__ = interface
 
 
 class SlabPool:
     """Slabs of one layout. `take` is called under the engine's lock; leases may end anywhere."""
 
     def __init__(
-        self, layout: SlabLayout, *, num_kept: int, pinned: bool, allocate: Callable[[int], Bytes] | None = None
+        self,
+        layout: SlabLayout,
+        *,
+        num_kept: int,
+        pinned: bool,
+        allocate: Callable[[int], Bytes] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self.layout = layout
         self.num_allocated = 0
         self.num_kept = num_kept
         self._pinned = pinned
         self._allocate_memory = allocate
-        self._free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
-        self._is_warned = False
+        self._free: SimpleQueue[Slab] = SimpleQueue()
+        self._share = share
+        self._is_warned = share.number > 0  # one of them speaks for all
 
     @property
     def num_live(self) -> int:
@@ -118,7 +121,7 @@ class SlabPool:
             self.num_allocated -= 1
         try:
             slab = self._free.get_nowait()
-        except queue.Empty:
+        except Empty:
             slab = self._allocate()
         whole: Bytes = np.asarray(Lease(slab, self._free, slab.interface))
         tensors = {}
@@ -135,7 +138,7 @@ class SlabPool:
             self._is_warned = True
             logger.warning(
                 "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
-                self.num_live + 1 - self.num_kept,
+                self._share.of * (self.num_live + 1 - self.num_kept),
                 say_bytes(self.layout.num_bytes),
             )
         memory = self._new_memory(self.layout.num_bytes)

@@ -7,13 +7,13 @@ that the rows of a pool sum to its workers' time. Stall time: what the consumer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
-from loaderkit.prefetch.host import HostStats, host_stats
-from loaderkit.prefetch.turns import Trial
+from loaderkit.prefetch.host import HostStats, host_stats, together
+from loaderkit.prefetch.turns import Trial, merged_trials
 from loaderkit.prefetch.verdict import Verdict, verdict
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Stats:
     num_ready: int  # batches that are complete, at this moment
     num_open: int  # batches in the budget, complete or not, at this moment
     memory: dict[str, int]
-    host: HostStats  # of the process in which the workers are
+    host: HostStats  # of the processes in which the workers are
     tuning: dict[str, Any]
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
     trials: dict[str, Trial] = field(default_factory=dict)
@@ -220,6 +220,50 @@ def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
         host=replace(host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0),
         tuning={},
     )
+
+
+def merged(parts: Sequence[Stats]) -> Stats:
+    """The accounts of engines that work side by side on the same stages, as those of one: what can be summed is, the rest
+    is the first one's."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    stall_s: dict[str, float] = {}
+    for part in parts:
+        for cause, seconds in part.stall_s.items():
+            stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+    return replace(
+        first,
+        num_batches=sum(part.num_batches for part in parts),
+        num_samples=sum(part.num_samples for part in parts),
+        stall_s=stall_s,
+        stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],
+        num_ready=sum(part.num_ready for part in parts),
+        num_open=sum(part.num_open for part in parts),
+        memory={
+            name: (max if name in ("slab_bytes", "batch_bytes") else sum)(part.memory[name] for part in parts)
+            for name in first.memory
+        },
+        host=together([part.host for part in parts]),
+        lateness=_all_of(part.lateness for part in parts),
+        trials={
+            stage: merged_trials([part.trials[stage] for part in parts if stage in part.trials])
+            for stage in {stage: None for part in parts for stage in part.trials}
+        },
+    )
+
+
+def _sum(rows: Sequence[StageStats]) -> StageStats:
+    """The rows of one stage as one row."""
+    counted = {name: sum(getattr(row, name) for row in rows) for name in (*_COUNTERS, "workers", "num_queued")}
+    return replace(rows[0], **counted, services=_all_of(row.services for row in rows))
+
+
+def _all_of(histograms: Iterable[Histogram]) -> Histogram:
+    found = Histogram()
+    for histogram in histograms:
+        found.take_in(histogram.copy())  # which adds up what that one has taken in itself
+    return found
 
 
 def add_account(

@@ -65,22 +65,29 @@ class Window(NamedTuple):
 
 @dataclass
 class Knob:
-    """Something to turn. `stages` share the workers it stands for; without any it is the number of batches ahead."""
+    """Something to turn. `stages` share the workers it stands for; without any it is the number of batches ahead.
+    It is turned to multiples of `unit`: as many for each of so many processes, and one at least."""
 
     name: str
     stages: tuple[str, ...]
     value: int
     most: int = LADDER[-1]
+    unit: int = 1
+
+    @property
+    def _ladder(self) -> list[int]:
+        return [self.unit * rung for rung in LADDER]
 
     def rung(self, num_steps: int) -> int:
         """The value so many rungs of the ladder up or down, within bounds."""
-        values = sorted({*(value for value in LADDER if value <= self.most), self.value, min(self.most, LADDER[-1])})
+        top = min(self.most // self.unit * self.unit, self._ladder[-1])
+        values = sorted({*(value for value in self._ladder if value <= top), self.value, top or self.value})
         place = values.index(self.value) + num_steps
         return values[max(0, min(place, len(values) - 1))]
 
     def enough_for(self, workers: float) -> int:
         """The lowest rung with at least so many, or what it is."""
-        return min((value for value in LADDER if value >= workers and value <= self.value), default=self.value)
+        return min((value for value in self._ladder if value >= workers and value <= self.value), default=self.value)
 
 
 @dataclass

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from time import thread_time
 from typing import NamedTuple
 
@@ -63,6 +63,13 @@ class Trial(NamedTuple):
     def holds_gil(self) -> bool | None:
         """Whether a worker keeps others from Python's lock; None: not known."""
         return None if self.gil_wait_s is None else self.gil_wait_s > _HELD_S
+
+
+def merged_trials(trials: Sequence[Trial]) -> Trial:
+    """What came of the same trial in several processes that each let their own workers take turns: what they saw on average,
+    those that saw anything."""
+    known = ([value for value in values if value is not None] for values in zip(*trials, strict=True))
+    return Trial(*(fmean(values) if values else None for values in known))
 
 
 @dataclass

@@ -24,6 +24,14 @@ EXECUTORS: dict[str, dict[str, Any]] = {
     "pools of batches": {"stages.call-2.workers": 2, "stages.transfer.workers": 1},
     "a process": {"prefetch.executor": "process", "prefetch.concurrency": 2},
     "a process of pools": {"prefetch.executor": "process", "stages.read.workers": 2, "stages.call-2.workers": 1},
+    "two processes": {"prefetch.executor": "process", "prefetch.processes": 2},
+    "three processes of pools": {
+        "prefetch.executor": "process",
+        "prefetch.processes": 3,
+        "prefetch.batches": 7,
+        "stages.read.workers": 2,
+        "stages.call-2.workers": 4,
+    },
 }
 
 
@@ -45,7 +53,7 @@ def total(batch: dict[str, Any], rng: Any) -> None:
     batch["total"] = int(batch["x"].sum()) + int(rng.integers(1000))
 
 
-LONG = {"a process of pools"}
+LONG = {"a process of pools", "three processes of pools"}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.prove] if name in LONG else []) for name in EXECUTORS])

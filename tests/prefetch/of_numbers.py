@@ -15,6 +15,7 @@ import loaderkit
 from loaderkit import Pipeline
 
 PROCESS = {"prefetch.executor": "process", "prefetch.concurrency": 2}
+TWO_PROCESSES = {**PROCESS, "prefetch.processes": 2}
 
 
 class Numbers:
@@ -39,7 +40,11 @@ def build(pipeline: Pipeline, **overrides: Any) -> loaderkit.Loader:
 
 
 def pid_of(loader: loaderkit.Loader) -> int:
-    return int(loader.stats().tuning["pid"])
+    return pids_of(loader)[0]
+
+
+def pids_of(loader: loaderkit.Loader) -> list[int]:
+    return list(loader.stats().tuning["pids"])
 
 
 def is_running(pid: int) -> bool:

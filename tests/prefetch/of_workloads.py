@@ -31,10 +31,12 @@ class Workload:
 class Simulation:
     """A tuner at work on a workload, a quarter of a second at a time."""
 
-    def __init__(self, workload: Workload, *, workers: int = 2, num_cpus: int = 2, auto_batches: bool = False) -> None:
+    def __init__(
+        self, workload: Workload, *, workers: int = 2, num_cpus: int = 2, auto_batches: bool = False, unit: int = 1
+    ) -> None:
         self.workload = workload
-        self.workers = Knob("workers of read+batch", ("read", "batch"), workers)
-        self.batches = Knob("batches", (), 4)
+        self.workers = Knob("workers of read+batch", ("read", "batch"), workers, unit=unit)
+        self.batches = Knob("batches", (), max(4, unit), unit=unit)
         knobs = [self.workers, self.batches] if auto_batches else [self.workers]
         self.tuner = Tuner(knobs, "batch", num_cpus)
         self.num_cpus = num_cpus

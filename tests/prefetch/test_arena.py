@@ -145,11 +145,10 @@ class TestLedger:
         block = Allocator(arena).take(PAGE)
         ledger = Ledger(arena, pinned=False)
         seen = torch.from_numpy(ledger.lend(1, (block,))[:8])
-        seen[:] = 3
         ledger.close()
         ledger._pid += 1  # as in the child of a fork
-        ledger.put(1)
-        assert seen.tolist() == [3] * 8
+        del seen
+        assert used_bytes(arena) == PAGE
 
 
 def values() -> dict[str, Any]:

@@ -19,68 +19,76 @@ from loaderkit.assembly import Assembly, Recipe, RemoteEngine
 from loaderkit.builder import make_parts
 from loaderkit.errors import ClosedError, WorkerDiedError
 from loaderkit.prefetch.process import ProcessEngine
+from loaderkit.prefetch.remote import Job
+from loaderkit.prefetch.share import Share
 from loaderkit.types import BatchContext, Stage
 
 
-def late_engine(late: Callable[[dict[str, Any], BatchContext], None]) -> ProcessEngine:
+def late_engine(
+    late: Callable[[dict[str, Any], BatchContext], None], num_processes: int = 1, *, pinned: bool = False
+) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
     config = replace(parts.config, prefetch=parts.config.prefetch.model_copy(update={"concurrency": 2}))
     recipe = Recipe(config, parts.source, None, parts.schedule, 2)
-    return ProcessEngine(
+    job = Job(
         RemoteEngine.of(recipe),
         preload="loaderkit.assembly",
-        schedule=parts.schedule,
-        rows=Assembly(recipe).rows(),
-        late_stages=[Stage("late", "call", "batch", late)],
+        rows=Assembly(recipe, Share(of=num_processes)).rows(),
+        pools=[["read", "batch"]],
+        num_batches=4,
         memory_bytes=2**20,
-        timeout_s=60,
+        late_stages=[Stage("late", "call", "batch", late)],
+        pinned=pinned,
     )
+    return ProcessEngine(job, num_processes=num_processes, schedule=parts.schedule, timeout_s=60)
 
 
 def scale(batch: dict[str, Any]) -> None:
     batch["scaled"] = batch["filling"] * 2.0
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
 class TestLateStages:
-    def test_they_run_here_in_order_and_are_accounted_for(self) -> None:
+    def test_they_run_here_in_order_and_are_accounted_for(self, num_processes: int) -> None:
         seen: list[tuple[int, int, str]] = []
 
         def late(batch: dict[str, Any], context: BatchContext) -> None:
             seen.append((os.getpid(), context.first_position, context.specs["x"].kind))
             batch["filling"] = batch["filling"] * 2
 
-        engine = late_engine(late)
+        engine = late_engine(late, num_processes)
         batches = [engine.next() for _ in range(3)]
         engine.seek(0, 48)
         batches.append(engine.next())
         assert [batch.result["x"][0].item() for batch in batches] == [0, 8, 16, 48]
         assert all(torch.equal(b.result["filling"][:, 0], 2 * b.result["x"]) for b in batches)
-        assert seen[:3] == [(os.getpid(), position, "slab") for position in (0, 8, 16)]
+        assert {(os.getpid(), position, "slab") for position in (0, 8, 16, 48)} <= set(seen)
         stats = engine.stats({}, 0)
         assert [stage.name for stage in stats.stages] == ["read", "batch", "late"]
         assert stats.stages[-1].num_items >= 32
+        assert stats.stages[-1].workers == num_processes
         assert stats.stages[-1].slot_s > 0
         assert sum(stats.stall_s.values()) > 0
         engine.close()
         with pytest.raises(ClosedError):
             engine.next()
 
-    def test_their_error_comes_in_its_place(self) -> None:
+    def test_their_error_comes_in_its_place(self, num_processes: int) -> None:
         def late(batch: dict[str, Any], context: BatchContext) -> None:
             if context.first_position == 16:
                 raise ArithmeticError("sixteen")
 
-        engine = late_engine(late)
+        engine = late_engine(late, num_processes)
         assert [engine.next().error for _ in range(2)] == [None, None]
         assert isinstance(engine.next().error, ArithmeticError)
         assert engine.next().error is None
         engine.close()
 
-    def test_the_death_of_the_process(self) -> None:
-        engine = late_engine(lambda batch, context: None)
+    def test_the_death_of_a_process(self, num_processes: int) -> None:
+        engine = late_engine(lambda batch, context: None, num_processes)
         engine.next()
-        os.kill(engine.stats({}, 0).tuning["pid"], signal.SIGKILL)
+        os.kill(engine.stats({}, 0).tuning["pids"][-1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             for _ in range(8):
                 engine.next()
@@ -100,9 +108,8 @@ class TestOnTheGpu:
             assert [pool.get("process") for pool in loader.stats().tuning["pools"]] == [None, "trainer"]
 
     def test_slabs_are_pinned(self) -> None:
-        engine = late_engine(lambda batch, context: pinned.append(batch["filling"].is_pinned()))
-        engine._pinned = True
         pinned: list[bool] = []
+        engine = late_engine(lambda batch, context: pinned.append(batch["filling"].is_pinned()), pinned=True)
         engine.next()
         engine.close()
         assert pinned[0]

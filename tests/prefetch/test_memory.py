@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 import loaderkit
+import profiles.memory
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.slabs import SlabLayout, SlabPool
@@ -251,3 +252,11 @@ class TestNothingGrows:
         command = [sys.executable, "-c", program, str(tmp_path / "p.yaml")]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
         assert float(ran.stdout) < 64 + 36.75 + 96
+
+    @pytest.mark.prove
+    @pytest.mark.parametrize("way", profiles.memory.WAYS)
+    @pytest.mark.parametrize("executor", profiles.memory.EXECUTORS)
+    def test_a_million_trivial_samples(self, executor: str, way: str) -> None:
+        """In long epochs, short ones, and such that are broken off; nothing may be left of any sample, batch or epoch."""
+        looks = profiles.memory.run(executor, way, 1_000_000)["bytes"]
+        assert max(looks) - looks[0] < 16 * 2**20

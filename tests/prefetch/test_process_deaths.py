@@ -20,7 +20,7 @@ from of_numbers import Numbers, build, is_running, numbers, pid_of, wait_for
 from loaderkit import Pipeline
 from loaderkit.errors import WorkerDiedError
 from loaderkit.prefetch import child
-from loaderkit.prefetch.link import describe_death
+from loaderkit.prefetch.deaths import describe_death
 
 # ------------------------------------------------------------------------------------------------ deaths
 
@@ -174,7 +174,7 @@ from of_numbers import PROCESS, numbers
 loader = loaderkit.build(numbers(100000), overrides=PROCESS)
 stream = iter(loader)
 batch = next(stream)
-print(loader.stats().tuning["pid"], flush=True)
+print(loader.stats().tuning["pids"][0], flush=True)
 """
 BUSY = PARENT + "while True: next(stream)\n"
 

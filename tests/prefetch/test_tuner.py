@@ -66,6 +66,23 @@ class TestFinding:
             simulation.stats.stages[0].blocked_s = 0.5 * simulation.stats.stages[0].busy_s
         assert simulation.batches.value >= 9
 
+    @given(st.integers(2, 9), st.floats(1, 100), st.integers(1, 6), st.sampled_from([0.0, 1e3]))
+    @settings(max_examples=40, deadline=None)
+    def test_processes_have_as_many_workers_each(
+        self, num_processes: int, most_at_once: float, workers: int, blocked_s: float
+    ) -> None:
+        """And one at the least, whatever would be best."""
+        work = Workload(lambda workers, _: 100.0 * min(workers, most_at_once), demand=5000.0, budget_bytes=37_000)
+        simulation = Simulation(work, workers=workers * num_processes, unit=num_processes, auto_batches=True)
+        simulation.stats.stages[0].blocked_s = blocked_s
+        for _ in range(200):
+            simulation.run(0.25)
+            assert simulation.workers.value % num_processes == 0
+            assert simulation.workers.value >= num_processes
+            batches = simulation.batches.value
+            assert num_processes <= batches <= 37
+            assert batches % num_processes == 0 or batches == 4
+
     def test_memory_bounds_the_depth(self) -> None:
         work = Workload(lambda workers, batches: 100.0 * batches, slab_bytes=100, budget_bytes=700)
         simulation = Simulation(work, auto_batches=True)

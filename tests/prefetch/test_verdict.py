@@ -45,16 +45,18 @@ def stats(
     apart: bool = False,
     memory: tuple[int, int] = (1000, 1),
     executor: str = "thread",
+    processes: int | None = None,
     batches: int = 100,
 ) -> Stats:
     names = [one.name for one in rows]
     pools = [{"stages": [name]} for name in names] if apart else [{"stages": names}]
+    several = {"processes": processes} if processes else {}
     return replace(
         blank(rows, memory[0]),
         wall_s=wall_s,
         num_batches=batches,
         stall_s=stall_s,
-        tuning={"executor": executor, "batches": 4, "cpus": 4, "pools": pools},
+        tuning={"executor": executor, "batches": 4, "cpus": 4, "pools": pools, **several},
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
         trials={names[0]: trial},
     )
@@ -139,6 +141,15 @@ class TestOfAStage:
         taking_turns = row("call", 9.8, 9.2, idle_s=9.8)
         assert self.verdict(taking_turns, trial=Trial(1.1, 0.5)).kind == "gil"
         assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
+
+    def test_computing_in_several_processes(self) -> None:
+        """Workers share a lock of Python's with those of their own process: two of four, which then have two CPUs."""
+        two = {"executor": "process", "processes": 2}
+        four = row("call", 38, 18.4, workers=4)
+        assert self.verdict(four, trial=Trial(1.02, 0.5), **two).kind == "gil"
+        assert self.verdict(four, trial=Trial(0.52, 0.5), **two).kind != "gil", "one of two did half"
+        assert "of what all 2 did" in self.verdict(four, trial=Trial(1.02, 0.5), **two).evidence
+        assert self.verdict(row("call", 19, 9.2), **two).kind != "gil", "one in each: nobody is in its way"
 
     def test_waiting_one_at_a_time(self) -> None:
         assert self.verdict(row("call", 19, 0.3), trial=SERIAL).kind == "lock"

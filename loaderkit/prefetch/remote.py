@@ -1,0 +1,209 @@
+"""One of the processes that load, as the engine sees it: its memory, what it is told, and its batches as they arrive.
+
+link ──messages──> receiver ──> (late stages, when there is a GPU) ──> take()
+  ^                                                                      │
+  └── taken: one batch has left the budget; released: nobody sees them ──┘
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.prefetch import wire
+from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
+from loaderkit.prefetch.late import LateStages
+from loaderkit.prefetch.ledger import Ledger
+from loaderkit.prefetch.link import Link
+from loaderkit.prefetch.receiver import Arrived, Inbox, Receiver, relay
+from loaderkit.prefetch.share import Share
+from loaderkit.prefetch.stats import StageStats, Stats, blank
+from loaderkit.prefetch.watch import Report
+from loaderkit.types import Stage
+
+logger = logging.getLogger("loaderkit")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is to do. `make_engine` makes the engine there: it is pickled, and gets a function that allocates
+    slabs, and its share. `preload` is the module that it is imported from. `late_stages` run here, on batches that have
+    arrived; `rows` name the stages that run there, with the workers of one process; `pools` which of them share theirs."""
+
+    make_engine: Any
+    preload: str
+    rows: Sequence[StageStats]
+    pools: Sequence[Sequence[str]]
+    num_batches: int  # ahead, by all processes together
+    memory_bytes: int  # of all processes
+    late_stages: Sequence[Stage] = ()
+    pinned: bool = False
+
+
+class Host:
+    """A process, from before it is started until it has ended. Belongs to the consumer's thread, but for `tell`, `order`,
+    `stats`, `begin_closing` and `close`."""
+
+    def __init__(self, job: Job, share: Share) -> None:
+        self._job = job
+        self._share = share
+        self._late = LateStages(job.late_stages, time.perf_counter) if job.late_stages else None
+        self._link: Link | None = None
+        self._inbox: Inbox | None = None
+        self._ledger: Ledger | None = None
+        self._found: Arrived | None = None  # what `skim` came upon
+        self._telling = threading.Lock()
+        self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
+        self._has_told_early = False
+        self._latest = blank(job.rows, share.num_bytes(job.memory_bytes))  # what it said last
+
+    def start(self, place: tuple[int, int]) -> None:
+        """Start the process and send it its job; it imports what it needs meanwhile. Raises OSError, RuntimeError,
+        ConfigError; `close` ends what was begun."""
+        with stdio_occupied():
+            arena = Arena.create(self._share.of)
+            try:
+                allocator = Allocator(arena)
+                link = self._link = Link(arena, allocator, self._job.preload)
+                self._send_job(link, arena, allocator, place)
+            finally:
+                arena.release_descriptor()
+        with self._telling:
+            for order in self._early:
+                link.tell(*order)
+            self._early.clear()
+            self._has_told_early = True
+            self._ledger = Ledger(arena, pinned=self._job.pinned)
+            receiver = Receiver(link, self._ledger)
+            self._inbox = receiver if self._late is None else self._late.follow(receiver)
+
+    def _send_job(self, link: Link, arena: Arena, allocator: Allocator, place: tuple[int, int]) -> None:
+        job = (self._job.make_engine, self._share, torch.get_num_threads())
+        parcel, _ = wire.post(job, arena, allocator)
+        epoch, position = place
+        link.tell(
+            "job",
+            {
+                "job": parcel,
+                "begin": allocator.end,
+                "keep_pages": self._job.pinned,
+                "epoch": epoch,
+                "position": position,
+                "log_level": logger.getEffectiveLevel(),
+            },
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """None before it is started."""
+        return self._link.pid if self._link is not None else None
+
+    def tell(self, *order: Any) -> None:
+        """Give an order to the process, or to the one there will be."""
+        link = self._link_after(order)
+        if link is not None:
+            link.tell(*order)
+
+    def order(self, *order: Any) -> ConfigError | None:
+        """The same, and what the process refuses that with; None also where it is too early for it to say."""
+        link = self._link_after(order)
+        if link is None:
+            return None
+        if not link.is_awake:
+            link.tell(*order)
+            return None
+        refused: ConfigError | None = link.ask(*order)
+        return refused
+
+    def _link_after(self, order: tuple[Any, ...]) -> Link | None:
+        """What to give an order to; None: it is noted down until the process has been told what came before."""
+        with self._telling:
+            if not self._has_told_early:
+                self._early.append(order)
+                return None
+        return self._link
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        """The answer to a question; None if there is none."""
+        return self._link.ask(question, *arguments) if self._link is not None else None
+
+    # ------------------------------------------------------------------------------------------------- its batches
+
+    def take(self, generation: int, timeout_s: float) -> Arrived | None:
+        """Its next batch; see `Inbox`. Raises EOFError when there will be none, as it has ended or is closed."""
+        found, self._found = self._found, None
+        inbox = self._inbox  # which another thread's `close` lets go
+        if inbox is None:
+            raise EOFError
+        if found is not None and found.generation == generation:
+            return found
+        if found is not None:
+            del found
+            inbox.taken()
+        return inbox.take(generation, timeout_s)
+
+    def skim(self, generation: int) -> None:
+        """Drop what was sent for a place that nobody wants any more: the process need not wait for its turn to go on."""
+        with suppress(EOFError):
+            self._found = self.take(generation, 0.0)
+
+    def taken(self) -> None:
+        """See `Inbox`."""
+        if (inbox := self._inbox) is not None:
+            inbox.taken()
+
+    def give_back(self) -> None:
+        """See `Inbox`."""
+        if (inbox := self._inbox) is not None:
+            inbox.give_back()
+
+    # --------------------------------------------------------------------------------------------------- reports
+
+    def report(self) -> Report:
+        """Why its next batch is not there yet."""
+        silent = Report(f"process {self.pid} is still starting, or does not answer")
+        found: Report | None = self._ask("report")
+        return found or silent
+
+    def stats(self, waiting_since_s: float | None, *, may_ask: bool) -> Stats:
+        """Its accounts; what it said last, if it does not answer. `stall_s` is the wait for it that the consumer is in."""
+        answer: Stats | None = self._ask("stats", waiting_since_s) if may_ask else None
+        self._latest = found = answer or replace(self._latest, stall_s={})
+        late = [] if self._late is None else self._late.rows(time.perf_counter())
+        return replace(found, stages=[*found.stages, *late])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was started and is there no more."""
+        return self._link is not None and self._link.has_ended
+
+    def death(self) -> WorkerDiedError:
+        """What became of it, when it has ended by itself."""
+        assert self._link is not None
+        return self._link.death()
+
+    # ---------------------------------------------------------------------------------------------------- ending
+
+    def begin_closing(self, join_s: float) -> None:
+        """Tell it to end, and do not wait for that."""
+        if self._link is not None:
+            self._link.begin_closing(join_s)
+
+    def close(self, join_s: float) -> None:
+        """End it, by force after `join_s`; batches that were delivered stay valid."""
+        for message in self._link.close(join_s) if self._link is not None else ():
+            if isinstance(message, wire.LogMessage):
+                relay(message)
+        if self._inbox is not None:
+            self._inbox.close()
+        if self._ledger is not None:
+            self._ledger.close()
+        self._inbox = self._ledger = self._found = None  # an error's traceback would keep all of it alive

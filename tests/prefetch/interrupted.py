@@ -1,0 +1,70 @@
+"""A program that is interrupted at random moments of a loader's life, from building to closing, as in a notebook: the
+interpreter lives on, so whatever is left of a loader would stay.
+
+    python interrupted.py EXECUTOR SEED NUM_ROUNDS
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from leftovers import resources
+from of_executors import EXECUTORS
+from of_numbers import numbers, wait_for
+
+import loaderkit
+
+
+def live(executor: str) -> float:
+    """One life without an interruption; how long it took, in s."""
+    begin = time.perf_counter()
+    with loaderkit.build(numbers(4000), overrides=EXECUTORS[executor]) as loader:
+        for number, _ in enumerate(loader):
+            if number == 40:
+                loader.set_epoch(3)
+                break
+        for number, _ in enumerate(loader):
+            if number == 40:
+                break
+    return time.perf_counter() - begin
+
+
+def interrupt(executor: str, delay_s: float) -> bool:
+    """One life, interrupted after so long; whether it was."""
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    was_interrupted = True
+    try:
+        timer.start()
+        live(executor)
+        was_interrupted = False
+        timer.join()
+    except KeyboardInterrupt:
+        pass
+    return was_interrupted
+
+
+def main(executor: str, seed: int, num_rounds: int) -> None:
+    chance = random.Random(seed)
+    live(executor)  # what is loaded once and for all
+    whole_s = live(executor)
+    before = resources()
+    num_interrupted = 0
+    for number in range(num_rounds):
+        num_interrupted += interrupt(executor, chance.uniform(0, 1.1 * whole_s))
+        with suppress(AssertionError):
+            wait_for(lambda: resources() == before, 10)
+        assert resources() == before, (number, resources(), before, threading.enumerate())
+    assert num_interrupted > num_rounds / 2
+    print(num_interrupted)
+
+
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

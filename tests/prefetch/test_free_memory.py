@@ -1,0 +1,66 @@
+"""Batches for which there is no memory are refused, whoever sets the limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loaderkit.errors import ConfigError
+from loaderkit.prefetch.free_memory import check_room
+
+MIB = 2**20
+
+
+def lay_out(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:  900000 kB\nSwapFree: 124000 kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        place = root / "sys/fs/cgroup" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    return root
+
+
+def group(folder: str, limit: str, used: int, cache: int) -> dict[str, str]:
+    return {
+        f"{folder}/memory.max": limit,
+        f"{folder}/memory.current": str(used * MIB),
+        f"{folder}/memory.stat": f"anon 5\nactive_file {cache * MIB}\ninactive_file {cache * MIB}\n",
+    }
+
+
+def test_the_machine(tmp_path: Path) -> None:
+    root = lay_out(tmp_path, "0::/\n", {})
+    check_room(10, 100 * MIB, root=root)  # 1,000 MiB with swap
+    with pytest.raises(
+        ConfigError, match="11 batches ahead take 1100 MiB of shared memory, and the machine has 1000 MiB"
+    ):
+        check_room(11, 100 * MIB, root=root)
+
+
+def test_any_of_the_groups_above_us(tmp_path: Path) -> None:
+    """Cached pages of files count as free; "max" is no limit."""
+    files = group("jobs", str(300 * MIB), 250, 20) | group("jobs/ours", "max", 100, 20)
+    root = lay_out(tmp_path, "0::/jobs/ours\n", files)
+    check_room(9, 10 * MIB, root=root)
+    with pytest.raises(ConfigError, match=r"cgroup \(.*/sys/fs/cgroup/jobs\) has 90 MiB left"):
+        check_room(10, 10 * MIB, root=root)
+
+
+def test_version_one_seen_from_a_container(tmp_path: Path) -> None:
+    """The path is that of the host, of which only the end, our own group, is mounted."""
+    files = {
+        "memory/memory.limit_in_bytes": str(64 * MIB),
+        "memory/memory.usage_in_bytes": str(60 * MIB),
+        "memory/memory.stat": "total_active_file 0\ntotal_inactive_file 1048576\n",
+    }
+    root = lay_out(tmp_path, "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n", files)
+    check_room(1, 5 * MIB, root=root)
+    with pytest.raises(ConfigError, match=r"sys/fs/cgroup/memory\) has 5120 KiB left"):
+        check_room(2, 5 * MIB, root=root)
+
+
+def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path) -> None:
+    check_room(100, 2**40, root=tmp_path)

@@ -18,6 +18,7 @@ from loaderkit.checkpoint.places import Place, open_place
 from loaderkit.checkpoint.plan import MOST_BLOCK_BYTES
 from loaderkit.checkpoint.records import Checkpoint
 from loaderkit.checkpoint.stages import Checksums
+from loaderkit.connectors.retry import RetryConnector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import CheckpointError, ConfigError, FormatError, ObjectNotFoundError
 from loaderkit.types import Connector, ObjectInfo
@@ -57,7 +58,9 @@ def write_manifest(
         raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MOST_BLOCK_BYTES}")
     place = open_place(url, connectors or {})
     try:
-        write = getattr(place.connector, "write", None)
+        # A try that failed in the middle is nobody's to repeat: writing goes past the retries.
+        inner = place.connector.inner if isinstance(place.connector, RetryConnector) else place.connector
+        write = getattr(inner, "write", None)
         if write is None or isinstance(place.connector, TarConnector):
             raise CheckpointError(
                 f"{place.url}: no manifest can be written there: write it before packing or uploading"

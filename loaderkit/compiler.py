@@ -81,7 +81,10 @@ class Compiler:
         finish = None
         if behind is not None and isinstance(behind.args, NormalizeArgs) and behind.args.fields is None:
             self._in_graph.append(behind)
-            finish = finish_of(behind.args)
+            try:
+                finish = finish_of(behind.args)
+            except ValueError as error:
+                raise ConfigError(f"stages.{behind.name}: {error}") from error
         batch = stages[self._border].args
         assert isinstance(batch, BatchArgs)
         device = self.device.index if decoding.args.device == "gpu" else None
@@ -175,6 +178,11 @@ class Compiler:
             specs = specs_of(sample, key, args.ragged, dtype)
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
+        if self.graph is not None and self.graph.finish is not None and not image_fields(specs):
+            normalizing = self._in_graph[-1].name
+            raise StageError(
+                f"{normalizing} failed for sample {key!r}: the batch has no image field", stage=normalizing, key=key
+            )
         known = [*specs, *(f"{name}_sizes" for name, spec in specs.items() if spec.kind == "pad"), "__key__"]
         for name in self._config.output or ():
             if name not in known and name != "__wrapped__" and not self._has_batch_call():

@@ -83,18 +83,17 @@ def jpeg_size(data: memoryview) -> tuple[int, int] | None:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return None if colorspace == "CMYK" else (height, width)
+    return None if colorspace in ("CMYK", "YCCK") else (height, width)
 
 
 def describe(value: Any) -> str:
     """A value's type and shape in a few words, for messages."""
     if type(value) is Image:
-        value = to_tensor(value)
-        return f"image uint8 {list(value.shape)}"
-    if type(value) is Rendered:
-        value = value.tensor[value.row]
-    if isinstance(value, torch.Tensor):
-        return f"tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        height, width, channels = value.pixels.shape
+        return f"image uint8 [{channels}, {height}, {width}]"
+    if isinstance(value, (Rendered, torch.Tensor)):
+        what, value = ("image", value.tensor[value.row]) if isinstance(value, Rendered) else ("tensor", value)
+        return f"{what} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"
     if isinstance(value, str):

@@ -43,7 +43,8 @@ Step = Crop | Scale | Flip
 @dataclass(frozen=True)
 class Steps:
     """`kinds`: what every image goes through. `of(height, width, draws)`: the steps, one of each kind; ValueError for an image
-    that the stage refuses. `is_inside`: crops never reach beyond the image."""
+    that the stage refuses. `is_inside`: crops never reach beyond the image. `is_shared`: a sample's images are cropped at one
+    place, so they have to be of one size."""
 
     kinds: tuple[type[Step], ...]
     of: Callable[[int, int, NDArray[np.float64]], tuple[Step, ...]]
@@ -51,7 +52,7 @@ class Steps:
     antialias: bool = True
     fill: int = 0
     is_inside: bool = True
-    fields: tuple[str, ...] | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -89,15 +89,26 @@ def _check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
             reader.complain(
                 ("stages", number), f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`"
             )
-        elif getattr(stage.args, "interpolation", None) == "nearest":
+            continue
+        key = ("stages", number, stage.kind)
+        instead = "`decode: {device: cpu}`"
+        interpolation = getattr(stage.args, "interpolation", None)
+        named = getattr(stage.args, "fields", None)
+        if interpolation == "nearest":
             reader.complain(
-                ("stages", number, stage.kind, "interpolation"),
-                "nearest takes other pixels inside DALI: use bilinear or bicubic, or `decode: {device: cpu}`",
+                (*key, "interpolation"),
+                f"nearest takes other pixels inside DALI: use bilinear or bicubic, or {instead}",
             )
-        elif getattr(stage.args, "fields", None) not in (None, getattr(decoding, "fields", None)):
+        if interpolation == "bicubic" and not getattr(stage.args, "antialias", True):
             reader.complain(
-                ("stages", number, stage.kind, "fields"),
-                f"with `decode: {{device: {device}}}` all of `decode`'s images",
+                (*key, "antialias"), f"bicubic without it is another filter inside DALI: leave it on, or use {instead}"
+            )
+        if stage.args.workers != "auto":
+            reader.complain((*key, "workers"), f"`{stage.kind}` runs inside `decode` here: say there how many")
+        if named is not None and set(named) != set(getattr(decoding, "fields", None) or ()):
+            reader.complain(
+                (*key, "fields"),
+                f"DALI does the same to all images that it decodes: name {list(named)} in `decode` as well, or use {instead}",
             )
 
 

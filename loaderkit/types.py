@@ -133,7 +133,7 @@ class Landed(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """An image that is a row of a tensor of its whole chunk, [n, C, H, W], made by a stage that works on chunks at once."""
+    """An image that is a row of a tensor [n, C, H, W], of its whole chunk if it can be, by a stage that works on chunks."""
 
     tensor: torch.Tensor
     row: int

@@ -212,8 +212,8 @@ def main() -> None:
         for name, make in contestants(arguments.photos).items():
             found.setdefault(name, []).append(measure(make, arguments.seconds, step))
     for name, turns in found.items():
-        medians = {key: statistics.median(turn[key] or 0.0 for turn in turns) for key in turns[0]}
-        print(f"{name:<22}" + ", ".join(f"{key} {value:,.2f}" for key, value in medians.items()))
+        known = {key: [value for turn in turns if (value := turn[key]) is not None] for key in turns[0]}
+        print(f"{name:<22}" + ", ".join(f"{key} {statistics.median(v):,.2f}" for key, v in known.items() if v))
     if arguments.out is not None:
         machine = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
         slug = machine.lower().replace(" ", "-")

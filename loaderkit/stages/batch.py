@@ -74,6 +74,8 @@ def as_tensor(value: Any) -> torch.Tensor:
         return value
     if type(value) is Image:
         return to_tensor(value)
+    if type(value) is Rendered:
+        return value.tensor[value.row]
     if isinstance(value, np.ndarray):
         if not value.dtype.isnative:
             value = value.astype(value.dtype.newbyteorder("="))
@@ -250,7 +252,7 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, torch.Tensor], bool]] = {
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
-    dtype = torch.uint8 if spec.image else spec.dtype
+    dtype = torch.uint8 if spec.image and spec.kind == "slab" else spec.dtype
     wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
     return (
         f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): give all "
@@ -286,10 +288,12 @@ def put_together(rows: list[Rendered]) -> torch.Tensor:
     if len(first) == len(rows) and all(row.tensor is first and row.row == place for place, row in enumerate(rows)):
         return first
     found = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
-    sources = {id(row.tensor): row.tensor for row in rows}
-    for number, tensor in sources.items():
-        places = [place for place, row in enumerate(rows) if id(row.tensor) == number]
-        found[places] = tensor[[rows[place].row for place in places]].to(first.device)
+    places: dict[int, list[int]] = {}  # by tensor
+    for place, row in enumerate(rows):
+        places.setdefault(id(row.tensor), []).append(place)
+    for group in places.values():
+        tensor = rows[group[0]].tensor.to(first.device)
+        found[group] = tensor[[rows[place].row for place in group]]
     return found
 
 
@@ -297,7 +301,7 @@ def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.
     """Tensors of equal rank and dtype in one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
     first = tensors[0]
     sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
-    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device="cpu")
+    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device=first.device)
     for slot, tensor in zip(padded, tensors, strict=True):
         slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded, sizes[:, 0] if first.ndim == 1 else sizes

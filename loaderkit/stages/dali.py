@@ -5,13 +5,14 @@
     sizes, flips ──┘  (host arithmetic: steps.py, with loaderkit's own draws)
 
 A chunk goes through at once, and is a whole batch: its tensor is the batch's, without a copy. What is no JPEG that DALI takes
-goes through the CPU's own stages instead, in the same batch: other formats, four-channel and damaged files. So a damaged
-image costs one sample, and its error is the one the CPU gives.
+goes through the CPU's own stages instead, in the same batch: other formats, four-channel and damaged files, images that are
+objects already. So a damaged image costs one sample, and its error is the one the CPU gives.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
+from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.errors import ConfigError
+from loaderkit.formats.jpeg import is_well_formed
 from loaderkit.images import jpeg_size, to_tensor
 from loaderkit.steps import Crop, Finish, Flip, Scale, Step, Steps, size_after
-from loaderkit.types import Chunk, Encoded, Image, Rendered
+from loaderkit.types import Chunk, Encoded, Image, Rendered, Sample
+
+logger = logging.getLogger("loaderkit")
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 
@@ -43,14 +48,20 @@ class Graph:
         """One line an operator, for people."""
         where = "cpu" if self.device is None else f"gpu {self.device}"
         first = "decoders.image_slice (only the crop)" if self.decodes_crops else "decoders.image"
-        found = [f"{first} on {'cpu' if self.device is None else 'mixed'}"]
-        for name, steps in self.stages:
-            for kind in steps.kinds:
-                if not (found[1:] == [] and self.decodes_crops and kind is Crop):
-                    found.append(f"{_OPERATORS[kind]} on {where}: {name}")
-        if self.finish is not None:
-            found.append(f"crop_mirror_normalize on {where}")
-        return found
+        does = [(kind, name) for name, steps in self.stages for kind in steps.kinds]
+        mirrored = does.pop()[1] if self.mirrors_last else None
+        found = [f"{_OPERATORS[kind]} on {where}: {name}" for kind, name in does[1 if self.decodes_crops else 0 :]]
+        last = [name for name in (mirrored, "normalize" if self.finish is not None else None) if name is not None]
+        return [
+            f"{first} on {'cpu' if self.device is None else 'mixed'}",
+            *found,
+            f"crop_mirror_normalize on {where}: {', '.join([*last, 'batch'])}",
+        ]
+
+    @property
+    def mirrors_last(self) -> bool:
+        """Whether the last thing that is done is to mirror, so that the operator that writes the batch does it as well."""
+        return bool(self.stages) and self.stages[-1][1].kinds[-1:] == (Flip,)
 
     @property
     def decodes_crops(self) -> bool:
@@ -63,18 +74,21 @@ _OPERATORS = {Crop: "slice", Scale: "resize", Flip: "flip"}
 
 
 class _Job(NamedTuple):
-    """An image that DALI is to render: its place in the chunk, its bytes, and what it goes through."""
+    """An image that DALI is to render: its place in the chunk, its bytes, what it goes through, and its (height, width) before
+    every stage that asks for images of one size."""
 
     place: int
     data: NDArray[np.uint8]
     steps: list[Step]
+    shared_sizes: list[tuple[int, int]]
 
 
 class Renderer:
     """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`.
 
     `draws(name, chunk)` gives a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes what is
-    left, `plain(chunk)` does the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W].
+    left, `plain(chunk)` does the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; what
+    `finish` returns is not the memory that it was given.
     """
 
     def __init__(
@@ -97,72 +111,104 @@ class Renderer:
         self._plain = plain
         self._finish = finish
         self._idle: deque[Any] = deque()  # pipelines that nobody works with: one thread at a time may
+        self._has_warned = False
 
     def __call__(self, chunk: Chunk) -> None:
         """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails."""
         chunk.place = None
-        draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
-        for field in self._image_fields(chunk):
-            self._render_field(chunk, field, draws)
-        self._decode(chunk)
+        for field, jobs in self._jobs(chunk).items():
+            self._render(chunk, field, jobs)
         for place, sample in enumerate(chunk.samples):
-            if sample is not None and any(type(value) is Image for value in sample.values()):
-                self._on_the_cpu(chunk, place)
+            if sample is not None:
+                chunk.place = place
+                self._on_the_cpu(chunk, place, sample)
 
     def close(self) -> None:
         """Let go of the pipelines."""
         self._idle.clear()
 
-    def _image_fields(self, chunk: Chunk) -> list[str]:
-        names = dict.fromkeys(name for sample in chunk.samples if sample is not None for name in sample)
-        return [name for name in names if self._fields is None or name in self._fields]
-
-    def _render_field(self, chunk: Chunk, field: str, draws: list[NDArray[np.float64]]) -> None:
-        jobs = []
+    def _jobs(self, chunk: Chunk) -> dict[str, list[_Job]]:
+        """What DALI can do, by field."""
+        draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
+        found: dict[str, list[_Job]] = {}
         for place, sample in enumerate(chunk.samples):
-            value = None if sample is None else sample.get(field)
-            if type(value) is Encoded and value.extension.rpartition(".")[2] in _JPEG_EXTENSIONS:
-                steps = self._steps(value.data, [numbers[place] for numbers in draws])
-                if steps is not None:
-                    jobs.append(_Job(place, np.frombuffer(value.data, np.uint8), steps))
-        tensor = self._run(jobs) if jobs else None
-        if tensor is None:
-            # One that is damaged fails them all, and nobody says which it is: our decoder does.
-            jobs = [job for job in jobs if self._is_whole(chunk, job.place, field)]
-            tensor = self._run(jobs) if jobs else None
-        if tensor is not None:
-            for row, job in enumerate(jobs):
-                sample = chunk.samples[job.place]
-                assert sample is not None
-                sample[field] = Rendered(tensor, row)
+            numbers = [column[place] for column in draws]
+            jobs = {name: self._job(place, value, numbers) for name, value in self._encoded(sample or {}).items()}
+            if not self._fit_together(list(jobs.values())):
+                continue  # which the CPU finds out about
+            for name, job in jobs.items():
+                if job is not None:
+                    found.setdefault(name, []).append(job)
+        return found
+
+    def _fit_together(self, jobs: list[_Job | None]) -> bool:
+        """Whether the images of one sample are all here and of one size where they share a crop."""
+        if len(jobs) < 2 or not any(steps.is_shared for _, steps in self._graph.stages):
+            return True
+        known = [job.shared_sizes for job in jobs if job is not None]
+        return len(known) == len(jobs) and all(sizes == known[0] for sizes in known)
+
+    def _encoded(self, sample: Sample) -> dict[str, Encoded]:
+        """The images of a sample that are still to be decoded."""
+        return {
+            name: value
+            for name, value in sample.items()
+            if type(value) is Encoded
+            and value.extension.rpartition(".")[2] in IMAGE_EXTENSIONS
+            and (self._fields is None or name in self._fields)
+        }
+
+    def _job(self, place: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
+        """What an image goes through; None where the CPU has to look at it."""
+        size = jpeg_size(value.data) if value.extension.rpartition(".")[2] in _JPEG_EXTENSIONS else None
+        if size is None or size[0] * size[1] > self._max_pixels or not is_well_formed(value.data):
+            return None
+        job = _Job(place, np.frombuffer(value.data, np.uint8), [], [])
+        for (_, stage), numbers in zip(self._graph.stages, draws, strict=True):
+            try:
+                steps = stage.of(*size, numbers)
+            except ValueError:  # which the CPU says better
+                return None
+            if stage.is_shared:
+                job.shared_sizes.append(size)
+            job.steps.extend(steps)
+            size = size_after(steps, *size)
+        return job
+
+    def _render(self, chunk: Chunk, field: str, jobs: list[_Job]) -> None:
+        """Let DALI do what it can of the jobs; the rest stays encoded."""
+        if self._run(chunk, field, jobs) is None:
+            return
+        # One that is damaged fails them all, and nobody says which it is: our decoder does.
+        whole = [job for job in jobs if self._is_whole(chunk, job.place, field)]
+        error = self._run(chunk, field, whole) if whole else None
+        if error is not None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "DALI fails on images in which our own decoder finds no fault; it decodes them instead, on the CPU (said "
+                    "once): %s",
+                    error,
+                )
+            self._render_halves(chunk, field, whole)
+
+    def _render_halves(self, chunk: Chunk, field: str, jobs: list[_Job]) -> None:
+        """Find those that DALI fails on, in about 2 log2(n) tries each."""
+        middle = len(jobs) // 2
+        for half in (jobs[:middle], jobs[middle:]) if middle else ():
+            if self._run(chunk, field, half) is not None:
+                self._render_halves(chunk, field, half)
 
     def _is_whole(self, chunk: Chunk, place: int, field: str) -> bool:
         """Whether our decoder takes an image."""
         sample = chunk.samples[place]
         assert sample is not None
-        attempt = _alone(chunk, place)
-        attempt.samples[0] = {field: sample[field]}
+        attempt = _alone(chunk, place, {field: sample[field]})
         self._decode(attempt)
         return attempt.samples[0] is not None
 
-    def _steps(self, data: memoryview, draws: Sequence[NDArray[np.float64]]) -> list[Step] | None:
-        """What an image goes through; None where the CPU has to look at it."""
-        size = jpeg_size(data)
-        if size is None or size[0] * size[1] > self._max_pixels or not _is_well_formed(data):
-            return None
-        height, width = size
-        found: list[Step] = []
-        for (_, stage), numbers in zip(self._graph.stages, draws, strict=True):
-            try:
-                steps = stage.of(height, width, numbers)
-            except ValueError:  # which the CPU says better
-                return None
-            found += steps
-            height, width = size_after(steps, height, width)
-        return found
-
-    def _run(self, jobs: Sequence[_Job]) -> torch.Tensor | None:
-        """[n, C, H, W], or None if DALI fails on one of them."""
+    def _run(self, chunk: Chunk, field: str, jobs: Sequence[_Job]) -> RuntimeError | None:
+        """Put what DALI makes of the jobs into their samples; its error if it fails on one of them."""
         try:
             pipeline = self._idle.pop()
         except IndexError:
@@ -173,38 +219,62 @@ class Renderer:
                 pipeline.feed_input(f"{name}-{number}", values)
         try:
             (output,) = pipeline.run()
-        except RuntimeError:
-            return None
-        finally:
-            self._idle.append(pipeline)  # after an error it takes the next batch as well
-        # The tensor sees DALI's memory, which is not used again before the tensor is gone.
-        tensor = from_dlpack(output.as_tensor())
-        if self._graph.device is not None:
-            # DALI would use its memory again as soon as the tensor is gone, whatever the loop's stream still does with it.
-            tensor = tensor.clone()
-            torch.cuda.current_stream(tensor.device).synchronize()
-        finish = self._graph.finish
-        return tensor if finish is None else tensor.to(finish.dtype)
+        except RuntimeError as error:
+            self._idle.append(pipeline)  # after an error of an operator it takes the next batch as well
+            return error
+        rows = self._rows(output)
+        self._idle.append(
+            pipeline
+        )  # not after anything else: a run that was interrupted gives its images to the next one
+        for job, row in zip(jobs, rows, strict=True):
+            sample = chunk.samples[job.place]
+            assert sample is not None
+            sample[field] = row
+        return None
 
-    def _on_the_cpu(self, chunk: Chunk, place: int) -> None:
-        attempt = _alone(chunk, place)
-        attempt.samples[0] = chunk.samples[place]
-        self._plain(attempt)
-        sample = attempt.samples[0]
-        if sample is None:
-            chunk.samples[place] = None
+    def _rows(self, output: Any) -> list[Rendered]:
+        """What DALI has made, image by image."""
+        if output.is_dense_tensor():
+            # The tensor sees DALI's memory, which is not used again before the tensor is gone.
+            tensor = self._taken_over(from_dlpack(output.as_tensor()))
+            return [Rendered(tensor, row) for row in range(len(tensor))]
+        images = [self._taken_over(from_dlpack(output[row]), copy=True) for row in range(len(output))]
+        return [Rendered(image.unsqueeze(0), 0) for image in images]
+
+    def _taken_over(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """A tensor of DALI's in the dtype that is wanted."""
+        on_gpu = self._graph.device is not None
+        dtype = tensor.dtype if self._graph.finish is None else self._graph.finish.dtype
+        # On a GPU DALI would use its memory again as soon as the tensor is gone, whatever the loop's stream still does with it.
+        tensor = tensor.to(dtype, copy=copy or on_gpu)
+        if on_gpu:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor
+
+    def _on_the_cpu(self, chunk: Chunk, place: int, sample: Sample) -> None:
+        """What DALI has not done of a sample; one at a time, as a batch of decoded images takes gigabytes."""
+        attempt = _alone(chunk, place, sample)
+        self._decode(attempt)
+        if attempt.samples[0] is not None:
+            kinds = set(map(type, sample.values()))
+            if Image in kinds or Rendered not in kinds:
+                self._plain(attempt)
+        chunk.samples[place] = attempt.samples[0]
+        if attempt.samples[0] is None:
             chunk.failures[place] = attempt.failures[0]
             return
         for name, value in sample.items():
             if type(value) is Image:
                 sample[name] = Rendered(self._finish(to_tensor(value).unsqueeze(0)), 0)
-        chunk.samples[place] = sample
 
 
-def _alone(chunk: Chunk, place: int) -> Chunk:
-    """A chunk of one sample of a chunk."""
+def _alone(chunk: Chunk, place: int, sample: Sample) -> Chunk:
+    """A chunk of one sample of a chunk, with its memory."""
     slot = chunk.lo + place
-    return Chunk(chunk.destination, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
+    found = Chunk(chunk.destination, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
+    found.samples[0] = sample
+    found.scratch = chunk.scratch
+    return found
 
 
 def _arguments(column: Sequence[Step]) -> dict[str, list[NDArray[Any]]]:
@@ -232,7 +302,7 @@ def _build(dali: Any, graph: Graph) -> Any:
             images = fn.decoders.image(encoded, device=device, output_type=types.RGB, adjust_orientation=False)
         number = 0
         mirror = 0
-        last = sum(len(steps.kinds) for _, steps in graph.stages) - 1
+        last = sum(len(steps.kinds) for _, steps in graph.stages) - 1 if graph.mirrors_last else -1
         for _, steps in graph.stages:
             for kind in steps.kinds:
                 if kind is Crop:
@@ -300,26 +370,3 @@ def _import_dali() -> Any:
             f"stages.decode.device needs NVIDIA DALI, which cannot be imported ({error}): pip install 'loaderkit[dali]'"
         ) from error
     return dali
-
-
-_MARKER, _START_OF_SCAN, _END = 0xFF, 0xDA, b"\xff\xd9"
-_WITHOUT_LENGTH = frozenset({0x00, 0x01, _MARKER, *range(0xD0, 0xDA)})
-
-
-def _is_well_formed(data: memoryview) -> bool:
-    """Whether a JPEG is a chain of segments up to its scan, and has its end.
-
-    DALI 2.4.0 may crash some time after it was given one whose segments do not follow one another; what is wrong inside
-    segments or in the scan it only refuses. And decoders on a GPU fill up what is missing at the end and say nothing.
-    """
-    if bytes(data[:2]) != b"\xff\xd8":
-        return False
-    at = 2
-    while at + 4 <= len(data) and data[at] == _MARKER and data[at + 1] not in _WITHOUT_LENGTH:
-        if data[at + 1] == _START_OF_SCAN:
-            return _END in bytes(data[max(at, len(data) - 4096) :])
-        length = int.from_bytes(data[at + 2 : at + 4], "big")
-        if length < 2:
-            return False
-        at += 2 + length
-    return False

@@ -189,9 +189,8 @@ def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_p
 def _check_whole(data: memoryview) -> None:
     """Raise OSError for a JPEG that was cut and closed again: Pillow fills what is missing with grey and says nothing."""
     try:
-        simplejpeg.decode_jpeg(
-            data, simplejpeg.decode_jpeg_header(data)[2].replace("YCbCr", "RGB").replace("Gray", "GRAY")
-        )
+        colorspace = simplejpeg.decode_jpeg_header(data)[2]
+        simplejpeg.decode_jpeg(data, {"YCbCr": "RGB", "Gray": "GRAY", "YCCK": "CMYK"}.get(colorspace, colorspace))
     except ValueError as error:
         if "premature end" in str(error).lower():
             raise OSError(f"truncated: {error}") from None

@@ -124,7 +124,6 @@ def resize_steps(args: ResizeArgs) -> Steps:
         lambda height, width, draws: (Scale(*_resize_target(args.size, height, width)),),
         args.interpolation,
         args.antialias,
-        fields=args.fields,
     )
 
 
@@ -160,7 +159,7 @@ def center_crop_steps(args: CenterCropArgs) -> Steps:
     def of(image_height: int, image_width: int, draws: Draws) -> tuple[Crop]:
         return (Crop(_middle(image_height, height), _middle(image_width, width), height, width),)
 
-    return Steps((Crop,), of, is_inside=False, fields=args.fields)
+    return Steps((Crop,), of, is_inside=False)
 
 
 def _middle(length: int, wanted: int) -> int:
@@ -219,7 +218,7 @@ def random_crop_steps(args: RandomCropArgs) -> Steps:
         return (Crop(top, left, height, width),)
 
     is_inside = not (args.padding or args.pad_if_needed)
-    return Steps((Crop,), of, fill=args.fill, is_inside=is_inside, fields=args.fields)
+    return Steps((Crop,), of, fill=args.fill, is_inside=is_inside, is_shared=True)
 
 
 RANDOM_RESIZED_CROP_DRAWS = 22
@@ -250,7 +249,7 @@ def random_resized_crop_steps(args: RandomResizedCropArgs) -> Steps:
     def of(height: int, width: int, draws: Draws) -> tuple[Crop, Scale]:
         return Crop(*crop_box(height, width, args.scale, args.ratio, draws)), target
 
-    return Steps((Crop, Scale), of, args.interpolation, args.antialias, fields=args.fields)
+    return Steps((Crop, Scale), of, args.interpolation, args.antialias, is_shared=True)
 
 
 def random_resized_crop_reduction(args: RandomResizedCropArgs) -> Reduction:
@@ -302,7 +301,7 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
 
 def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> Steps:
     """The same, described."""
-    return Steps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),), fields=args.fields)
+    return Steps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),))
 
 
 def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:

@@ -41,27 +41,37 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
-    """What `channels_last` and `dtype` do to a batch's values, where they are, also those in lists and dicts; None: nothing."""
+    """What `channels_last` and `dtype` do to a batch's values, where they are, also those in lists, tuples and dicts; None:
+    nothing."""
     if not args.channels_last and args.dtype is None:
         return None
     dtype: torch.dtype | None = None if args.dtype is None else getattr(torch, args.dtype)
 
-    def change(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if dtype is not None and value.is_floating_point():
-                value = value.to(dtype)
-            if args.channels_last and value.ndim == 4:
-                value = value.contiguous(memory_format=torch.channels_last)
-            return value
-        if isinstance(value, dict):
-            return {name: change(item) for name, item in value.items()}
-        return [change(item) for item in value] if isinstance(value, list) else value
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if args.channels_last and tensor.ndim == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
 
-    return change
+    return lambda value: _with_tensors(value, change)
+
+
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor in it changed, also those in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _with_tensors(item, change) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_with_tensors(item, change) for item in value]
+        named = hasattr(value, "_fields")
+        return items if isinstance(value, list) else type(value)(*items) if named else tuple(items)
+    return value
 
 
 def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
-    """A batch stage that puts every tensor on the CUDA `device`, also those in lists and dicts.
+    """A batch stage that puts every tensor on the CUDA `device`, also those in lists, tuples and dicts.
 
     It returns when the copies are complete, so the pinned slab may be reused at once. The copies were allocated on the
     side stream; `record_stream` keeps their memory until the consumer's stream is done with them.
@@ -71,16 +81,12 @@ def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
     def run(batch: dict[str, Any]) -> None:
         moved: list[torch.Tensor] = []
 
-        def move(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                moved.append(value.to(device, non_blocking=True))
-                return moved[-1]
-            if isinstance(value, dict):
-                return {name: move(item) for name, item in value.items()}
-            return [move(item) for item in value] if isinstance(value, list) else value
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved.append(tensor.to(device, non_blocking=True))
+            return moved[-1]
 
         with torch.cuda.stream(stream):
-            batch.update({name: move(value) for name, value in batch.items()})
+            batch.update({name: _with_tensors(value, move) for name, value in batch.items()})
         stream.synchronize()
         for tensor in moved:
             tensor.record_stream(torch.cuda.default_stream(device))

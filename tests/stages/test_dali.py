@@ -249,7 +249,7 @@ class TestRefused:
             ({}, [{"resize": {"size": 8, "interpolation": "nearest"}}], "nearest takes other pixels inside DALI"),
             ({"scaled": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
             ({"exif_orientation": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
-            ({}, [{"resize": {"size": 8, "fields": ["image"]}}], "all of `decode`'s images"),
+            ({}, [{"resize": {"size": 8, "fields": ["image"]}}], "the same to all images that it decodes"),
         ],
     )
     def test_what_dali_cannot_do(self, photos: Path, decode: dict[str, Any], stages: list[Any], said: str) -> None:
@@ -292,8 +292,7 @@ def test_explain_shows_the_graph(photos: Path) -> None:
         assert loader.stats().to_dict()["tuning"]["graph"] == [
             "decoders.image_slice (only the crop) on cpu",
             "resize on cpu: random_resized_crop",
-            "flip on cpu: random_horizontal_flip",
-            "crop_mirror_normalize on cpu",
+            "crop_mirror_normalize on cpu: random_horizontal_flip, normalize, batch",
         ]
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -82,7 +82,27 @@ def test_a_state_does_not_depend_on_the_device() -> None:
         assert plain.state_dict() == moved.state_dict()
 
 
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: Any
+
+
+def nest(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with tensors in whatever a function may make."""
+    x = batch["x"].float()
+    return {"found": [x, (x, "text"), {"pair": Pair(x, 1)}], "image": batch["image"]}
+
+
 class TestLayout:
+    def test_tensors_in_lists_tuples_and_dicts(self) -> None:
+        stages = loaderkit.Pipeline.dataset(Items()).read().decode(fields=["image"]).batch(8).call(nest)
+        for batch in batches(stages.transfer(dtype="float16", channels_last=True)):
+            first, (second, text), inner = batch["found"]
+            assert {first.dtype, second.dtype, inner["pair"].left.dtype} == {torch.float16}
+            assert (text, type(inner["pair"]), inner["pair"].right) == ("text", Pair, 1)
+            assert batch["image"].dtype == torch.uint8
+            assert batch["image"].is_contiguous(memory_format=torch.channels_last)
+
     @pytest.mark.parametrize("position", ["before", "after"])
     def test_channels_last_keeps_the_values(self, position: str) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -62,3 +63,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of three tar shards with the same 60 photographs, as jpg and cls. Shared: do not change it."""
     return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a text to pipeline.yaml, and gives its path."""
+
+    def write_text(text: str) -> Path:
+        path = tmp_path / "pipeline.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_text

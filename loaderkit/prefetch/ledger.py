@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from queue import Empty, SimpleQueue
+from weakref import ref
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ class Ledger:
         self._pins = _Pins(arena) if pinned else None
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._live: dict[int, tuple[Extent, ...]] = {}
-        self._is_closed = False
+        self._leases: dict[int, ref[Lease]] = {}
         self._pid = os.getpid()
 
     def lend(self, number: int, blocks: tuple[Extent, ...]) -> Bytes:
@@ -36,13 +38,14 @@ class Ledger:
         self._live[number] = blocks
         if self._pins is not None:
             self._pins.add(blocks)
-        lent: Bytes = np.asarray(Lease(number, self, self._interface))
+        lease = Lease(number, self._ended, self._interface)
+        self._leases[number] = ref(lease)
+        lent: Bytes = np.asarray(lease)
         return lent
 
-    def put(self, number: int) -> None:
-        """A lease has ended; called inside destructors, in any thread, also after `close` and in a fork's child."""
-        self._ended.put(number)
-        if self._is_closed and os.getpid() == self._pid:
+    def _end(self, number: int) -> None:
+        """A lease has ended after `close`; called inside a destructor, in any thread, also in a fork's child."""
+        if os.getpid() == self._pid:
             ended = self._live.pop(number, ())
             others = {block for blocks in list(self._live.values()) for block in blocks}
             for block in ended:
@@ -59,11 +62,15 @@ class Ledger:
                 break
         for number in found:
             self._live.pop(number, None)
+            self._leases.pop(number, None)
         return found
 
     def close(self) -> None:
         """The other process is gone: keep the memory of batches that somebody sees, and no other."""
-        self._is_closed = True
+        for number, found in list(self._leases.items()):
+            if (lease := found()) is not None:
+                lease.__del__ = partial(self._end, number)  # there is nobody left whom the queue tells
+        self._leases.clear()
         self.ended()
         if self._pins is not None:
             self._pins.clear()

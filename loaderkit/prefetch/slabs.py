@@ -8,12 +8,13 @@ exactly when its memory cannot be seen, whether it was delivered, dropped after 
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,12 +61,6 @@ class SlabLayout:
         return cls(num_slots, tuple(fields), offset)
 
 
-class Returns(Protocol):
-    """Where leases report their end: a `SimpleQueue`, or something as reentrant."""
-
-    def put(self, token: Any, /) -> None: ...
-
-
 class Slab(NamedTuple):
     """The memory of one batch, and how NumPy is told of it."""
 
@@ -74,20 +69,20 @@ class Slab(NamedTuple):
 
 
 class Lease:
-    """Keeps a slab out of the pool while it lives: the base of every array made over the slab."""
+    """Keeps a slab out of the pool while it lives: the base of every array made over the slab.
 
-    __slots__ = ("__array_interface__", "_returned", "_token")
+    What its end calls is a slot, filled with a function written in C. A `__del__` in Python would be a place for Ctrl-C to
+    arrive in: it would be printed, ignored, and the slab lost.
+    """
 
-    def __init__(self, token: Any, returned: Returns, interface: dict[str, Any]) -> None:
+    __slots__ = ("__array_interface__", "__del__", "__weakref__")
+
+    def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
         """`token` goes to `returned` in the end; it, or `returned`, keeps the memory. `interface` is the memory's
         `__array_interface__`, made once: making it takes NumPy longer than a lease."""
-        self._token = token
-        self._returned = returned
-        self.__array_interface__ = interface
-
-    def __del__(self) -> None:
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
-        self._returned.put(self._token)
+        self.__del__ = partial(returned.put, token)
+        self.__array_interface__ = interface
 
 
 class SlabPool:
@@ -101,7 +96,7 @@ class SlabPool:
         self.num_kept = num_kept
         self._pinned = pinned
         self._allocate_memory = allocate
-        self._free: queue.SimpleQueue[Slab] = queue.SimpleQueue()
+        self._free: SimpleQueue[Slab] = SimpleQueue()
         self._is_warned = False
 
     @property
@@ -118,7 +113,7 @@ class SlabPool:
             self.num_allocated -= 1
         try:
             slab = self._free.get_nowait()
-        except queue.Empty:
+        except Empty:
             slab = self._allocate()
         whole: Bytes = np.asarray(Lease(slab, self._free, slab.interface))
         tensors = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -112,6 +114,25 @@ class TestAllocator:
         assert allocator.block_of(arena.memory.__array_interface__["data"][0] + 2 * PAGE, 1) is None
 
 
+STDIO_CLOSED = """
+import os, sys
+from loaderkit.prefetch.arena import Arena
+for number in range(3):
+    os.close(number)
+arena = Arena.create() if sys.argv[1] == "before" else Arena(os.dup2(int(sys.argv[2]), 9))
+found = {place: os.path.realpath(f"/proc/self/fd/{place}") for place in os.listdir("/proc/self/fd")}
+os._exit(any("memfd" in target for place, target in found.items() if int(place) < 3))
+"""
+
+
+class TestStdio:
+    @pytest.mark.parametrize("moment", ["before", "between"])
+    def test_what_prints_never_prints_into_the_arena(self, moment: str, arena: Arena) -> None:
+        """Stdin, stdout and stderr are closed before it is made, or between the making and the mapping."""
+        command = [sys.executable, "-c", STDIO_CLOSED, moment, str(arena.fileno())]
+        assert subprocess.run(command, pass_fds=[arena.fileno()]).returncode == 0
+
+
 class TestLedger:
     def test_a_batch_ends_with_its_last_view(self, arena: Arena) -> None:
         ledger = Ledger(arena, pinned=False)
@@ -148,8 +169,8 @@ class TestLedger:
         seen[:] = 3
         ledger.close()
         ledger._pid += 1  # as in the child of a fork
-        ledger.put(1)
-        assert seen.tolist() == [3] * 8
+        del seen
+        assert used_bytes(arena) == PAGE
 
 
 def values() -> dict[str, Any]:

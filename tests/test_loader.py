@@ -484,7 +484,15 @@ class TestImport:
         assert ran.stdout.strip() == "[]"
 
     def test_public_names(self) -> None:
-        assert set(loaderkit.__all__) == {"Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"}
+        assert set(loaderkit.__all__) == {
+            "Loader",
+            "Pipeline",
+            "__version__",
+            "build",
+            "checkpoint",
+            "errors",
+            "restore",
+        }
         for name in loaderkit.__all__:
             assert getattr(loaderkit, name) is not None
 

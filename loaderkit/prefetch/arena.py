@@ -8,6 +8,7 @@ can be left behind: the memory is gone with the last mapping.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -16,7 +17,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -26,22 +27,50 @@ from loaderkit.prefetch.slabs import Bytes
 from loaderkit.schema import say_bytes
 
 _MAX_SPARE = 16
+_STDERR = 2
 
 
 @contextmanager
 def stdio_occupied() -> Iterator[None]:
     """Descriptors opened meanwhile are 3 or higher, also where stdin, stdout or stderr is closed.
 
-    Else the system would hand out those numbers, and whatever prints would write into the memory of batches.
+    Else the system would hand out those numbers, and whatever prints would write into the memory of batches. It still
+    does so if another thread closes one of them meanwhile: `beyond_stdio` is for what must never be there.
     """
     places: list[int] = []
     try:
-        while not places or places[-1] <= 2:
+        while not places or places[-1] <= _STDERR:
             places.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
         yield
     finally:
         for place in places:
             os.close(place)
+
+
+def beyond_stdio(descriptor: int) -> int:
+    """The descriptor, moved to 3 or higher if need be."""
+    if descriptor > _STDERR:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    """All of a file. A mapping keeps a descriptor of its own, which must not be one of stdio's either."""
+    while True:
+        with stdio_occupied():
+            mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        if not any(_is_same(descriptor, other) for other in range(_STDERR + 1)):
+            return mapping
+        mapping.close()  # another thread had a file open under that number, and closed it meanwhile
+
+
+def _is_same(descriptor: int, other: int) -> bool:
+    with suppress(OSError):
+        return os.path.sameopenfile(descriptor, other)
+    return False
 
 
 class Extent(NamedTuple):
@@ -59,7 +88,7 @@ class Arena:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._mapping = _mapped(descriptor)
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would bring every hole into memory
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
 
@@ -71,7 +100,7 @@ class Arena:
         if limit != resource.RLIM_INFINITY:
             num_pages = min(num_pages, limit // 4 // num_arenas // mmap.PAGESIZE)
         size = num_pages * mmap.PAGESIZE
-        descriptor = os.memfd_create("loaderkit", os.MFD_CLOEXEC)
+        descriptor = beyond_stdio(os.memfd_create("loaderkit", os.MFD_CLOEXEC))
         try:
             os.ftruncate(descriptor, size)
             return cls(descriptor)

@@ -25,7 +25,7 @@ import numpy as np
 
 from loaderkit.errors import ConfigError, WorkerDiedError
 from loaderkit.prefetch import child
-from loaderkit.prefetch.arena import Allocator, Arena, Extent
+from loaderkit.prefetch.arena import Allocator, Arena, Extent, beyond_stdio
 from loaderkit.prefetch.deaths import describe_death
 
 _MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
@@ -251,7 +251,8 @@ class Link:
 
 
 def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
-    end, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end, other_end = (socket.socket(fileno=beyond_stdio(end.detach())) for end in pair)
     return ours.enter_context(end), theirs.enter_context(other_end)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -110,6 +112,25 @@ class TestAllocator:
         allocator.allocate(PAGE)
         assert allocator.block_of(np.zeros(10).__array_interface__["data"][0], 80) is None
         assert allocator.block_of(arena.memory.__array_interface__["data"][0] + 2 * PAGE, 1) is None
+
+
+STDIO_CLOSED = """
+import os, sys
+from loaderkit.prefetch.arena import Arena
+for number in range(3):
+    os.close(number)
+arena = Arena.create() if sys.argv[1] == "before" else Arena(os.dup2(int(sys.argv[2]), 9))
+found = {place: os.path.realpath(f"/proc/self/fd/{place}") for place in os.listdir("/proc/self/fd")}
+os._exit(any("memfd" in target for place, target in found.items() if int(place) < 3))
+"""
+
+
+class TestStdio:
+    @pytest.mark.parametrize("moment", ["before", "between"])
+    def test_what_prints_never_prints_into_the_arena(self, moment: str, arena: Arena) -> None:
+        """Stdin, stdout and stderr are closed before it is made, or between the making and the mapping."""
+        command = [sys.executable, "-c", STDIO_CLOSED, moment, str(arena.fileno())]
+        assert subprocess.run(command, pass_fds=[arena.fileno()]).returncode == 0
 
 
 class TestLedger:

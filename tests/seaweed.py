@@ -60,7 +60,7 @@ class Seaweed:
                 program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
                 f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}",
                 "-filer.localSocket=f.sock", "-s3", f"-s3.port={self.port}", "-s3.localSocket=s3.sock",
-                "-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=0",
+                "-s3.config=s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=1000",
                 "-master.volumeSizeLimitMB=1024", "-volume.preStopSeconds=0",
             ],
             cwd=folder,

@@ -259,9 +259,8 @@ class Engine:
 
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
-        if (
-            begin is None or begin >= now or os.getpid() != self._pid
-        ):  # in a fork's child nobody waits, nor opens the locks
+        is_fork = os.getpid() != self._pid  # there nobody waits, nor opens the locks
+        if begin is None or begin >= now or is_fork:
             return {}
         head = self.intake.head()
         if head is not None and head.is_done:

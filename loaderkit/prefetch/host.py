@@ -6,12 +6,13 @@ import os
 import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import TypeVar
 
 from loaderkit.prefetch.cpus import cgroup_folders
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 
 
 @dataclass(frozen=True)
@@ -80,41 +81,45 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 def host_stats() -> HostStats:
     """The counters now; takes 0.1 ms."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    io = _pairs(Path("/proc/self/io"))
+    io = _numbers(_content("/proc/self/io"))
+    pages = _content("/proc/self/statm").split()
     return HostStats(
-        rss_bytes=_resident_bytes() or usage.ru_maxrss * 1024,
+        rss_bytes=int(pages[1]) * _PAGE_BYTES if pages else usage.ru_maxrss * 1024,
         rss_peak_bytes=usage.ru_maxrss * 1024,
         cpu_s=usage.ru_utime + usage.ru_stime,
-        throttled_s=_throttled_s(),
-        read_bytes=io.get("rchar"),
-        disk_bytes=io.get("read_bytes"),
+        throttled_s=max((_throttled_s(file) for file in _throttling_files()), default=None),
+        read_bytes=io.get(b"rchar"),
+        disk_bytes=io.get(b"read_bytes"),
     )
 
 
-def _resident_bytes() -> int | None:
+@cache  # there are many folders, few of them with counters, and to look for them takes longer than all the rest
+def _throttling_files() -> tuple[str, ...]:
+    """Where the kernel says how long the tasks of our cgroup, and of those around it, were kept from running by a quota."""
+    files = [str(folder / "cpu.stat") for folder in cgroup_folders()]
+    return tuple(file for file in files if not _numbers(_content(file)).keys().isdisjoint(_SECONDS))
+
+
+def _throttled_s(file: str) -> float:
+    numbers = _numbers(_content(file))
+    return max((numbers[name] * seconds for name, seconds in _SECONDS.items() if name in numbers), default=0.0)
+
+
+def _content(path: str) -> bytes:
+    """A short file of the kernel's, without the layers of `open`; empty if there is none, or no descriptor left."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:  # no descriptor left, say
-        return None
-
-
-def _throttled_s() -> float | None:
-    """How long the tasks of our cgroup were kept from running by its CPU quota, or by one of those around it."""
-    found = []
-    for folder in cgroup_folders():
-        pairs = _pairs(folder / "cpu.stat")
-        if "throttled_usec" in pairs:  # version 2
-            found.append(pairs["throttled_usec"] / 1e6)
-        if "throttled_time" in pairs:  # version 1
-            found.append(pairs["throttled_time"] / 1e9)
-    return max(found, default=None)
-
-
-def _pairs(path: Path) -> dict[str, int]:
-    """The numbers of a file with a name and a number a line; empty if there is none."""
-    try:
-        lines = path.read_text().splitlines()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return {}
-    split = (line.replace(":", " ").split() for line in lines)
+        return b""
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _numbers(content: bytes) -> dict[bytes, int]:
+    """The numbers of a file with a name and a number a line."""
+    split = (line.replace(b":", b" ").split() for line in content.splitlines())
     return {name: int(value) for name, value in (words for words in split if len(words) == 2) if value.isdigit()}

@@ -21,9 +21,8 @@ def threads_to_come_kept() -> Iterator[Callable[[], None]]:
 
     def compute_alone() -> None:
         with setting:
-            found.append(
-                torch.get_num_threads()
-            )  # makes torch initialise this thread, which would undo the next line later
+            # Asking makes torch initialise this thread, which would undo the next line later.
+            found.append(torch.get_num_threads())
             torch.set_num_threads(1)
 
     with _ONE_AT_A_TIME:

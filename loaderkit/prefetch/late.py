@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.receiver import Arrived, Receiver
-from loaderkit.prefetch.stats import StageStats, add_account
+from loaderkit.prefetch.stats import StageStats, add_accounts
 from loaderkit.types import BatchContext, Stage
 
 _PATIENCE_S = 1.0
@@ -39,7 +39,7 @@ class LateStages:
         """The thread's time by stage."""
         rows = [StageStats(stage.name, 1, kind=stage.kind) for stage in self._stages]
         if self._account is not None:
-            add_account(rows, (rows[0], rows[-1]), self._account, self._states, now)
+            add_accounts(rows, (rows[0], rows[-1]), [self._account], self._states, now)
         return rows
 
     def run(self, arrived: Arrived, account: Account) -> Arrived:

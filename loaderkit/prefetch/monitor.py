@@ -51,7 +51,7 @@ class Series:
         self._points = points
 
     def to_list(self) -> list[dict[str, Any]]:
-        """One entry for every stretch between two moments, in order: JSON values, described in docs/guide.md."""
+        """One entry for every stretch between two moments, in order: JSON values, described in docs/reference.md."""
         points = self._points
         pairs = [(one, other) for one, other in itertools.pairwise(points) if other.now_s > one.now_s]
         return [later.since(earlier).to_point(later.now_s - earlier.now_s) for earlier, later in pairs]

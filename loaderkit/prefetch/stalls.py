@@ -21,9 +21,8 @@ QUEUED = -1
 """The mark of a chunk that begins to wait for the pool numbered QUEUED - mark."""
 
 _ARRIVED = -1_000_000  # ends the marks; no number of a queue
-_MOMENT_S = (
-    50e-6  # a hand-off, not a wait: charged to where it led, as to look at what the workers did takes 10 us a batch
-)
+# A hand-off, not a wait: charged to where it led, as to look at what the workers did takes 10 us a batch.
+_MOMENT_S = 50e-6
 
 
 class Waits:

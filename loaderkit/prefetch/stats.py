@@ -266,30 +266,40 @@ def _all_of(histograms: Iterable[Histogram]) -> Histogram:
     return found
 
 
-def add_account(
-    rows: Sequence[StageStats], ends: tuple[StageStats, StageStats], account: Account, states: States, now: float
+def add_accounts(
+    rows: Sequence[StageStats],
+    ends: tuple[StageStats, StageStats],
+    accounts: Sequence[Account],
+    states: States,
+    now: float,
 ) -> None:
-    """Add one worker's time to the rows of its stages, by number; what it waited for to those of its pool's `ends`."""
-    state_s, cpu_s = account.read(now), account.read_cpu()
+    """Add the time of a pool's workers to the rows of their stages, by number; what they waited for to those of its `ends`."""
+    # Column by column: worker by worker it takes 64 of them, with eight stages, twice as long.
+    state_s = [sum(column) for column in zip(*(account.read(now) for account in accounts), strict=True)]
+    cpu_s = [sum(column) for column in zip(*(account.read_cpu() for account in accounts), strict=True)]
+    if not state_s:
+        return
     first, last = ends
     first.starved_s += state_s[states.starved]
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
-    for number, totals in enumerate(account.stages):
-        if not (state_s[number] or totals.num_items or totals.num_failed):
+    for number, row in enumerate(rows):
+        totals = [account.stages[number] for account in accounts]
+        num_items, num_failed = sum([one.num_items for one in totals]), sum([one.num_failed for one in totals])
+        if not (state_s[number] or num_items or num_failed):
             continue
-        row = rows[number]
         row.busy_s += state_s[number]
         row.cpu_s += cpu_s[number]
-        row.delayed_s += totals.delayed_s
-        row.num_items += totals.num_items
-        row.num_bytes += totals.num_bytes
-        row.num_failed += totals.num_failed
-        row.services.take_in(totals.services)
+        row.delayed_s += sum([one.delayed_s for one in totals])
+        row.num_items += num_items
+        row.num_bytes += sum([one.num_bytes for one in totals])
+        row.num_failed += num_failed
+        for one in totals:
+            row.services.take_in(one.services)
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
-    """The accounts of an engine, up to now; from any thread, in well under a millisecond."""
+    """The accounts of an engine, up to now; from any thread. About 0.2 ms with two workers, 1 ms with 64 and eight stages."""
     stall_s, waiting_since_s, now = engine.waits.read(engine.clock)
     for cause, seconds in engine.open_wait(waiting_since_s, now).items():
         stall_s[cause] = stall_s.get(cause, 0.0) + seconds
@@ -300,9 +310,8 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         for number in numbers:
             rows[number].workers = pool.num_workers
         first.num_queued = engine.intake.num_queued if pool.buffer is None else len(pool.buffer)
-        for account in pool.accounts:
-            # Inline, one account serves all pools; threads only ever enter their own pool's stages.
-            add_account(rows, (first, last), account, engine.states, now)
+        # Inline, one account serves all pools; threads only ever enter their own pool's stages.
+        add_accounts(rows, (first, last), list(pool.accounts), engine.states, now)
     host = host_stats()
     return Stats(
         run=run,

@@ -32,11 +32,8 @@ _SETTLING_S = 0.4  # after a change: chunks that were cut for the old size are s
 _LONGEST_WINDOW_S = 16.0  # where it is so noisy that chance would decide
 _PATIENT_WINDOW_S = 60.0  # however little has landed by then
 _LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples a worker, and in all, that a window must have seen land
-_ROUGH, _FAIR, _FINE = (
-    0.10,
-    0.05,
-    0.02,
-)  # relative standard errors of a rate: good enough to try something ... to judge it
+# Relative standard errors of a rate: good enough to try something ... to judge it.
+_ROUGH, _FAIR, _FINE = 0.10, 0.05, 0.02
 _GAIN, _MOST_GAIN = 0.03, 0.25  # what a change must bring, the second at most, however noisy it is
 _PAUSE_S, _PAUSE_STEPS = 1.0, 4  # the loop stays away for longer, and for so many of its steps: it pauses
 _NUM_STEPS = 9
@@ -285,14 +282,13 @@ class Tuner:
 
     def _is_another_workload(self, window: Window) -> bool:
         usual = self._usual
-        if usual is not None and usual > 0 and abs(window.rate / usual - 1) > _SHIFT:
-            self._num_odd += 1
-            if self._num_odd < 2:
-                return False
+        is_odd = usual is not None and usual > 0 and abs(window.rate / usual - 1) > _SHIFT
+        if is_odd and self._num_odd == 0:
+            self._num_odd = 1  # one such window may be chance
+            return False
         self._num_odd = 0
-        found = usual is not None and usual > 0 and abs(window.rate / usual - 1) > _SHIFT
-        self._usual = window.rate if found or usual is None else 0.8 * usual + 0.2 * window.rate
-        return found
+        self._usual = window.rate if is_odd or usual is None else 0.8 * usual + 0.2 * window.rate
+        return is_odd
 
     def _speed_up(self, window: Window, now: Stats) -> Move | None:
         depth = next((knob for knob in self.knobs if not knob.stages), None)

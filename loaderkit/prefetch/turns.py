@@ -21,9 +21,8 @@ from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 _WINDOW = 12  # chunks a way is tried for
 _PATIENCE = 1000  # chunks until the other way is tried again
 _PATIENCE_S = 5.0  # and no longer than that with one worker alone: its store may have turned slow
-_BUSY_SHARE = (
-    0.75  # of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for
-)
+# Of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for.
+_BUSY_SHARE = 0.75
 # How long a thread that wakes up waits for the GIL says whether the others hold it. Beside four other programs on two CPUs:
 # 1.1 to 3 ms where two or four threads are in Python, 0.1 to 0.7 in a decoder. A shorter sleep ends before another one has
 # taken the GIL. Asked only where chunks take so long that it costs nothing.

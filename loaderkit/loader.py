@@ -82,6 +82,7 @@ class Loader:
         self._epoch = 0  # of what was delivered last, or will be first
         self._position = 0  # delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
+        self._stands: tuple[int, int] | None = None  # the place of the batch that the engine gives next
         self._iteration = 0
         self._run = 0
         self._bad = BadSamples(parts.config.errors)
@@ -123,12 +124,15 @@ class Loader:
         if self._engine is None:
             self._check_open()
             self._engine = engine = self._parts.make_executor()
+            self._stands = None
             self._sizes.attach(engine)
             self._monitor = self._make_monitor(engine)
             self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
             if self._monitor is not None:
                 self._monitor.start()
-        self._engine.seek(epoch, position)
+        if self._stands != (epoch, position):
+            self._engine.seek(epoch, position)
+            self._stands = (epoch, position)
         return self._engine
 
     def _make_monitor(self, engine: Executor) -> Monitor | None:
@@ -154,6 +158,7 @@ class Loader:
             self._stop_engine(join_s=1.0)
             raise
         self._position = destination.end
+        self._stands = (self._epoch, self._position)
         return batch
 
     def _output(self, batch: dict[str, Any]) -> Any:

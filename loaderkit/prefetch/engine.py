@@ -277,7 +277,7 @@ class Engine:
     def _wait(self, begin_s: float) -> Destination:
         works_itself = self.inline or (self._self_service is not None and self._self_service.comes(begin_s))
         while works_itself:
-            found = self.intake.first()
+            found = self.intake.first() if self.intake.num_ready else None
             if found is not None:
                 return found
             works_itself = self._work_inline() if self.inline else self._work_for_a_worker()
@@ -415,13 +415,15 @@ class Engine:
         if item is None:
             return False
         num_torch_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
+        if num_torch_threads > 1:
+            torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
         try:
             for pool in self.pools:
                 if item is not None:
                     item = self._run(pool, account, item)
         finally:
-            torch.set_num_threads(num_torch_threads)
+            if num_torch_threads > 1:
+                torch.set_num_threads(num_torch_threads)
         if isinstance(item, Destination):
             self.intake.deliver(item)
         account.enter(self.states.blocked)

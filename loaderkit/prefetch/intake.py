@@ -129,8 +129,7 @@ class Intake:
         if not keep:
             self.num_open -= 1
             self._plan.release(self._queue[0])
-            has_room = not self._is_quick() or self.num_open <= self._plan.room[0] - self._burst()
-            if has_room and self._resting and not self.is_self_service:
+            if self._resting and not self.is_self_service and self._is_worth_waking():
                 self._room.notify()
         return self._queue.popleft()
 
@@ -147,6 +146,10 @@ class Intake:
     def _is_quick(self) -> bool:
         # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
         return self._is_whole and self._sample_s is not None and self._sample_s * self._plan.batch_size < _QUICK_S
+
+    def _is_worth_waking(self) -> bool:
+        """Whether there is room for as many batches as a worker makes at a time."""
+        return not self._is_quick() or self.num_open <= self._plan.room[0] - self._burst()
 
     def _burst(self) -> int:
         """How many quick batches are handed over at a time: half of what there is room for, so that both sides go on
@@ -333,10 +336,11 @@ class Intake:
         took_s = (self._clock() - chunk.marks[0][0]) / len(chunk)
         with self._lock:
             self._sample_s = took_s if self._sample_s is None else 0.9 * self._sample_s + 0.1 * took_s
-            size = self._chunk_size()
-            for pieces in chunk.scratch.values():
-                if isinstance(pieces, list):
-                    del pieces[size:]  # what longer chunks needed is given back
+            if chunk.scratch:
+                size = self._chunk_size()
+                for pieces in chunk.scratch.values():
+                    if isinstance(pieces, list):
+                        del pieces[size:]  # what longer chunks needed is given back
             self._scratches.append(chunk.scratch)
             chunk.scratch = {}
             chunk.samples = []
@@ -368,6 +372,8 @@ class Intake:
             destination.done_s = self._clock()
             destination.is_done = True
             self.num_ready += 1
+            if self._inline:
+                return  # whoever made it takes it
             if self._is_asleep or not self._is_quick() or self.num_ready >= self._burst():
                 self._announce()
 

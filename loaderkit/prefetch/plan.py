@@ -137,6 +137,7 @@ class BatchPlan:
         self._loose: tuple[str, ...] = ()  # fields that lie in no slab
         self.slabs: SlabPool | None = None
         self.batch_bytes = 0  # a slab, and what of a batch lies in none, as far as the first sample tells
+        self.room = (num_batches, False)
 
     @property
     def batch_size(self) -> int:
@@ -200,10 +201,11 @@ class BatchPlan:
         loose = sum(spec.num_bytes for spec in specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
         self._check_memory(self.memory_bytes)
+        num_open = self._set_room()
         if self._allocate is not None:  # memory that another process sees
-            check_room(self.max_open(), self.batch_bytes)
+            check_room(num_open, self.batch_bytes)
         self.slabs = SlabPool(
-            layout, num_kept=self.max_open() + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
+            layout, num_kept=num_open + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
         )
         self.specs = specs  # the last: whoever sees it may open batches
 
@@ -213,8 +215,9 @@ class BatchPlan:
             self._check_memory(memory_bytes)
             self.memory_bytes = memory_bytes
         self._num_batches = num_batches or self._num_batches
+        num_open = self._set_room()
         if self.slabs is not None:
-            self.slabs.num_kept = self.max_open() + 2
+            self.slabs.num_kept = num_open + 2
 
     def _check_memory(self, memory_bytes: int) -> None:
         if self.batch_bytes > memory_bytes:
@@ -225,15 +228,13 @@ class BatchPlan:
                 f"{say_bytes(self.batch_bytes)}: allow at least {times}that much, or make stages.batch.size smaller"
             )
 
-    def max_open(self) -> int:
-        """How many destinations may be open at once: the depth asked for, as far as the budget holds them."""
-        return min(self._num_batches, self.memory_bytes // self.batch_bytes) if self.batch_bytes else self._num_batches
-
-    @property
-    def room(self) -> tuple[int, bool]:
-        """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
-        allowed = self.max_open()
-        return allowed, allowed < self._num_batches
+    def _set_room(self) -> int:
+        """Note how many destinations may be open at once, the depth asked for as far as the budget holds them; that number."""
+        allowed = self._num_batches
+        if self.batch_bytes:
+            allowed = min(allowed, self.memory_bytes // self.batch_bytes)
+        self.room = (allowed, allowed < self._num_batches)
+        return allowed
 
     def release(self, destination: Destination) -> None:
         """Nothing to count: a slab's lease brings it back."""

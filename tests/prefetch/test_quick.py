@@ -16,7 +16,7 @@ from loaderkit.types import Destination
 
 
 def intake_with(num_batches: int) -> tuple[Intake, list[Destination]]:
-    plan: Any = SimpleNamespace(batch_size=1, room=(4, False), specs={})
+    plan: Any = SimpleNamespace(batch_size=1, room=(4, False), specs={}, release=lambda destination: None)
     intake = Intake(plan, States(1), time.perf_counter, num_workers=1, inline=False, is_whole=True)
     nothing = np.zeros(1, np.int64)
     batches = [Destination(epoch=0, step=n, positions=nothing, indices=nothing) for n in range(num_batches)]

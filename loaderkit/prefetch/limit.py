@@ -19,6 +19,8 @@ _LITTLE_CPU = 0.3  # CPUs: whoever uses less does not hold the lock for long
 _CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
+_ALL_ALONE = 0.9  # of what all workers get done: one alone does it all
+_FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
 _ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
 
 
@@ -32,7 +34,7 @@ class Limit:
 
     def verdict(self) -> Verdict:
         case, first = self.case, self.case.pools[0]
-        if self.has_stragglers:
+        if self.has_stragglers and not self.is_unfair:
             return self._stragglers()
         # Workers that stand still although the loop waits hold nothing up; where no batch came at all, one of them hangs.
         if self.pool.use < _BUSY and not case.is_inline and case.stats.num_batches:
@@ -122,6 +124,14 @@ class Limit:
         # What was slow for want of a CPU is no straggler.
         by_itself = slow_share - self.row.delayed_s / max(self.row.busy_s, 1e-9)
         return slow_s > _TAIL * usual_s and slow_share > _TAIL_SHARE and by_itself > _TAIL_SHARE / 2
+
+    @property
+    def is_unfair(self) -> bool:
+        """Whether stragglers are those that a lock keeps waiting while others get it again and again: one worker alone gets
+        as much done, and the usual items, one behind another, fill the time."""
+        usual_s = (self.row.services.percentile(0.5) or 0.0) * self.row.num_items
+        fills = _FILLS[0] < usual_s / self.case.wall_s < _FILLS[1]
+        return fills and (self.pool.takes_turns or (self.alone is not None and self.alone > _ALL_ALONE))
 
     # ------------------------------------------------------------------------------------------------- in words
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from seaweed import Seaweed, free_port
 __all__ = ["Seaweed", "delay", "nginx", "upload"]
 
 _CONFIG = """
-daemon off; worker_processes 2; pid {folder}/nginx.pid; error_log {folder}/error.log;
+{user} daemon off; worker_processes 2; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 512; }}
 http {{
   access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000; max_ranges 1;
@@ -40,7 +41,8 @@ def nginx(root: Path, folder: Path) -> Iterator[str | None]:
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     config = folder / "nginx.conf"
-    config.write_text(_CONFIG.format(folder=folder, port=port, root=root))
+    user = "user root;" if os.getuid() == 0 else ""  # its workers must be able to read what we wrote
+    config.write_text(_CONFIG.format(folder=folder, port=port, root=root, user=user))
     process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)])
     try:
         for _ in range(100):

@@ -1,6 +1,6 @@
 """`S3Connector`: the objects below a prefix of a bucket.
 
-    read_into ──> parts of `part_size` ──> one request each, all at once ──> the destination
+    read_into ──> parts of `part_size` ──> one request each, eight at once ──> the destination
               └─> the etag: the MD5 of a whole object where it is one, else a HEAD after the last byte
 
 The client has no If-Match to ask with, hence the second look: bytes are handed on only when, after the last of them came, the
@@ -41,6 +41,9 @@ _MOST_MD5_BYTES = 64 << 20
 _MOST_KEY_BYTES = 1024
 _TIMEOUT_S = 10.0
 _MOST_READS = 3
+_MOST_PARTS = (
+    8  # of one read at a time: 32 are 0.86 as fast, as what lies in the client's buffers meanwhile leaves the caches
+)
 
 
 def _page(prefix: str, token: str | None, client: Client, call: Call[Page]) -> Page:
@@ -54,6 +57,7 @@ class _Part:
         self.start = start
         self.memory = memory
         self.call: Call[int] | None = None  # begun, and waited for by nobody yet
+        self.is_begun = False
 
     def give_up(self) -> None:
         if self.call is not None:
@@ -192,13 +196,15 @@ class S3Connector:
             )
 
     def _read_parts(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
-        """All parts at once, each tried again by itself."""
+        """Several parts at a time, each tried again by itself."""
         full, size = self._full(key), self._s3.part_size
         parts = [_Part(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
         try:
-            for part in parts:
-                part.call = self._requests.begin_get(full, part.start, part.memory)
-            for part in parts:
+            for number, part in enumerate(parts):
+                for ahead in parts[number : number + _MOST_PARTS]:
+                    if not ahead.is_begun:
+                        ahead.call = self._requests.begin_get(full, ahead.start, ahead.memory)
+                        ahead.is_begun = True
                 self._finish(part, key, etag, begin_s)
         finally:
             for part in parts:

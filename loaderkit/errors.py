@@ -39,7 +39,16 @@ USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 
 class LoaderkitError(Exception):
-    """Base of all errors raised by loaderkit on purpose."""
+    """Base of all errors raised by loaderkit on purpose. What they say can be printed and logged, whatever bytes the names
+    of files have."""
+
+    def __init__(self, *values: object) -> None:
+        super().__init__(*(_printable(value) if isinstance(value, str) else value for value in values))
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates stand for bytes that are no UTF-8, and no handler of logs that writes UTF-8 takes them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -898,6 +898,8 @@ def test_keys_that_are_no_utf8(tmp_path: Path) -> None:
     made = Pipeline.files(root).shuffle("none").read().decode().batch(3)
     error = failure(loaderkit.build(made))
     assert error.key == "bad-\udcff.jpg"
+    assert "bad-\\udcff.jpg" in str(error)
+    assert str(error).encode()
     with loaderkit.build(made.errors(on_bad_sample="skip", quarantine=str(quarantine))) as loader:
         assert sum(len(batch["__key__"]) for batch in loader) == 8
     (line,) = lines_of(quarantine)

@@ -90,6 +90,7 @@ def test_works_of_the_same_day_are_joined(place: Path) -> None:
     assert "## first-batch:" in table
 
 
+@pytest.mark.prove
 def test_other_modes(place: Path) -> None:
     works = "raw-tar-first,busy-step,memory"
     done, found, _ = run(place, "--work", works, "--contestants", "loaderkit,dataloader-pillow", "--rounds", "1")

@@ -17,6 +17,7 @@ from loaderkit.cli import console
 from loaderkit.cli.describing import check, explain
 from loaderkit.cli.indexing import index
 from loaderkit.cli.options import AsJson, Debug, Settings
+from loaderkit.cli.profiling import profile
 from loaderkit.cli.restoring import manifest, restore
 from loaderkit.cli.running import run
 from loaderkit.errors import ConfigError, LoaderkitError
@@ -50,7 +51,7 @@ def _root(
     pass
 
 
-for function in (run, check, explain, index, restore, manifest):
+for function in (run, check, explain, profile, index, restore, manifest):
     app.command()(function)
 
 

@@ -7,6 +7,7 @@ executor. A faster store, cheaper images or a cheaper function are for people to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -25,6 +26,8 @@ _PAGE = 2**20
 
 def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
     """The verdict on an interval, with its change as values."""
+    if not stats.num_batches and not stats.stall_s:
+        stats = replace(stats, wall_s=0.0)  # nobody has asked for anything
     found = stats.verdict()
     settings = settings_for(found, stats, config) if stats.wall_s > 0 and stats.num_batches else []
     return VerdictPart(**found._asdict(), settings=settings)

@@ -117,23 +117,26 @@ def _stalls(report: Report) -> RenderableType:
 
 
 def _stages(stages: Sequence[StageRow]) -> RenderableType:
-    table = _table("stage", "wrk", "cpu", "i/o", "gil", "late", "starv", "block", "p50", "p99", "MB/s", "queue")
+    """Two tables: the time of the workers, and what the stage does in it."""
+    times = _table("stage", "workers", "cpu", "i/o", "gil", "late", "starved", "blocked", "idle")
+    speeds = _table("stage", "p50", "p99", "items/s", "MB/s", "queue", "waited for")
     pools: dict[int, float] = {}
     for row in stages:
         pools[row.pool] = pools.get(row.pool, 0.0) + row.slot_s
     for row in stages:
         whole_s = max(pools[row.pool], 1e-9)
-        times = (row.cpu_s, row.io_s, row.gil_s, row.delayed_s, row.starved_s, row.blocked_s)
-        table.add_row(
+        spent = (row.cpu_s, row.io_s, row.gil_s, row.delayed_s, row.starved_s, row.blocked_s, row.idle_s)
+        times.add_row(row.name, str(row.workers), *(f"{100 * s / whole_s:.0f}" if s else "" for s in spent))
+        speeds.add_row(
             row.name,
-            str(row.workers),
-            *(f"{100 * seconds / whole_s:.0f}" if seconds else "" for seconds in times),
             _s(row.p50_s),
             _s(row.p99_s),
+            f"{row.items_per_s:.0f}",
             f"{row.bytes_per_s / 1e6:.3g}" if row.num_bytes else "",
-            "" if row.queued_mean is None else f"{row.queued_mean:.0f}",
+            f"{row.queued_mean:.0f}" if row.queued_mean else "",
+            f"{row.stall_percent:.0f} %",
         )
-    return table
+    return Group(times, Text(""), speeds)
 
 
 def _slowest(items: Sequence[SlowItem]) -> RenderableType:

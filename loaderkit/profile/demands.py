@@ -1,0 +1,121 @@
+"""What a sample asks for, measured: seconds of every stage's worker, of a CPU, of Python's lock, of what only one can use.
+
+The service demand of operational analysis (Denning and Buzen, "The operational analysis of queueing network models", ACM
+Computing Surveys 10(3), 1978): demand D = busy time B / completions C, over an interval, without assumptions on distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loaderkit.profile.model import Report, StageRow
+
+_SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs were all in use
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Of one stage, in s a sample: on a CPU, and waiting for something other than a CPU or Python's lock."""
+
+    name: str
+    kind: str
+    cpu_s: float
+    wait_s: float
+
+    @property
+    def service_s(self) -> float:
+        """With a CPU whenever it wants one."""
+        return self.cpu_s + self.wait_s
+
+
+@dataclass(frozen=True)
+class PoolModel:
+    """The stages that the same workers run one after the other."""
+
+    workers: int
+    stages: tuple[Demand, ...]
+
+    @property
+    def service_s(self) -> float:
+        return sum(stage.service_s for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline and its loop, as far as throughput goes. Demands in s a sample."""
+
+    pools: tuple[PoolModel, ...]
+    compute_s: float  # of the loop
+    loop_cpu_s: float  # of that, on CPUs that the workers want, too
+    cpus: float  # that there are for both
+    gil_s: float = 0.0  # under Python's lock; 0: hardly any
+    processes: int = 1  # that load, each with a lock of its own
+    loop_has_gil: bool = True  # the loop's thread shares the lock with the workers
+    serial_stage: str | None = None  # a stage of which only one worker gets on at a time
+    serial_s: float = 0.0
+    samples_ahead: float = float("inf")  # in work at most: batches ahead, or what memory holds
+    is_inline: bool = False
+
+    @property
+    def stages(self) -> tuple[Demand, ...]:
+        return tuple(stage for pool in self.pools for stage in pool.stages)
+
+
+def model_of(report: Report) -> Model | None:
+    """The model of a pipeline as it was seen to run; None where too little was seen."""
+    samples = report.num_samples
+    if not samples or not report.steps.num_steps or any(not row.num_items for row in report.stages):
+        return None
+    verdict, tuning = report.verdict, report.tuning
+    rows = report.stages
+    pools = tuple(
+        PoolModel(own[0].workers, tuple(_demand(row) for row in own))
+        for own in ([row for row in rows if row.pool == number] for number in sorted({row.pool for row in rows}))
+    )
+    cpu_s = sum(row.cpu_s / row.num_items for row in rows)
+    batch = samples / report.num_batches
+    processes = int(tuning.get("processes", 1))
+    is_process = tuning.get("executor") == "process"
+    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
+    return Model(
+        pools=pools,
+        compute_s=report.steps.compute_s / report.steps.num_steps / batch,
+        loop_cpu_s=_loop_cpu_s(report) / samples,
+        cpus=_cpus(report),
+        gil_s=cpu_s if verdict.kind == "gil" else 0.0,
+        processes=processes,
+        loop_has_gil=not is_process,
+        serial_stage=serial,
+        serial_s=1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0,
+        samples_ahead=_samples_ahead(report, batch),
+        is_inline=tuning.get("executor") == "inline",
+    )
+
+
+def _demand(row: StageRow) -> Demand:
+    return Demand(row.name, row.kind, row.cpu_s / row.num_items, row.io_s / row.num_items)
+
+
+def _loop_cpu_s(report: Report) -> float:
+    """CPU time of this process that is not the workers'; only where they are in this process can it be told."""
+    if report.tuning.get("executor") == "process":
+        return 0.0
+    own_s = float(report.host.get("cpu_s") or 0.0) - sum(row.cpu_s for row in report.stages)
+    return max(0.0, min(own_s, report.steps.compute_s * report.machine.cpus))
+
+
+def _cpus(report: Report) -> float:
+    """The CPUs that were to be had: where workers wait for one, no more than they used are, whoever has the others."""
+    rows: Sequence[StageRow] = report.stages
+    delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
+    used = (sum(row.cpu_s for row in rows) + _loop_cpu_s(report)) / max(report.wall_s, 1e-9)
+    return min(float(report.machine.cpus), used) if delayed else float(report.machine.cpus)
+
+
+def _samples_ahead(report: Report, batch: float) -> float:
+    depth = float(report.tuning.get("batches") or 1)
+    batch_bytes = report.memory.get("batch_bytes") or 0
+    if batch_bytes:
+        depth = min(depth, max(1, report.memory["budget_bytes"] // batch_bytes))
+    return depth * batch

@@ -2,7 +2,7 @@
 
 enter                 first batch            exit
 accounts ─────────────accounts───────────────accounts      a moment each, 0.2 ms
-   steps ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─           a microsecond a batch
+   steps ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─           3 us a batch
 """
 
 from __future__ import annotations

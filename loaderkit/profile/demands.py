@@ -70,15 +70,16 @@ def model_of(report: Report) -> Model | None:
         return None
     verdict, tuning = report.verdict, report.tuning
     rows = report.stages
+    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
+    serial_s = 1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0
     pools = tuple(
-        PoolModel(own[0].workers, tuple(_demand(row) for row in own))
+        PoolModel(own[0].workers, tuple(_demand(row, serial_s if row.name == serial else None) for row in own))
         for own in ([row for row in rows if row.pool == number] for number in sorted({row.pool for row in rows}))
     )
     cpu_s = sum(row.cpu_s / row.num_items for row in rows)
     batch = samples / report.num_batches
     processes = int(tuning.get("processes", 1))
     is_process = tuning.get("executor") == "process"
-    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
     return Model(
         pools=pools,
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
@@ -89,14 +90,17 @@ def model_of(report: Report) -> Model | None:
         processes=processes,
         loop_has_gil=not is_process,
         serial_stage=serial,
-        serial_s=1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0,
+        serial_s=serial_s,
         samples_ahead=_samples_ahead(report, batch),
         is_inline=tuning.get("executor") == "inline",
     )
 
 
-def _demand(row: StageRow) -> Demand:
-    return Demand(row.name, row.kind, row.cpu_s / row.num_items, row.io_s / row.num_items)
+def _demand(row: StageRow, serial_s: float | None) -> Demand:
+    """Where only one worker gets on at a time, it is what that one takes: the others' waiting for it is no demand."""
+    cpu_s = row.cpu_s / row.num_items
+    wait_s = row.io_s / row.num_items if serial_s is None else max(0.0, serial_s - cpu_s)
+    return Demand(row.name, row.kind, cpu_s, wait_s)
 
 
 def _loop_cpu_s(report: Report) -> float:

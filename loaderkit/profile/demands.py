@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 from loaderkit.profile.model import Report, StageRow
 
@@ -41,6 +43,14 @@ class PoolModel:
         return sum(stage.service_s for stage in self.stages)
 
 
+class Stragglers(NamedTuple):
+    """One sample in `every` takes `seconds` in a pool, and batches come in order: the others wait for it."""
+
+    pool: int
+    seconds: float
+    every: float
+
+
 @dataclass(frozen=True)
 class Model:
     """A pipeline and its loop, as far as throughput goes. Demands in s a sample."""
@@ -55,8 +65,16 @@ class Model:
     loop_has_gil: bool = True  # the loop's thread shares the lock with the workers
     serial_stage: str | None = None  # a stage of which only one worker gets on at a time
     serial_s: float = 0.0
-    samples_ahead: float = float("inf")  # in work at most: batches ahead, or what memory holds
+    batch: float = 1.0  # samples of one
+    batches_ahead: float = float("inf")
+    batches_in_memory: float = float("inf")
+    stragglers: Stragglers | None = None
     is_inline: bool = False
+
+    @property
+    def samples_ahead(self) -> float:
+        """In work at most: what is wanted ahead, or what memory holds."""
+        return self.batch * min(self.batches_ahead, self.batches_in_memory)
 
     @property
     def stages(self) -> tuple[Demand, ...]:
@@ -91,7 +109,10 @@ def model_of(report: Report) -> Model | None:
         loop_has_gil=not is_process,
         serial_stage=serial,
         serial_s=serial_s,
-        samples_ahead=_samples_ahead(report, batch),
+        batch=batch,
+        batches_ahead=float(tuning.get("batches") or 1),
+        batches_in_memory=_batches_in_memory(report),
+        stragglers=_stragglers(report) if verdict.kind == "stragglers" else None,
         is_inline=tuning.get("executor") == "inline",
     )
 
@@ -121,9 +142,17 @@ def _cpus(report: Report) -> float:
     return min(float(report.machine.cpus), used) if delayed else float(report.machine.cpus)
 
 
-def _samples_ahead(report: Report, batch: float) -> float:
-    depth = float(report.tuning.get("batches") or 1)
+def _batches_in_memory(report: Report) -> float:
     batch_bytes = report.memory.get("batch_bytes") or 0
-    if batch_bytes:
-        depth = min(depth, max(1, report.memory["budget_bytes"] // batch_bytes))
-    return depth * batch
+    return float(max(1, report.memory["budget_bytes"] // batch_bytes)) if batch_bytes else float("inf")
+
+
+def _stragglers(report: Report) -> Stragglers | None:
+    """How long they take is what the slowest took, and how often they come is what they add to the mean."""
+    row = next(row for row in report.stages if row.name == report.verdict.stage)
+    slow = [item.seconds for item in report.slowest if item.stage == row.name and item.num_together == 1]
+    if not slow or row.p50_s is None:
+        return None
+    seconds = median(slow)
+    extra_s = row.busy_s / row.num_items - row.p50_s
+    return Stragglers(row.pool, seconds, seconds / extra_s) if 0 < extra_s < seconds else None

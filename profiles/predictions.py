@@ -64,7 +64,7 @@ def try_change(case: Case, report: Report, seconds: float) -> dict[str, Any] | N
         with ExitStack() as stack:
             old = Variant(stack.enter_context(make({}, None)), step)
             new = Variant(stack.enter_context(make(settings, None)), step)
-            in_turns([old, new], rounds=3, window_s=seconds / 12)
+            in_turns([old, new], rounds=5, window_s=seconds / 20)
     except Exception as error:
         return {"settings": settings, "error": f"{type(error).__name__}: {error}"[:200]}
     ratio, half = ratio_of(new, old)

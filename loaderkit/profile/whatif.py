@@ -15,7 +15,7 @@ from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
 from loaderkit.profile.model import Measured, Report, WhatIf
 from loaderkit.profile.predict import bounds, predict
 
-_ROUNDS = 3
+_ROUNDS = 5
 _NOTHING = 0.01
 _LEAST_S = 2.0  # for one change, both sides together
 

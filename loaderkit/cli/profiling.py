@@ -251,7 +251,7 @@ def _deliver(report: Report, outputs: Outputs, pipeline: Path) -> None:
     if texts:
         console.say(f"written: {', '.join(map(str, texts))}")
     if patch is not None and outputs.folder is not None:
-        console.say(f"to apply the change: patch -p0 < {outputs.folder / stem}.patch")
+        console.say(f"to apply the change: patch {pipeline} < {outputs.folder / stem}.patch")
 
 
 def _file_name(name: str) -> str:

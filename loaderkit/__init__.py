@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from loaderkit.about import __version__
+
 if TYPE_CHECKING:
     from loaderkit import checkpoint, errors
     from loaderkit.checkpoint.restoring import restore
     from loaderkit.loader import Loader, build
     from loaderkit.pipeline import Pipeline
 
-__version__ = "0.1.0"
 __all__ = ["Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
 
 _HOMES = {

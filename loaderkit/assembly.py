@@ -27,6 +27,7 @@ from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import StageStats
+from loaderkit.prefetch.stretch import Stretch, stretched
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stores import StoreArgs
@@ -45,6 +46,7 @@ class Recipe:
     connector: Connector | None
     schedule: Schedule
     num_workers: int  # threads in all
+    stretch: Stretch | None = None  # a stage that is slowed down, to see what follows
 
 
 class Assembly:
@@ -56,7 +58,7 @@ class Assembly:
         # Several processes would each fetch what the others want as well.
         self._ahead = _read_ahead(recipe) if share == WHOLE else None
         self._compiler = Compiler(recipe.config, recipe.source, self._ahead or recipe.connector)
-        self.stages = self._compiler.stages()
+        self.stages = [stretched(stage, recipe.stretch) for stage in self._compiler.stages()]
         self.pools = [
             replace(pool, num_workers=share.num_workers(pool.num_workers))
             for pool in plan_pools(self.stages, recipe.num_workers)
@@ -80,7 +82,7 @@ class Assembly:
         errors = config.errors
         return BatchPlan(
             source=source,
-            order=_order(config, source),
+            order=order_of(config, source),
             schedule=self._recipe.schedule,
             shape=BatchShape(batch.size, batch.pad_value, errors.on_bad_sample, 16 + errors.max_bad_samples),
             num_epochs=config.order.epochs,
@@ -144,7 +146,9 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
         return None
     bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    forecast = Forecast(source, _order(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds)
+    forecast = Forecast(
+        source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds
+    )
     return AheadConnector(
         connector,
         forecast.pieces,
@@ -156,7 +160,8 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
     )
 
 
-def _order(config: PipelineConfig, source: Source) -> Order:
+def order_of(config: PipelineConfig, source: Source) -> Order:
+    """Which sample comes at which position, as described."""
     order = config.order
     if order.shuffle == "global":
         return GlobalOrder(len(source), order.seed)

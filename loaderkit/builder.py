@@ -16,7 +16,7 @@ import torch
 from loaderkit.assembly import Assembly, Recipe, RemoteEngine, split_recipe
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
-from loaderkit.formats.tar_index import default_cache_dir, load_index
+from loaderkit.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.opening import open_connector
 from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
@@ -25,6 +25,7 @@ from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.process import ProcessEngine
 from loaderkit.prefetch.remote import Job
 from loaderkit.prefetch.share import Share
+from loaderkit.prefetch.stretch import Stretch
 from loaderkit.prefetch.wire import pack
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.checkpoint import CheckpointArgs
@@ -48,10 +49,14 @@ class Parts:
     fingerprint: dict[str, str]
     tuning: dict[str, Any]
     make_executor: Callable[[], Executor]
+    list_s: float = 0.0  # what it took to list the source, but for
+    index_s: float = 0.0  # the indexes of archives, which were read or built
 
 
-def open_source(config: PipelineConfig, given: Mapping[str, Connector]) -> tuple[Source, Connector | None]:
-    """The samples, listed. Raises SourceError, ConnectorError, FormatError."""
+def open_source(
+    config: PipelineConfig, given: Mapping[str, Connector], load: Callable[..., TarIndex] = load_index
+) -> tuple[Source, Connector | None]:
+    """The samples, listed; `load` reads an archive's index. Raises SourceError, ConnectorError, FormatError."""
     args = config.source
     if isinstance(args, DatasetArgs):
         return DatasetSource(open_object(args), args), None
@@ -63,7 +68,7 @@ def open_source(config: PipelineConfig, given: Mapping[str, Connector]) -> tuple
         return ArraySource(connector, args), connector
     assert isinstance(args, TarArgs)
     connector = open_connector(args.root, given, args)
-    return TarSource(connector, args, partial(load_index, connector, cache_dir=default_cache_dir())), connector
+    return TarSource(connector, args, partial(load, connector, cache_dir=default_cache_dir())), connector
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -96,15 +101,19 @@ def make_parts(
     world_size: int | None,
     connectors: Mapping[str, Connector],
     clock: Clock,
+    stretch: Stretch | None = None,
 ) -> Parts:
-    """Open the source and prepare everything; no thread is started. Raises LoaderkitError."""
+    """Open the source and prepare everything; no thread is started. `stretch` slows one stage down. Raises LoaderkitError."""
     if isinstance(config.source, CheckpointArgs):
         raise ConfigError(
             f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
             "use loaderkit run, check, explain or restore"
         )
     rank, world_size = ranks_of(rank, world_size)
-    source, connector = open_source(config, connectors)
+    indexes = _Timed(load_index)
+    begin_s = time.perf_counter()
+    source, connector = open_source(config, connectors, indexes)
+    list_s = time.perf_counter() - begin_s
     batch = config.stage("batch").args
     assert isinstance(batch, BatchArgs)
     schedule = Schedule(len(source), rank, world_size, batch.size, batch.drop_last)
@@ -115,7 +124,7 @@ def make_parts(
         )
     inline = config.prefetch.executor == "inline"
     num_workers = num_cpus() if config.prefetch.concurrency == "auto" else config.prefetch.concurrency
-    recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers)
+    recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers, stretch)
     assembly = Assembly(recipe)
     tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
     if assembly.graph:
@@ -128,8 +137,32 @@ def make_parts(
     tuning |= {"cpus": num_cpus(), "concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
     owns_connector = connector not in connectors.values()
     return Parts(
-        config, source, connector, owns_connector, schedule, _fingerprint(config, source), tuning, make_executor
+        config,
+        source,
+        connector,
+        owns_connector,
+        schedule,
+        _fingerprint(config, source),
+        tuning,
+        make_executor,
+        list_s=list_s - indexes.seconds,
+        index_s=indexes.seconds,
     )
+
+
+class _Timed:
+    """A function, and how long its calls took together, in s."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begin_s = time.perf_counter()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - begin_s
 
 
 def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[dict[str, Any]], Callable[[], Executor]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from loaderkit.builder import Parts, make_parts
 from loaderkit.config import PipelineConfig
@@ -26,6 +26,10 @@ from loaderkit.quarantine import BadSamples
 from loaderkit.sizes import Sizes, make_tuner
 from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.types import Connector
+
+if TYPE_CHECKING:
+    from loaderkit.profile.recording import Profile, Subject
+    from loaderkit.profile.steps import StepLog
 
 
 def build(
@@ -90,6 +94,7 @@ class Loader:
         self._series = Series()
         self._monitor: Monitor | None = None
         self._stopping = threading.Lock()
+        self._steps: StepLog | None = None  # of the profile that is under way
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -278,6 +283,42 @@ class Loader:
         It begins anew with every run, as the counters do: after an error, say. Empty with `executor: inline`."""
         return self._series.to_list()
 
+    def profile(self, *, import_s: float | None = None) -> Profile:
+        """A report on whatever loop runs in its `with` block: why it waits, what to change. See docs/guide.md.
+
+        with loader.profile() as report:
+            for batch in loader:
+                ...
+        print(report)
+
+        `import_s`: how long the program took until it had imported what it needs, to be shown with the first batch.
+        """
+        from loaderkit.profile.recording import Profile
+
+        return Profile(self.as_subject(), import_s)
+
+    def as_subject(self) -> Subject:
+        """This loader as a report sees it."""
+        from loaderkit.profile.recording import Subject
+
+        parts = self._parts
+        return Subject(
+            config=parts.config,
+            config_now=lambda: self._sizes.written_to(parts.config),
+            stats=self.stats,
+            series=self.series,
+            watch=self._watch,
+            source=parts.source,
+            schedule=parts.schedule,
+            list_s=parts.list_s,
+            index_s=parts.index_s,
+        )
+
+    def _watch(self, steps: StepLog | None) -> None:
+        if steps is not None and self._steps is not None:
+            raise RuntimeError("this loader is being profiled already: end that block first")
+        self._steps = steps
+
     def to_yaml(self) -> str:
         """The description as it runs now, with the sizes that the tuner or `resize` has arrived at."""
         return Pipeline.of(self._sizes.written_to(self._parts.config)).to_yaml()
@@ -345,14 +386,21 @@ class _Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         loader = self._loader
         loader._check_open()
-        if self._num_left == 0:
-            raise StopIteration
-        if self._iteration != loader._iteration:
-            raise ClosedError("this iterator was ended by a newer one, or by load_state_dict")
+        steps = loader._steps
+        if steps is not None:
+            steps.asks()
         try:
+            if self._num_left == 0:
+                raise StopIteration
+            if self._iteration != loader._iteration:
+                raise ClosedError("this iterator was ended by a newer one, or by load_state_dict")
             batch = loader._deliver()
         except BaseException:
             self._num_left = 0
+            if steps is not None:
+                steps.ends()
             raise
         self._num_left -= 1
+        if steps is not None:
+            steps.gets()
         return batch

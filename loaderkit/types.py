@@ -343,6 +343,7 @@ class Chunk:
     `samples[i]` belongs to slot lo + i and is None once it has failed. A `read` with only `batch` behind it gives `columns`
     instead, every field's values in one list: no dict a sample. `marks` are (time in s, account state), one for
     every change of what is being done with the chunk. `scratch` is memory stages may reuse from chunk to chunk.
+    `slowest` is (seconds, place) of the sample that took longest in a stage that works sample by sample, until it is noted.
     """
 
     __slots__ = (
@@ -357,6 +358,7 @@ class Chunk:
         "place",
         "samples",
         "scratch",
+        "slowest",
     )
 
     def __init__(self, destination: Destination, lo: int, hi: int, epoch: int, indices: NDArray[np.int64]) -> None:
@@ -370,6 +372,7 @@ class Chunk:
         self.failures: dict[int, StageError] = {}  # by place in the chunk
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
+        self.slowest: tuple[float, int] | None = None
         self.place: int | None = None  # the sample a stage is at, for reports of what hangs; None: all at once
 
     def __len__(self) -> int:

@@ -27,6 +27,7 @@ from loaderkit.formats.tar_index import default_cache_dir
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account
 from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.types import Chunk
 
 
 class Silent(Account):
@@ -36,7 +37,7 @@ class Silent(Account):
         self.open_state = state
         return 0.0
 
-    def served(self, stage: int, num_items: int, num_bytes: int) -> None:
+    def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk | None = None) -> None:
         pass
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -41,16 +38,3 @@ def tell(message: str = "") -> None:
 def tell_json(document: Any) -> None:
     """The result as the one JSON document on stdout."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Create or replace a file: whoever reads it sees the old text or the new one, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -236,7 +236,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def save_state_of(loader: Loader, path: Path) -> None:
     """Write where the loader stands, in one piece."""
-    console.write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
+    from loaderkit.textfiles import write_atomically
+
+    write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
 
 
 def _tell(result: dict[str, Any], step_s: float) -> None:

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from time import thread_time
 
+from loaderkit.prefetch.slowest import SlowItems
+from loaderkit.types import Chunk
+
 Clock = Callable[[], float]
 
 _RING_LENGTH = 256
@@ -135,6 +138,7 @@ class Account:
         "num_stages",
         "open_state",
         "since_s",
+        "slow_items",
         "stages",
         "state_s",
     )
@@ -151,6 +155,7 @@ class Account:
         self.num_stages = states.num_stages
         self.state_s = [0.0] * states.num_states
         self.stages = [StageTotals() for _ in range(states.num_stages)]
+        self.slow_items = SlowItems(states.num_stages)
         self.open_state = first_state
         self.since_s = clock() if since_s is None else since_s
         self.marks: deque[tuple[float, int]] = deque([(self.since_s, first_state)], maxlen=_RING_LENGTH)
@@ -193,13 +198,17 @@ class Account:
         totals.delayed_s += min(max(0.0, delayed_s - self._delayed_since), most_s)
         self._delayed_since = delayed_s
 
-    def served(self, stage: int, num_items: int, num_bytes: int) -> None:
-        """Count what the open interval, in `stage`, was spent on."""
+    def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk | None = None) -> None:
+        """Count what the open interval, in `stage`, was spent on: a `chunk`, or else a whole batch."""
         totals = self.stages[stage]
         totals.num_items += num_items
         totals.num_bytes += num_bytes
         if num_items:
-            totals.services.add((self._clock() - self.since_s) / num_items, num_items)
+            now = self._clock()
+            each_s = (now - self.since_s) / num_items
+            totals.services.add(each_s, num_items)
+            if chunk is not None and (chunk.slowest is not None or each_s > self.slow_items.least_s[stage]):
+                self.slow_items.note(stage, chunk, each_s, now)
 
     def read(self, now: float) -> list[float]:
         """Seconds by state up to `now`, the open interval included and what came after `now` not; for any thread."""

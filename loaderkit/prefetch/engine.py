@@ -460,7 +460,7 @@ class Engine:
                 item.marks.append((account.enter(number), number))
                 num_failed = len(item.failures)
                 num_bytes = self.stages[number].run(item)
-                account.served(number, len(item), num_bytes or 0)
+                account.served(number, len(item), num_bytes or 0, item)
                 account.stages[number].num_failed += len(item.failures) - num_failed
         except Exception as error:
             destination.error = destination.error or error

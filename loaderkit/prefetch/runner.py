@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ def each_sample(
         while len(scratches) < len(chunk):
             scratches.append({})
         jobs: list[Any] = []
+        slowest, begin_s = (0.0, 0), perf_counter()
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.place = place
@@ -89,6 +91,11 @@ def each_sample(
                         jobs += left
                 except USER_ERRORS as error:
                     failed(chunk, place, error)
+                now = perf_counter()  # 0.1 us a sample
+                if now - begin_s > slowest[0]:
+                    slowest = now - begin_s, place
+                begin_s = now
+        chunk.slowest = slowest
         if jobs:
             chunk.place = None
             resample(jobs)
@@ -105,6 +112,7 @@ def each_call(
     """A chunk stage from a user's function; `keys` only if it wants a generator."""
 
     def run(chunk: Chunk) -> None:
+        slowest, begin_s = (0.0, 0), perf_counter()
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
                 chunk.place = place
@@ -114,6 +122,11 @@ def each_call(
                     chunk.samples[place] = call(sample, source.key(index), rng)
                 except USER_ERRORS as error:
                     failed(chunk, place, error)
+                now = perf_counter()
+                if now - begin_s > slowest[0]:
+                    slowest = now - begin_s, place
+                begin_s = now
+        chunk.slowest = slowest
 
     return run
 

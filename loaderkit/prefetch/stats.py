@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit.prefetch.accounts import Account, Histogram, States
 from loaderkit.prefetch.host import HostStats, host_stats, together
+from loaderkit.prefetch.slowest import Slow, slowest
 from loaderkit.prefetch.turns import Trial, merged_trials
 from loaderkit.prefetch.verdict import Verdict, verdict
 
@@ -96,6 +97,8 @@ class Stats:
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
     trials: dict[str, Trial] = field(default_factory=dict)
     """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
+    slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
+    """By stage: the samples that took longest, of the whole run; with `since`, those of them that came in the interval."""
     store: dict[str, float] = field(default_factory=dict)  # what connectors count; those not in _LEVELS only grow
 
     def since(self, earlier: Stats) -> Stats:
@@ -111,6 +114,10 @@ class Stats:
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             host=self.host.minus(earlier.host),
             lateness=self.lateness.minus(earlier.lateness),
+            slowest={
+                stage: tuple(slow for slow in found if slow.at_s > earlier.now_s)
+                for stage, found in self.slowest.items()
+            },
             store={
                 name: value if name in _LEVELS else value - earlier.store.get(name, 0)
                 for name, value in self.store.items()
@@ -121,7 +128,7 @@ class Stats:
         """The same without what a time series does not show, to be kept."""
         nothing = Histogram()
         stages = [replace(row, services=nothing) for row in self.stages]
-        return replace(self, stages=stages, tuning={"batches": self.tuning.get("batches")})
+        return replace(self, stages=stages, slowest={}, tuning={"batches": self.tuning.get("batches")})
 
     def to_point(self, wall_s: float) -> dict[str, Any]:
         """A point of the time series: what happened on average in an interval of `wall_s`, which may lie before the first wait
@@ -245,6 +252,10 @@ def merged(parts: Sequence[Stats]) -> Stats:
             for name in first.memory
         },
         host=together([part.host for part in parts]),
+        slowest={
+            stage: slowest(slow for part in parts for slow in part.slowest.get(stage, ()))
+            for stage in {stage: None for part in parts for stage in part.slowest}
+        },
         lateness=_all_of(part.lateness for part in parts),
         trials={
             stage: merged_trials([part.trials[stage] for part in parts if stage in part.trials])
@@ -331,5 +342,12 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
         host=host,
         tuning=tuning,
         trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
+        slowest={
+            engine.stages[number].name: slowest(
+                slow for account in pool.accounts for slow in account.slow_items.kept(number)
+            )
+            for pool in engine.pools
+            for number in pool.plan.stages
+        },
         store=dict(engine.counters()) if engine.counters is not None else {},
     )

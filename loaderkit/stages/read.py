@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
+from time import perf_counter
 from typing import Any
 
 from loaderkit.errors import USER_ERRORS
@@ -160,16 +161,20 @@ def _read_each(
     errors: dict[int, Exception] = {}
     owners = plan.owners()
     bad: set[int] = set()
+    slowest = (0.0, 0)
     for number, (key, start, length, etag) in enumerate(zip(*plan.ranges, strict=True)):
         chunk.place = owners[number]
         if chunk.place in bad:  # the rest of a bad sample may take a time-out each
             continue
+        begin_s = perf_counter()
         try:
             if length or start == 0:
                 connector.read_into(key, start, view[offsets[number] : offsets[number] + length], etag=etag)
         except Exception as error:
             errors[number] = error
             bad.add(owners[number])
+        slowest = max(slowest, (perf_counter() - begin_s, chunk.place))
+    chunk.slowest = slowest
     return errors
 
 

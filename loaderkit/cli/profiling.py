@@ -1,0 +1,268 @@
+"""`loaderkit profile`: run a pipeline as training would, and say why it waits, what to change, and what that brings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from loaderkit.cli import console
+from loaderkit.cli.options import Assignments, Debug, PipelineFile, checkpoint_config, open_parts
+from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress
+
+if TYPE_CHECKING:
+    from loaderkit.builder import Parts
+    from loaderkit.config import PipelineConfig
+    from loaderkit.loader import Loader
+    from loaderkit.profile.condition import Condition
+    from loaderkit.profile.driving import Step
+    from loaderkit.profile.experiments import Make
+    from loaderkit.profile.model import Report
+
+_NUM_STEPS = 60
+_MOST_S = 45.0  # for the steps, if nobody says how many they are to be
+_HEADSPACE_S = 3.0  # for each rate
+_CHECK_S = 12.0
+_VERIFY_S = 45.0
+
+
+class Limits(NamedTuple):
+    """When the loop ends: whichever comes first."""
+
+    num_steps: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured besides, and on which samples: a `Subset`."""
+
+    subset: Any
+    cold: bool
+    what_if: bool
+    verify: bool
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the report goes: known to be writable before the run."""
+
+    json: Path | None  # None: nowhere, or stdout
+    is_on_stdout: bool
+    folder: Path | None
+
+
+def profile(
+    pipeline: PipelineFile,
+    *,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many steps to look at; default: 60, or those of 45 s.", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Instead: for how long to look.", show_default=False)
+    ] = None,
+    step_time: StepTime = None,
+    consumer: Consumer = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Measure with files out of the page cache, too.")] = False,
+    what_if: Annotated[bool, typer.Option("--what-if", help="Predict what each change would bring.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Check the verdict by slowing that stage down, and the predictions that can be tried."
+        ),
+    ] = False,
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is stdout.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="A folder for the report as JSON and text, and its change as a patch.",
+            show_default=False,
+        ),
+    ] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION",
+            help='Exit with 1 if this holds, as in "stall>5%"; may be repeated.',
+            show_default=False,
+        ),
+    ] = None,
+    assignments: Assignments = None,
+    debug: Debug = False,
+) -> None:
+    """Run pipeline P as training would, and say why it waits, what to change, and what that brings."""
+    if steps is not None and seconds is not None:
+        raise typer.BadParameter("give a number of steps or of seconds, not both", param_hint="--steps / --seconds")
+    conditions = [_condition(text) for text in fail_if or ()]
+    outputs = _outputs(json_path, out)
+    step = open_step(step_time, consumer)
+    if checkpoint_config(pipeline, assignments) is not None:
+        raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches: use `run`", param_hint="P")
+    from loaderkit.loader import Loader  # torch, too
+
+    import_s = _seconds_since_start()
+    limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
+    parts = open_parts(pipeline, assignments)
+    wanted = Wanted(_subset(parts), cold, what_if, verify)
+    with Loader(parts) as loader:
+        report, ended_by = _record(loader, step, limits, import_s)
+    try:
+        if ended_by is None:
+            make, config = maker(pipeline, assignments), described(pipeline, assignments)
+            report = _measure(report, make, step, config, wanted)
+    except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
+        ended_by, report = error, report.model_copy(update={"partial": f"{why} after the loop"})
+    _deliver(report, outputs, pipeline)
+    if step is None and not outputs.is_on_stdout:
+        console.tell("\nThe loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")
+    if isinstance(ended_by, KeyboardInterrupt):
+        raise console.Interrupted(f"interrupted: the report is on {report.num_batches} batches")
+    if ended_by is not None:
+        raise ended_by
+    _check(report, conditions)
+
+
+def _record(
+    loader: Loader, step: Step | None, limits: Limits, import_s: float | None
+) -> tuple[Report, BaseException | None]:
+    """The report on a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
+    from loaderkit.profile.driving import drive, endless, resting
+
+    recording = loader.profile(import_s=import_s)
+    ended_by: BaseException | None = None
+    try:
+        with progress("steps", limits.num_steps) as show, recording:
+            drive(endless(loader), step or resting(0.0), num_steps=limits.num_steps, seconds=limits.seconds, show=show)
+    except (Exception, KeyboardInterrupt) as error:
+        ended_by = error
+    return recording.result, ended_by
+
+
+def _subset(parts: Parts) -> Any:
+    """The samples that headspace is measured on."""
+    from loaderkit.assembly import order_of
+    from loaderkit.profile.cold import files_of
+    from loaderkit.profile.headspace import MOST_BATCHES, Subset
+
+    schedule, source = parts.schedule, parts.source
+    num_batches = min(MOST_BATCHES, schedule.num_batches())
+    if parts.connector is None:
+        return Subset(num_batches, None, "what a data set of Python objects reads is not known")
+    positions = schedule.positions(0, 0, num_batches) % len(source)
+    indices = order_of(parts.config, source).indices(0, positions).tolist()
+    paths = files_of(source, parts.connector, indices)
+    return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
+
+
+def _measure(report: Report, make: Make, step: Step | None, config: PipelineConfig, wanted: Wanted) -> Report:
+    """The same report, with what was asked for besides."""
+    from loaderkit.profile.causal import check_verdict
+    from loaderkit.profile.driving import resting
+    from loaderkit.profile.headspace import measure_headspace
+    from loaderkit.profile.whatif import verify, what_if
+
+    loop = step or resting(0.0)
+    found: dict[str, Any] = {}
+    with progress("headspace"):
+        found["headspace"] = measure_headspace(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADSPACE_S)
+    if wanted.what_if:
+        found["what_if"], found["model_error_percent"] = what_if(report, config)
+    if wanted.verify:
+        with progress("checking the verdict"):
+            check = check_verdict(make, loop, report.verdict, report.stages, seconds=_CHECK_S)
+        sure = report.verdict.confidence
+        if check is not None and check.agrees is not None:
+            sure = round(1 - (1 - sure) / 2, 2) if check.agrees else round(min(sure, 0.3), 2)
+        found["verdict"] = report.verdict.model_copy(update={"check": check, "confidence": sure})
+    if wanted.verify and wanted.what_if:
+        with progress("trying changes"):
+            found["what_if"] = verify(make, loop, found["what_if"], seconds=_VERIFY_S)
+    return report.model_copy(update=found)
+
+
+def _condition(text: str) -> Condition:
+    from loaderkit.profile.condition import parse_condition
+
+    try:
+        return parse_condition(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--fail-if") from None
+
+
+def _check(report: Report, conditions: list[Condition]) -> None:
+    holding = [condition for condition in conditions if condition.holds(report)]
+    for condition in holding:
+        console.say(f"failed: {condition.say(report)}")
+    if holding:
+        raise typer.Exit(1)
+
+
+# ------------------------------------------------------------------------------------------------- where it goes
+
+
+def _outputs(json_path: str | None, out: Path | None) -> Outputs:
+    from loaderkit.textfiles import why_not_writable
+
+    path = None if json_path in (None, "-") else Path(str(json_path))
+    if path is not None and (reason := why_not_writable(path)) is not None:
+        raise typer.BadParameter(reason, param_hint="--json")
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{out} cannot be made: {error.strerror}", param_hint="--out") from None
+        if (reason := why_not_writable(out / "report.json")) is not None:
+            raise typer.BadParameter(reason, param_hint="--out")
+    return Outputs(path, json_path == "-", out)
+
+
+def _deliver(report: Report, outputs: Outputs, pipeline: Path) -> None:
+    from loaderkit.profile.terminal import render, to_text
+    from loaderkit.profile.yamledit import diff_of
+    from loaderkit.textfiles import write_atomically
+
+    patch = diff_of(pipeline, report.verdict.settings)
+    if outputs.is_on_stdout:
+        sys.stdout.write(report.to_json())
+    else:
+        console.stdout().print(render(report))
+    texts: dict[Path, str] = {}
+    if outputs.json is not None:
+        texts[outputs.json] = report.to_json()
+    if outputs.folder is not None:
+        stem = f"{_file_name(report.name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        texts |= {outputs.folder / f"{stem}.json": report.to_json(), outputs.folder / f"{stem}.txt": to_text(report)}
+        if patch is not None:
+            texts[outputs.folder / f"{stem}.patch"] = patch
+    for path, text in texts.items():
+        write_atomically(path, text)
+    if texts:
+        console.say(f"written: {', '.join(map(str, texts))}")
+    if patch is not None and outputs.folder is not None:
+        console.say(f"to apply the change: patch {pipeline} < {outputs.folder / stem}.patch")
+
+
+def _file_name(name: str) -> str:
+    return "".join(character if character.isalnum() or character in "-_." else "-" for character in name)
+
+
+def _seconds_since_start() -> float | None:
+    """How long this process has been running, from when the kernel made it; None where that is not told."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None

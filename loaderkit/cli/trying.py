@@ -1,0 +1,100 @@
+"""What `profile` and `tune` share: the loop's step, and loaders of the same pipeline with something changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loaderkit.cli import console
+from loaderkit.cli.options import parse_assignments, parse_duration
+
+if TYPE_CHECKING:
+    from loaderkit.config import PipelineConfig
+    from loaderkit.profile.driving import Step
+    from loaderkit.profile.experiments import Make
+
+_SECONDS_A_LINE = 5.0
+
+StepTime = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME", help="Rest so long after every batch, as a training step would: 80ms.", show_default=False
+    ),
+]
+Consumer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PKG.MOD:FN",
+        help="Instead: call this function with every batch: your training step.",
+        show_default=False,
+    ),
+]
+
+
+def open_step(step_time: str | None, consumer: str | None) -> Step | None:
+    """What the loop does with a batch; None if nothing was said about it. Raises BadParameter, ConfigError."""
+    from loaderkit.profile.driving import open_consumer, resting
+
+    if step_time is not None and consumer is not None:
+        raise typer.BadParameter(
+            "give the time of a step or what a step does, not both", param_hint="--step-time / --consumer"
+        )
+    if step_time is not None:
+        return resting(parse_duration(step_time, "--step-time"))
+    if consumer is None:
+        return None
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return open_consumer(consumer)
+
+
+def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
+    """The pipeline's description, as the file and `--set` say."""
+    from loaderkit.loader import to_config
+
+    return to_config(pipeline, parse_assignments(assignments or []))
+
+
+def maker(pipeline: Path, assignments: Sequence[str] | None) -> Make:
+    """What makes loaders of the pipeline with more overrides. They go on without end, and write to no quarantine file."""
+    from loaderkit.builder import make_parts
+    from loaderkit.loader import Loader, to_config
+
+    given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None}
+
+    def make(overrides: Mapping[str, Any], stretch: Any) -> Any:
+        config = to_config(pipeline, {**given, **overrides})
+        parts = make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter, stretch=stretch)
+        return Loader(parts)
+
+    return make
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr if that is a terminal, else a line every few seconds; takes how many are done."""
+    screen = console.stderr()
+    if screen.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        counted = (BarColumn(), MofNCompleteColumn()) if total is not None else ()
+        with Progress(TextColumn(what), *counted, TimeElapsedColumn(), console=screen, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda num_done: bar.update(task, completed=num_done)
+        return
+    due_s = time.perf_counter() + _SECONDS_A_LINE
+
+    def show(num_done: int) -> None:
+        nonlocal due_s
+        if time.perf_counter() >= due_s:
+            due_s = time.perf_counter() + _SECONDS_A_LINE
+            console.say(f"{what} {num_done}" + (f" of {total}" if total is not None else ""))
+
+    yield show

@@ -1,0 +1,240 @@
+"""From what was noted to the report: which stage is to blame, where the time went, the slowest samples, the first batch.
+
+accounts at begin, first batch, end ──differences──> verdict, stall, stages, slowest, first batch
+steps ─────────────────────────────────────────────> steps, utilisation
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from loaderkit.about import __version__
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import ConfigError
+from loaderkit.order import Schedule
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.prefetch.stalls import START
+from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.turns import Trial
+from loaderkit.profile.model import (
+    FirstBatch,
+    Machine,
+    PassMark,
+    Report,
+    SlowItem,
+    StageRow,
+    StallPart,
+    Step,
+    Steps,
+    Utilisation,
+)
+from loaderkit.profile.patch import patch_of, verdict_part
+from loaderkit.profile.steps import StepLog
+from loaderkit.types import Source
+
+_NUM_SLOWEST = 10
+_NUM_STEADY = 8  # batches after the first one from which on the verdict is on those alone
+
+PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: CosmoFlow": 70.0}
+"""Percent of the time, from the Submission Guidelines v1.0 and v2.0."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a report is made of."""
+
+    config: PipelineConfig
+    config_now: PipelineConfig  # with the sizes that were found
+    source: Source
+    schedule: Schedule
+    begin: Stats
+    first: Stats | None  # right after the first batch
+    end: Stats
+    series: list[dict[str, Any]]
+    log: StepLog
+    import_s: float | None
+    list_s: float
+    index_s: float
+    partial: str | None
+    others_cpus: float | None
+
+
+def make_report(facts: Facts) -> Report:
+    """The report on a block. An error or Ctrl-C may have ended the run in it: then it is on what came after that."""
+    log, end = facts.log, facts.end
+    loop_s = max(log.compute_s + log.next_s, 1e-9)
+    passed = _since(end, facts.begin, loop_s)
+    steady = passed
+    if facts.first is not None and end.num_batches - facts.first.num_batches >= _NUM_STEADY:
+        steady = _since(end, facts.first, loop_s - (log.first_wait_s or 0.0))
+    found = passed.to_dict()
+    series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
+    verdict = verdict_part(steady, facts.config)
+    return Report(
+        name=facts.config.name,
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine(),
+        rank=facts.schedule.rank,
+        world_size=facts.schedule.world_size,
+        partial=facts.partial,
+        verdict=verdict,
+        wall_s=loop_s,
+        num_batches=passed.num_batches,
+        num_samples=passed.num_samples,
+        stall=StallPart(**found["stall"]),
+        throughput=found["throughput"],
+        steps=steps_of(log, found["stall"]["total_s"]),
+        stages=stage_rows(passed, series),
+        slowest=slowest_items(passed, facts.source, log.begin_s),
+        first_batch=first_batch(facts),
+        utilisation=utilisation(log),
+        patch=patch_of(verdict.settings),
+        series=series,
+        memory=found["memory"],
+        host={**found["host"], "others_cpus": facts.others_cpus},
+        tuning=found["tuning"],
+        store=found["store"],
+        config=described(facts.config_now),
+    )
+
+
+def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:
+    """The accounts of the loop's own time: pauses outside of it, such as a validation, are no part of its wall time."""
+    passed = end.since(earlier) if earlier.run == end.run else end
+    return replace(passed, wall_s=max(wall_s, 1e-9))
+
+
+def described(config: PipelineConfig) -> dict[str, Any]:
+    """The description as plain values; of one that no file can hold (a lambda in it, say) its name, and why."""
+    try:
+        return config.to_dict()
+    except ConfigError as error:
+        return {"name": config.name, "note": str(error)}
+
+
+def machine() -> Machine:
+    """Where this runs."""
+    return Machine(
+        cpus=num_cpus(),
+        platform=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        loaderkit=__version__,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the loop
+
+
+def steps_of(log: StepLog, stall_s: float) -> Steps:
+    """The loop's steps; `stall_s` of the time inside next() was waiting."""
+    return Steps(
+        num_steps=log.num_steps,
+        wall_s=log.end_s - log.begin_s,
+        compute_s=log.compute_s,
+        stall_s=stall_s,
+        overhead_s=log.next_s - stall_s,
+        outside_s=log.outside_s,
+        p50_s=log.steps.percentile(0.5),
+        p99_s=log.steps.percentile(0.99),
+        compute_p50_s=log.computes.percentile(0.5),
+        compute_p99_s=log.computes.percentile(0.99),
+        stall_p50_s=log.waits.percentile(0.5),
+        stall_p99_s=log.waits.percentile(0.99),
+        every=log.every,
+        steps=[Step(at_s=at_s, compute_s=compute_s, stall_s=wait_s) for at_s, compute_s, wait_s in log.kept()],
+    )
+
+
+def utilisation(log: StepLog) -> Utilisation | None:
+    """Compute time / total time, in percent; None without a whole step.
+
+    MLPerf Storage, Submission Guidelines v2.0, section 4: AU = total_compute_time / total_benchmark_running_time * 100, the
+    I/O of the first step excluded. The total time here is that of the loop: validation between epochs is no part of it.
+    """
+    if not log.num_steps:
+        return None
+    percent = 100.0 * log.compute_s / max(log.compute_s + log.next_s - (log.first_wait_s or 0.0), 1e-9)
+    marks = [PassMark(name=name, at_least_percent=least, passes=percent >= least) for name, least in PASS_MARKS.items()]
+    return Utilisation(percent=percent, marks=marks)
+
+
+def first_batch(facts: Facts) -> FirstBatch | None:
+    """Where the time until the first batch went, if it came within the block."""
+    first, wait_s = facts.first, facts.log.first_wait_s
+    if first is None or wait_s is None or facts.begin.num_batches:
+        return None
+    by_stage = {cause: seconds for cause, seconds in first.stall_s.items() if cause != START and seconds > 0}
+    found = FirstBatch(
+        import_s=facts.import_s,
+        list_s=facts.list_s,
+        index_s=facts.index_s,
+        workers_s=max(0.0, wait_s - sum(by_stage.values())),
+        by_stage=by_stage,
+        total_s=0.0,
+    )
+    total_s = (found.import_s or 0.0) + found.list_s + found.index_s + found.workers_s + sum(by_stage.values())
+    return found.model_copy(update={"total_s": total_s})
+
+
+# ---------------------------------------------------------------------------------------------------- the stages
+
+
+def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[StageRow]:
+    """A row for every stage, in their order."""
+    pools = {name: number for number, pool in enumerate(passed.tuning.get("pools", ())) for name in pool["stages"]}
+    first_of = {number: name for name, number in reversed(pools.items())}
+    rows = []
+    for row in passed.stages:
+        pool = pools.get(row.name, 0)
+        trial = passed.trials.get(first_of.get(pool, row.name), Trial())
+        waiting_s = max(0.0, row.busy_s - row.cpu_s - row.delayed_s)
+        gil_s = waiting_s if trial.holds_gil and row.kind not in ("read", "transfer") else 0.0
+        queued = [point["queued"][row.name] for point in series if row.name in point["queued"]]
+        stall_s = passed.stall_s.get(row.name, 0.0)
+        known = {name: value for name, value in row.to_dict().items() if name != "num_queued"}
+        rows.append(
+            StageRow(
+                **known,
+                kind=row.kind,
+                pool=pool,
+                io_s=waiting_s - gil_s,
+                gil_s=gil_s,
+                items_per_s=row.num_items / passed.wall_s,
+                bytes_per_s=row.num_bytes / passed.wall_s,
+                stall_s=stall_s,
+                stall_percent=100.0 * stall_s / passed.wall_s,
+                queued_mean=sum(queued) / len(queued) if queued else None,
+                queued_max=max(queued, default=None),
+            )
+        )
+    return rows
+
+
+def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowItem]:
+    """The samples that took longest beyond what is usual in their stage, at most ten. A sample may be in it for two stages."""
+    rows = {row.name: row for row in passed.stages}
+    found = []
+    for stage, items in passed.slowest.items():
+        usual_s = rows[stage].services.percentile(0.5) if stage in rows else None
+        for slow in items:
+            item = SlowItem(
+                stage=stage,
+                seconds=slow.seconds,
+                usual_s=usual_s,
+                key=source.key(slow.sample),
+                origin=source.origin(slow.sample),
+                num_together=slow.num_together,
+                epoch=slow.epoch,
+                at_s=slow.at_s - begin_s,
+            )
+            found.append((slow.each_s - (usual_s or 0.0), item))
+    found.sort(key=lambda pair: -pair[0])
+    return [item for _, item in found[:_NUM_SLOWEST]]

@@ -1,0 +1,142 @@
+"""The changes that a what-if table shows: what each does to the model, and how it is set, if it is a setting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from loaderkit.config import PipelineConfig
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.profile.demands import Demand, Model, PoolModel
+from loaderkit.profile.model import Report, Setting
+from loaderkit.profile.patch import value_of, workers_settings
+from loaderkit.schema import format_bytes
+
+_MOST_WORKERS = 128
+_RESIZING = frozenset({"resize", "random_resized_crop", "center_crop", "random_crop"})
+
+
+@dataclass(frozen=True)
+class Change:
+    """`settings` empty: it is nothing to be set here, and cannot be tried."""
+
+    name: str
+    model: Model
+    settings: tuple[Setting, ...] = ()
+    note: str = ""
+
+
+def changes(model: Model, report: Report, config: PipelineConfig) -> list[Change]:
+    """All that could be done about this pipeline, likely or not."""
+    return [
+        *_workers(model, report, config),
+        *_depth(model, report, config),
+        *_executors(model, config),
+        *_machine(model),
+        *_store(model, report),
+        *_images(model, config),
+    ]
+
+
+def _workers(model: Model, report: Report, config: PipelineConfig) -> Iterator[Change]:
+    if model.is_inline:
+        return
+    for number, pool in enumerate(model.pools):
+        stage = max(pool.stages, key=lambda one: one.service_s).name
+        for workers in (2 * pool.workers, pool.workers // 2):
+            if not model.processes <= workers <= _MOST_WORKERS:
+                continue
+            settings = workers_settings(config, stage, pool.workers, workers, report.tuning)
+            name = f"{stage}: {workers} workers instead of {pool.workers}"
+            if len(model.pools) == 1:
+                name = f"{workers} workers instead of {pool.workers}"
+            yield Change(name, _with_pool(model, number, replace(pool, workers=workers)), tuple(settings))
+
+
+def _depth(model: Model, report: Report, config: PipelineConfig) -> Iterator[Change]:
+    batches = report.tuning.get("batches")
+    if model.is_inline or not isinstance(batches, int):
+        return
+    for wanted in (2 * batches, batches // 2):
+        if wanted >= max(1, model.processes):
+            changed = replace(model, batches_ahead=float(wanted))
+            setting = Setting(key="prefetch.batches", before=value_of(config, "prefetch.batches"), value=wanted)
+            yield Change(f"{wanted} batches ahead instead of {batches}", changed, (setting,))
+    if model.batches_in_memory < batches:
+        memory = format_bytes(-(-batches * int(report.memory["batch_bytes"]) // 2**20) * 2**20)
+        setting = Setting(key="prefetch.memory", before=value_of(config, "prefetch.memory"), value=memory)
+        yield Change("memory for all batches ahead", replace(model, batches_in_memory=float(batches)), (setting,))
+
+
+def _executors(model: Model, config: PipelineConfig) -> Iterator[Change]:
+    executor = config.prefetch.executor
+    now = Setting(key="prefetch.executor", before=executor, value=executor)
+    if executor != "process" and not model.is_inline:
+        changed = replace(model, loop_has_gil=False)
+        yield Change("executor: process", changed, (now.model_copy(update={"value": "process"}),))
+        processes = max(2, num_cpus())
+        if model.gil_s > 0 and config.prefetch.first_batches >= processes:
+            settings = (
+                now.model_copy(update={"value": "process"}),
+                Setting(key="prefetch.processes", before=config.prefetch.processes, value=processes),
+            )
+            yield Change(f"{processes} processes", replace(changed, processes=processes), settings)
+    if executor != "inline":
+        yield Change("executor: inline", replace(model, is_inline=True), (now.model_copy(update={"value": "inline"}),))
+    if executor == "inline":
+        pool = PoolModel(num_cpus(), model.stages)
+        changed = replace(model, is_inline=False, pools=(pool,))
+        yield Change("executor: thread", changed, (now.model_copy(update={"value": "thread"}),))
+
+
+def _machine(model: Model) -> Iterator[Change]:
+    pools = tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools)
+    yield Change("twice the CPUs, and workers for them", replace(model, cpus=2 * model.cpus, pools=pools))
+
+
+def _store(model: Model, report: Report) -> Iterator[Change]:
+    reads = [stage for stage in model.stages if stage.kind == "read" and stage.wait_s > 0]
+    if not reads:
+        return
+    is_serial = model.serial_stage in [stage.name for stage in reads]
+    fast = replace(model, serial_s=model.serial_s / 2) if is_serial else model
+    halved = _with_stages(fast, lambda stage: replace(stage, wait_s=stage.wait_s / 2) if stage in reads else stage)
+    yield Change("twice the bandwidth of the store", halved if is_serial else model)
+    yield Change("half the latency of the store", model if is_serial else halved)
+    if report.config.get("source", {}).get("kind") == "dataset":
+        return
+    cached = replace(model, serial_s=0.0, serial_stage=None) if is_serial else model
+    cached = _with_stages(cached, lambda stage: replace(stage, wait_s=0.0) if stage in reads else stage)
+    yield Change("all samples in a local cache", cached, note="source.cache: {dir: ...}, from the second epoch on")
+
+
+def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
+    kinds = [stage.kind for stage in config.stages]
+    if "decode" not in kinds or not _RESIZING & set(kinds):
+        return
+    first = next(kind for kind in kinds if kind in _RESIZING)
+
+    def smaller(stage: Demand, pixels: float) -> Demand:
+        if stage.kind in ("decode", first):
+            return replace(stage, cpu_s=stage.cpu_s * pixels)
+        return (
+            replace(stage, cpu_s=stage.cpu_s * pixels, wait_s=stage.wait_s * pixels) if stage.kind == "read" else stage
+        )
+
+    half = _with_stages(model, lambda stage: smaller(stage, 0.25))
+    yield Change("images stored at half the width and height", half, note="made once beforehand, offline")
+    gone = {stage.name for stage in config.stages[kinds.index("decode") :] if stage.kind not in ("batch", "transfer")}
+    on_gpu = _with_stages(model, lambda stage: replace(stage, cpu_s=0.0, wait_s=0.0) if stage.name in gone else stage)
+    note = "decode: {device: gpu}; how fast the GPU decodes, and what it takes from training, is not in the model"
+    yield Change("decoding on the GPU", on_gpu, note=note)
+
+
+def _with_pool(model: Model, number: int, pool: PoolModel) -> Model:
+    return replace(model, pools=(*model.pools[:number], pool, *model.pools[number + 1 :]))
+
+
+def _with_stages(model: Model, change: Callable[[Demand], Demand]) -> Model:
+    pools = tuple(replace(pool, stages=tuple(change(stage) for stage in pool.stages)) for pool in model.pools)
+    before = sum(stage.cpu_s for stage in model.stages)
+    after = sum(stage.cpu_s for pool in pools for stage in pool.stages)
+    return replace(model, pools=pools, gil_s=model.gil_s * after / before if before > 0 else model.gil_s)

@@ -1,0 +1,79 @@
+"""Loops that a report or an experiment runs by itself: batches without end, a step after each, as many as are wanted."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Protocol
+
+from loaderkit.errors import ConfigError
+
+Step = Callable[[Any], object]
+"""What the loop does with a batch."""
+
+
+class Batches(Iterable[Any], Sized, Protocol):
+    """A loader, as far as a loop needs it."""
+
+
+def endless(loader: Batches) -> Iterator[Any]:
+    """Epoch after epoch; it ends where the pipeline has `order.epochs`."""
+    while True:
+        num_batches = 0
+        for batch in loader:
+            num_batches += 1
+            yield batch
+        if num_batches == 0:
+            return
+
+
+def resting(seconds: float) -> Step:
+    """A step that does nothing for so long: it leaves the CPUs and Python's lock to the workers, as a GPU does."""
+
+    def rest(batch: Any) -> None:
+        if seconds:
+            time.sleep(seconds)
+
+    return rest
+
+
+def open_consumer(name: str) -> Step:
+    """The function of "package.module:name", called with every batch. Raises ConfigError."""
+    module_name, colon, path = name.partition(":")
+    if not colon or not module_name or not path:
+        raise ConfigError(f'a consumer is named as "package.module:function", not {name!r}')
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ConfigError(f"the consumer {name!r} cannot be had: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"the consumer {name!r} is a {type(found).__name__}, which cannot be called with a batch")
+    step: Step = found
+    return step
+
+
+def drive(
+    batches: Iterator[Any],
+    step: Step,
+    *,
+    num_steps: int | None = None,
+    seconds: float | None = None,
+    show: Callable[[int], object] = lambda num_steps: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """Take batches and do a step with each, until so many are done or so long has passed; returns how many were done.
+
+    A step counts as done when the next batch is there, as it does in the report: one batch more is taken.
+    """
+    begin_s = clock()
+    done = -1
+    for batch in batches:
+        done += 1
+        show(done)
+        if (num_steps is not None and done >= num_steps) or (seconds is not None and clock() - begin_s >= seconds):
+            break
+        step(batch)
+    return max(0, done)

@@ -1,0 +1,131 @@
+"""Experiments: the same pipeline with something changed, run in turns with what it is compared with.
+
+What a machine does besides changes from second to second, by tens of percent. So two variants are never measured one after the
+other, but in windows that take turns, and what is reported is the mean ratio of neighbouring windows with its interval. The one
+that pauses fills its batches ahead: so many are taken without being counted when its turn comes again.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.stretch import Stretch
+from loaderkit.profile.driving import Batches, Step, endless
+from loaderkit.profile.model import Rate
+
+# Student's t for 95 %, both sides, by degrees of freedom.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+class Looped(Batches, Protocol):
+    """A loader that an experiment runs."""
+
+    def stats(self) -> Stats: ...
+
+    def set_epoch(self, epoch: int, /) -> None: ...
+
+
+Make = Callable[[Mapping[str, Any], Stretch | None], AbstractContextManager[Looped]]
+"""A loader of the pipeline with these overrides, and one stage stretched; to be closed after use."""
+
+
+class Window(NamedTuple):
+    """What came of a stretch of a loop."""
+
+    num_samples: int
+    seconds: float
+    stall_s: float
+    num_batches: int
+
+    @property
+    def rate(self) -> float:
+        return self.num_samples / max(self.seconds, 1e-9)
+
+
+@dataclass
+class Variant:
+    """A loader that runs in turns with others, and a step after every batch."""
+
+    loader: Looped
+    step: Step
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.batches: Iterator[Any] = endless(self.loader)
+        self.windows: list[Window] = []
+
+    def drain(self, most_s: float) -> None:
+        """Take what was made ahead while others had their turn: then batches come as fast as they are made."""
+        until_s = self.clock() + most_s
+        for _ in range(2 * int(self.loader.stats().tuning.get("batches", 4)) + 1):
+            next(self.batches)
+            if self.clock() >= until_s:
+                return
+
+    def run(self, seconds: float) -> Window:
+        """A window of at least so long, and at least two batches. It counts what is handed over, from batch to batch."""
+        batch = next(self.batches)
+        before, begin_s = self.loader.stats(), self.clock()
+        num_batches = 0
+        while num_batches < 2 or self.clock() - begin_s < seconds:
+            self.step(batch)
+            batch = next(self.batches)
+            num_batches += 1
+        after, end_s = self.loader.stats(), self.clock()
+        stall_s = sum(after.stall_s.values()) - sum(before.stall_s.values())
+        window = Window(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches)
+        self.windows.append(window)
+        return window
+
+    @property
+    def rate(self) -> Rate:
+        """The speed over all windows."""
+        return rate_of(self.windows)
+
+    @property
+    def stall_percent(self) -> float:
+        seconds = sum(window.seconds for window in self.windows)
+        return min(100.0, 100.0 * sum(window.stall_s for window in self.windows) / max(seconds, 1e-9))
+
+
+def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float) -> None:
+    """Let every variant run in each round, in turning order."""
+    for number in range(rounds):
+        for variant in variants if number % 2 else variants[::-1]:
+            variant.drain(window_s)
+            variant.run(window_s)
+
+
+def rate_of(windows: Sequence[Window]) -> Rate:
+    """The speed of some windows, with its 95 % interval."""
+    rates = [window.rate for window in windows]
+    mean, half = mean_and_half(rates)
+    return Rate(
+        samples_per_s=mean,
+        interval_percent=100.0 * half / mean if mean > 0 else 100.0,
+        seconds=sum(window.seconds for window in windows),
+        num_batches=sum(window.num_batches for window in windows),
+    )
+
+
+def ratio_of(one: Variant, other: Variant) -> tuple[float, float]:
+    """How many times as fast `one` is as `other`, in the median of neighbouring windows; half the width of the mean's 95 %
+    interval."""
+    ratios = [a.rate / max(b.rate, 1e-9) for a, b in zip(one.windows, other.windows, strict=True)]
+    return statistics.median(ratios), mean_and_half(ratios)[1]
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half the width of its 95 % interval; of a single value, all of it."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, abs(mean)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return mean, _T.get(len(values) - 1, 2.1) * error

@@ -1,0 +1,153 @@
+"""How far training is from never waiting: the consumer alone, the pipeline alone with warm data, and with cold data.
+
+The first batches of an epoch are read again and again for the warm rate. For the cold one their files are put out of the page
+cache before every pass. They are samples like any others, as the order is shuffled; where it is not, they are the first ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from loaderkit.prefetch.stats import Stats
+from loaderkit.profile.cold import evict
+from loaderkit.profile.driving import Step
+from loaderkit.profile.experiments import Looped, Make, Window, rate_of
+from loaderkit.profile.model import Headspace, Rate
+
+_NUM_WINDOWS = 4
+MOST_BATCHES = 32  # of the subset
+_STILL_CACHED = 0.5
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The first batches of the first epoch, and where their samples lie: paths, or None where they are no files of this
+    machine."""
+
+    num_batches: int
+    paths: Sequence[str] | None
+    why_no_files: str = ""
+
+
+def measure_headspace(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headspace:
+    """The three rates, in about `seconds` each. `step` None: there is no training step to compare with."""
+    with make({}, None) as loader:
+        ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, as far as they fit
+        warm = _passes(loader, subset, seconds, is_cold=False)
+        cold_rate, note = _cold(loader, subset, seconds) if cold else (None, "")
+    consumer = consumer_rate(step, ready, seconds) if step is not None else None
+    return conclude(consumer, rate_of([one.window for one in warm]), cold_rate, note)
+
+
+class _Pass(NamedTuple):
+    window: Window
+    batches: list[Any]  # the first few
+    stats: Stats
+
+
+def _passes(loader: Looped, subset: Subset, seconds: float, *, is_cold: bool) -> list[_Pass]:
+    """As many as the time allows: two at least, and no more than are of use."""
+    until_s = time.perf_counter() + seconds
+    found: list[_Pass] = []
+    while len(found) < 2 or (len(found) < 2 * _NUM_WINDOWS and time.perf_counter() < until_s):
+        if is_cold and subset.paths is not None:
+            loader.set_epoch(1)  # what was read ahead is dropped
+            evict(subset.paths)
+        found.append(_pass(loader, subset, seconds / 2))
+    return found
+
+
+def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
+    """Read the subset from its beginning. What has landed from the first batch on is counted, not what was handed over; and not
+    its end, where other samples are read as well."""
+    loader.set_epoch(1)
+    loader.set_epoch(0)
+    batches = iter(loader)
+    kept = [next(batches)][:num_kept]
+    before = loader.stats()
+    until_s = time.perf_counter() + most_s
+    num_left = subset.num_batches - 1 - int(before.tuning.get("batches", 4))
+    for _ in range(max(1, num_left)):
+        batch = next(batches, None)
+        if batch is None or time.perf_counter() >= until_s:
+            break
+        if len(kept) < num_kept:
+            kept.append(batch)
+    found = loader.stats().since(before)
+    return _Pass(Window(_landed(found), found.wall_s, 0.0, found.num_batches), kept, found)
+
+
+def _landed(stats: Stats) -> int:
+    return next((row.num_items for row in stats.stages if row.kind == "batch"), stats.num_samples)
+
+
+def _cold(loader: Looped, subset: Subset, seconds: float) -> tuple[Rate | None, str]:
+    if subset.paths is None:
+        return None, f"no cold rate: {subset.why_no_files}"
+    found = _passes(loader, subset, seconds, is_cold=True)
+    hits = [hit for hit in (one.stats.host.page_cache_hits for one in found) if hit is not None]
+    note = ""
+    if hits and min(hits) > _STILL_CACHED:
+        note = (
+            f"{100 * min(hits):.0f} % of what was read came from memory nevertheless: the files are in use elsewhere, or their "
+            "file system keeps them there"
+        )
+    return rate_of([one.window for one in found]), note
+
+
+def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
+    """The step alone, on batches that are there."""
+    for batch in ready[:2]:
+        step(batch)
+    windows = []
+    for _ in range(_NUM_WINDOWS):
+        begin_s, num_batches, num_samples = time.perf_counter(), 0, 0
+        while num_batches < 2 or time.perf_counter() - begin_s < seconds / _NUM_WINDOWS:
+            batch = ready[num_batches % len(ready)]
+            step(batch)
+            num_batches += 1
+            num_samples += num_samples_of(batch)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # what the step has started is part of it
+        windows.append(Window(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
+    return rate_of(windows)
+
+
+def num_samples_of(batch: Any) -> int:
+    """Samples of a batch: a dict of fields, or a tuple of them."""
+    fields = list(batch.values()) if isinstance(batch, dict) else list(batch)
+    return len(fields[0]) if fields else 0
+
+
+def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headspace:
+    """What the rates say together."""
+    fetch_percent = None
+    if cold is not None:
+        fetch_percent = 100.0 * max(0.0, 1.0 - cold.samples_per_s / max(warm.samples_per_s, 1e-9))
+    pipeline = cold or warm
+    factor = None if consumer is None else pipeline.samples_per_s / max(consumer.samples_per_s, 1e-9)
+    parts = []
+    if factor is not None:
+        parts.append(
+            f"the pipeline makes {factor:.2f} times what training takes"
+            + (": training need never wait" if factor >= 1.1 else ": there is nothing to spare" if factor >= 1 else "")
+        )
+        if factor < 1:
+            parts.append(f"training waits {100 * (1 - factor):.0f} % of the time, whatever is read ahead")
+    if fetch_percent is not None:
+        parts.append(f"of a cold sample's time {fetch_percent:.0f} % is fetching, the rest preprocessing")
+    return Headspace(
+        consumer=consumer,
+        warm=warm,
+        cold=cold,
+        cold_note=note,
+        fetch_percent=fetch_percent,
+        preprocess_percent=None if fetch_percent is None else 100.0 - fetch_percent,
+        factor=factor,
+        summary="; ".join(parts) or f"the pipeline alone makes {warm.samples_per_s:.0f} samples/s",
+    )

@@ -1,0 +1,134 @@
+"""The verdict's one change as values to set, and those as YAML.
+
+Only what loaderkit can set by itself and what leaves every batch as it is: more workers or batches ahead, more memory, another
+executor. A faster store, cheaper images or a cheaper function are for people to decide on; the verdict names them in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from loaderkit.config import PipelineConfig
+from loaderkit.prefetch.case import Case
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.verdict import Verdict
+from loaderkit.profile.model import Setting, VerdictPart
+from loaderkit.schema import format_bytes
+
+_MOST_BATCHES = 64
+_PAGE = 2**20
+
+
+def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
+    """The verdict on an interval, with its change as values."""
+    if not stats.num_batches and not stats.stall_s:
+        stats = replace(stats, wall_s=0.0)  # nobody has asked for anything
+    found = stats.verdict()
+    settings = settings_for(found, stats, config) if stats.wall_s > 0 and stats.num_batches else []
+    return VerdictPart(**found._asdict(), settings=settings)
+
+
+def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
+    """What to set; empty where the change is none of a setting."""
+    make = _CHANGES.get(verdict.kind)
+    return [] if make is None else make(Case.of(stats), verdict, config)
+
+
+def _deeper(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    return [_set(config, "prefetch.batches", min(_MOST_BATCHES, 2 * case.num_wanted))]
+
+
+def _more_memory(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    wanted = case.num_wanted * int(case.stats.memory.get("batch_bytes", 0))
+    return [_set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))]
+
+
+def _other_process(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
+
+
+def _more_at_once(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    if case.is_inline:
+        return [_set(config, "prefetch.executor", "thread")]
+    if verdict.stage is None or (verdict.kind == "computing" and case.is_short_of_cpus):
+        return []
+    return _more_workers(case, verdict.stage, config)
+
+
+_CHANGES: Mapping[str, Callable[[Case, Verdict, PipelineConfig], list[Setting]]] = {
+    "latency": _more_at_once,
+    "waiting": _more_at_once,
+    "computing": _more_at_once,
+    "stragglers": _deeper,
+    "depth": _deeper,
+    "memory": _more_memory,
+    "gil": lambda case, verdict, config: several_processes(config),
+    "wakeup": _other_process,
+}
+
+
+def _more_workers(case: Case, stage: str, config: PipelineConfig) -> list[Setting]:
+    pool = next((pool for pool in case.pools if any(row.name == stage for row in pool.rows)), None)
+    if pool is None or pool.is_in_trainer:
+        return []
+    workers = pool.rows[0].workers
+    return workers_settings(config, stage, workers, case.suggested_workers(workers), case.stats.tuning)
+
+
+def workers_settings(
+    config: PipelineConfig, stage: str, before: int, workers: int, tuning: dict[str, Any]
+) -> list[Setting]:
+    """So many workers for a stage's pool: its own `workers` where it has a number, else all threads together."""
+    names = next((pool["stages"] for pool in tuning.get("pools", ()) if stage in pool["stages"]), [stage])
+    own = [one for one in config.stages if one.name in names and one.args.workers != "auto"]
+    if own:
+        return [_set(config, f"stages.{one.name}.workers", workers) for one in own]
+    concurrency = int(tuning.get("concurrency", before))
+    return [_set(config, "prefetch.concurrency", concurrency + workers - before)]
+
+
+def several_processes(config: PipelineConfig) -> list[Setting]:
+    """Loading in processes of its own, one a CPU, each with its own lock of Python's; empty if that is so already."""
+    prefetch, processes = config.prefetch, max(2, num_cpus())
+    if prefetch.executor == "process" and prefetch.processes >= processes:
+        return []
+    found = [_set(config, "prefetch.executor", "process"), _set(config, "prefetch.processes", processes)]
+    if prefetch.first_batches < 2 * processes:
+        found.append(_set(config, "prefetch.batches", 2 * processes))
+    return [setting for setting in found if setting.before != setting.value]
+
+
+def _set(config: PipelineConfig, key: str, value: Any) -> Setting:
+    return Setting(key=key, before=value_of(config, key), value=value)
+
+
+def value_of(config: PipelineConfig, key: str) -> Any:
+    """What stands in the description under a dotted key, as a plain value."""
+    section, _, rest = key.partition(".")
+    if section == "stages":
+        name, _, rest = rest.rpartition(".")
+        args: Any = next(stage.args for stage in config.stages if stage.name == name)
+    else:
+        args = getattr(config, section)
+    return args.model_dump(mode="json").get(rest)
+
+
+def patch_of(settings: Sequence[Setting]) -> str | None:
+    """The values to set as YAML, in the form they have in a pipeline's file; None if there are none."""
+    if not settings:
+        return None
+    found: dict[str, Any] = {}
+    for setting in settings:
+        section, _, rest = setting.key.partition(".")
+        if section == "stages":
+            name, _, key = rest.rpartition(".")
+            found.setdefault("stages", []).append({name: {key: setting.value}})
+        else:
+            found.setdefault(section, {})[rest] = setting.value
+    text: str = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100)
+    return text

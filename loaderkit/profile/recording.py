@@ -1,0 +1,136 @@
+"""`with loader.profile() as report:` what is noted while a loop runs, and turned into a report when it is over.
+
+enter                 first batch            exit
+accounts ─────────────accounts───────────────accounts      a moment each, 0.2 ms
+   steps ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─           3 us a batch
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from loaderkit.config import PipelineConfig
+from loaderkit.order import Schedule
+from loaderkit.prefetch.stats import Stats
+from loaderkit.profile.attribute import Facts, make_report
+from loaderkit.profile.model import Report
+from loaderkit.profile.others import CpuTimes, cpu_times, others_cpus
+from loaderkit.profile.steps import StepLog
+from loaderkit.textfiles import write_atomically
+from loaderkit.types import Source
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a report looks at: a loader, seen from outside."""
+
+    config: PipelineConfig
+    config_now: Callable[[], PipelineConfig]  # with the sizes as they are now
+    stats: Callable[[], Stats]
+    series: Callable[[], list[dict[str, Any]]]
+    watch: Callable[[StepLog | None], None]
+    source: Source
+    schedule: Schedule
+    list_s: float
+    index_s: float
+
+
+class FirstBatchLog(StepLog):
+    """Steps, and the accounts right after the first batch."""
+
+    def __init__(self, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(clock)
+        self._stats = stats
+        self.first: Stats | None = None
+
+    def gets(self) -> None:
+        """It is given one; the accounts are read once, in the loop's own time."""
+        super().gets()
+        if self.first is None:
+            self.first = self._stats()
+
+
+class Profile:
+    """A report in the making. When its block is over, all that `Report` has can be asked of it: `report.verdict`, ..."""
+
+    def __init__(self, subject: Subject, import_s: float | None = None) -> None:
+        self._subject = subject
+        self._import_s = import_s
+        self._begin: Stats | None = None
+        self._log: FirstBatchLog | None = None
+        self._result: Report | None = None
+        self._cpus: CpuTimes | None = None
+
+    def __enter__(self) -> Profile:
+        if self._begin is not None:
+            raise RuntimeError("a profile is of one block: call loader.profile() again for another one")
+        self._begin = self._subject.stats()
+        self._cpus = cpu_times()
+        self._log = FirstBatchLog(self._subject.stats)
+        self._subject.watch(self._log)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._log is not None
+        self._log.close()
+        self._subject.watch(None)
+        partial = None
+        if kind is not None:
+            partial = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"ended by {kind.__name__}: {error}"
+        self._result = self._report(partial)
+
+    def _report(self, partial: str | None) -> Report:
+        subject, log, begin = self._subject, self._log, self._begin
+        assert log is not None
+        assert begin is not None
+        end = subject.stats()
+        own_s = 0.0  # of processes that load
+        if end.tuning.get("executor") == "process" and end.run == begin.run:
+            own_s = end.host.cpu_s - begin.host.cpu_s
+        return make_report(
+            Facts(
+                config=subject.config,
+                config_now=subject.config_now(),
+                source=subject.source,
+                schedule=subject.schedule,
+                begin=begin,
+                first=log.first,
+                end=end,
+                series=subject.series(),
+                log=log,
+                import_s=self._import_s,
+                list_s=subject.list_s,
+                index_s=subject.index_s,
+                partial=partial,
+                others_cpus=others_cpus(self._cpus, cpu_times(), own_s),
+            )
+        )
+
+    @property
+    def result(self) -> Report:
+        """The report, once the block is over. Raises RuntimeError before."""
+        if self._result is None:
+            raise RuntimeError("the report is made when the `with` block is over: ask for it after that")
+        return self._result
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON, in one piece. Raises OSError."""
+        write_atomically(Path(path), self.result.to_json())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.result, name)
+
+    def __str__(self) -> str:
+        """For people: the report as text of 80 columns, without colour."""
+        from loaderkit.profile.terminal import to_text
+
+        return "the report is made when the block is over" if self._result is None else to_text(self._result)

@@ -1,0 +1,215 @@
+"""The report for a terminal: the verdict first, then where the time goes; readable at 80 columns and without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loaderkit.prefetch.case import say_seconds
+from loaderkit.profile.model import Headspace, Rate, Report, SlowItem, StageRow, WhatIf
+
+_BAR = 20
+
+
+def to_text(report: Report, width: int = 80) -> str:
+    """The report without colour."""
+    screen = Console(file=StringIO(), width=width, markup=False, highlight=False, no_color=True, color_system=None)
+    screen.print(render(report))
+    found: str = screen.file.getvalue()  # type: ignore[attr-defined]
+    return found.rstrip() + "\n"
+
+
+def render(report: Report) -> RenderableType:
+    """All of the report that people read at once; the rest is in its JSON."""
+    return Group(*_sections(report))
+
+
+def _sections(report: Report) -> Iterator[RenderableType]:
+    yield from _verdict(report)
+    yield from _titled("Where the time goes", _loop(report))
+    if report.stall.total_s > 0:
+        yield from _titled("What the loop waited for", _stalls(report))
+    yield from _titled("What the workers did, in percent of their time", _stages(report.stages))
+    if report.slowest:
+        yield from _titled("Slowest samples", _slowest(report.slowest))
+    if report.first_batch is not None:
+        yield from _titled("The first batch", _first_batch(report))
+    if report.headspace is not None:
+        yield from _titled("Headspace", _headspace(report.headspace))
+    if report.what_if:
+        title = "What if"
+        if report.model_error_percent is not None:
+            title += f" (the model is {report.model_error_percent:+.0f} % off for the pipeline as it is)"
+        yield from _titled(title, _what_if(report.what_if))
+    if report.tuning.get("decisions"):
+        from loaderkit.report import tuning_table
+
+        yield from _titled("Tuned", tuning_table({"tuning": report.tuning}))
+
+
+def _titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
+    yield Text("")
+    yield Text(title, style="bold")
+    yield body
+
+
+def _verdict(report: Report) -> Iterator[RenderableType]:
+    verdict = report.verdict
+    head = f"{report.name}: the loop waited {report.stall.percent:.1f} % of {say_seconds(report.wall_s)}"
+    if report.partial:
+        head += f" (partial: {report.partial})"
+    yield Text(head, style="bold")
+    sure = f"{100 * verdict.confidence:.0f} % sure"
+    if verdict.stage is None:
+        yield Text(
+            f"{'Nothing to say yet' if verdict.kind == 'unknown' else 'Training is the limit'} ({sure})", "green"
+        )
+    else:
+        yield Text(f"{verdict.stage} is the limit: {verdict.kind} ({sure})", style="yellow")
+    rows = _grid()
+    rows.add_row("evidence", verdict.evidence)
+    if verdict.check is not None:
+        rows.add_row("checked", verdict.check.evidence)
+    rows.add_row("change", verdict.change)
+    yield rows
+    if report.patch:
+        yield Text("")
+        yield Text("To set:", style="bold")
+        yield Text(report.patch.rstrip())
+
+
+def _loop(report: Report) -> RenderableType:
+    steps = report.steps
+    rows = _grid()
+    parts = (
+        ("computing", steps.compute_s),
+        ("waiting for a batch", steps.stall_s),
+        ("handing it over", steps.overhead_s),
+        ("before, after, between", steps.outside_s),
+    )
+    for name, seconds in parts:
+        share = seconds / max(steps.wall_s, 1e-9)
+        rows.add_row(name, f"{seconds:8.2f} s  {100 * share:5.1f} %  {'#' * round(_BAR * share)}")
+    speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
+    rows.add_row("speed", f"{report.num_samples} samples in {report.num_batches} batches, {speed}")
+    if steps.p50_s is not None and steps.p99_s is not None:
+        computing = f", of it computing {_s(steps.compute_p50_s)} and {_s(steps.compute_p99_s)}"
+        rows.add_row("a step", f"{_s(steps.p50_s)} (p50), {_s(steps.p99_s)} (p99){computing}")
+    if report.utilisation is not None:
+        marks = ", ".join(
+            f"{'passes' if mark.passes else 'below'} {mark.at_least_percent:.0f} %" for mark in report.utilisation.marks
+        )
+        rows.add_row("utilisation", f"{report.utilisation.percent:.1f} % (MLPerf Storage's: {marks})")
+    return rows
+
+
+def _stalls(report: Report) -> RenderableType:
+    rows = _grid()
+    for cause, seconds in report.stall.by_stage.items():
+        share = seconds / report.stall.total_s
+        if share >= 0.005:
+            rows.add_row(cause, f"{seconds:8.2f} s  {100 * share:5.1f} %  {'#' * round(_BAR * share)}")
+    return rows
+
+
+def _stages(stages: Sequence[StageRow]) -> RenderableType:
+    """Two tables: the time of the workers, and what the stage does in it."""
+    times = _table("stage", "workers", "cpu", "i/o", "gil", "late", "starved", "blocked", "idle")
+    speeds = _table("stage", "p50", "p99", "items/s", "MB/s", "queue", "waited for")
+    pools: dict[int, float] = {}
+    for row in stages:
+        pools[row.pool] = pools.get(row.pool, 0.0) + row.slot_s
+    for row in stages:
+        whole_s = max(pools[row.pool], 1e-9)
+        spent = (row.cpu_s, row.io_s, row.gil_s, row.delayed_s, row.starved_s, row.blocked_s, row.idle_s)
+        times.add_row(row.name, str(row.workers), *(f"{100 * s / whole_s:.0f}" if s else "" for s in spent))
+        speeds.add_row(
+            row.name,
+            _s(row.p50_s),
+            _s(row.p99_s),
+            f"{row.items_per_s:.0f}",
+            f"{row.bytes_per_s / 1e6:.3g}" if row.num_bytes else "",
+            f"{row.queued_mean:.0f}" if row.queued_mean else "",
+            f"{row.stall_percent:.0f} %",
+        )
+    return Group(times, Text(""), speeds)
+
+
+def _slowest(items: Sequence[SlowItem]) -> RenderableType:
+    table = _table("sample", "stage", "took", "usual")
+    for item in items:
+        more = f" and {item.num_together - 1} with it" if item.num_together > 1 else ""
+        table.add_row(f"{item.key}{more}", item.stage, _s(item.seconds), _s(item.usual_s))
+    return table
+
+
+def _first_batch(report: Report) -> RenderableType:
+    first = report.first_batch
+    assert first is not None
+    parts = [("import", first.import_s), ("list", first.list_s), ("index", first.index_s), ("workers", first.workers_s)]
+    rows = _grid()
+    for name, seconds in [*parts, *first.by_stage.items()]:
+        if seconds:
+            rows.add_row(name, f"{seconds:8.3f} s")
+    rows.add_row("in all", f"{first.total_s:8.3f} s")
+    return rows
+
+
+def _headspace(found: Headspace) -> RenderableType:
+    rows = _grid()
+    for name, rate in (("training alone", found.consumer), ("data warm", found.warm), ("data cold", found.cold)):
+        if rate is not None:
+            rows.add_row(name, say_rate(rate))
+    if found.cold_note:
+        rows.add_row("", found.cold_note)
+    rows.add_row("", found.summary)
+    return rows
+
+
+def say_rate(rate: Rate) -> str:
+    """A speed with its interval."""
+    return f"{rate.samples_per_s:8.0f} samples/s, +- {rate.interval_percent:.0f} %"
+
+
+def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
+    is_measured = any(row.measured is not None for row in rows)
+    names = ("change", "samples/s", "faster", "stall", *(("measured", "error") if is_measured else ("limit then",)))
+    table = _table(*names)
+    for row in rows:
+        found = [row.name, f"{row.samples_per_s:.0f}", f"{row.speedup:.2f}x", f"{row.stall_percent:.0f} %"]
+        if not is_measured:
+            found.append(row.limit)
+        elif row.measured is None:
+            found += ["", ""]
+        else:
+            found += [f"{row.measured.samples_per_s:.0f}", f"{row.measured.error_percent:+.0f} %"]
+        table.add_row(*found)
+    notes = [f"{row.name}: {row.note}" for row in rows if row.note]
+    return Group(table, *(Text(note, style="dim") for note in notes))
+
+
+def _s(seconds: float | None) -> str:
+    return "" if seconds is None else say_seconds(seconds).replace(" ", "")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,41 @@
+"""Text files written in one piece, and known to be writable before the work that fills them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Create or replace a file: whoever reads it sees the old text or the new one, also after a crash. A link stays one, and
+    the file keeps its permissions."""
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Why `write_atomically` would fail here, as far as can be known beforehand; None: nothing speaks against it. It is tried:
+    a file is made beside it, and removed."""
+    path = path.resolve()
+    if path.is_dir():
+        return f"{path} is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror or error}"
+    return None

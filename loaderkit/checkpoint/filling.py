@@ -98,16 +98,8 @@ class Filling:
                 yield destination.result
         except BaseException as error:
             self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
-            self._name_touched(error)
+            name_touched(error, self.totals.touched)
             raise
-
-    def _name_touched(self, error: BaseException) -> None:
-        touched = tuple(sorted(self.totals.touched.copy()))  # a worker that hangs may still add to it
-        if isinstance(error, CheckpointError):
-            error.touched = touched
-        if touched:
-            listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
-            error.add_note(f"written to already, so neither old nor new: {listed}")
 
     def stats(self) -> Stats:
         """The engine's accounts."""
@@ -124,6 +116,16 @@ class Filling:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def name_touched(error: BaseException, names: set[str]) -> None:
+    """Say with an error which of the caller's tensors were written to before it."""
+    touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to it
+    if isinstance(error, CheckpointError):
+        error.touched = touched
+    if touched:
+        listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
+        error.add_note(f"written to already, so neither old nor new: {listed}")
 
 
 def fetch_ranges(

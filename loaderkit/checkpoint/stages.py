@@ -161,13 +161,13 @@ class Shards:
         """Copy what was staged to where it belongs, cast or transferred on the way. The number of bytes."""
         assert isinstance(chunk, RangeChunk)
         num_bytes = 0
-        with _stream(self._device):
+        with stream_of(self._device):
             for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
                 if run.is_direct:
                     continue
                 begin, _ = self._span(run)
                 for piece in run.pieces:
-                    self._place(run, piece, buffer[piece.start - begin : piece.start - begin + piece.length])
+                    self._place(piece, buffer[piece.start - begin : piece.start - begin + piece.length])
                     num_bytes += piece.length
             if self._device.type == "cuda":
                 # The staging memory is written over by the next chunk: nothing of it may still be under way.
@@ -175,23 +175,28 @@ class Shards:
         chunk.buffers = []
         return num_bytes
 
-    def _place(self, run: Run, piece: Piece, data: memoryview) -> None:
+    def _place(self, piece: Piece, data: memoryview) -> None:
         self._touch(piece)
         if piece.target is not None:
             piece.target[:] = data
-            return
-        assert piece.place is not None
-        try:
-            piece.place(data)
-        except FormatError as error:
-            raise CheckpointError(
-                f"{piece.label!r} is damaged (bytes {piece.start} to {piece.start + piece.length} of "
-                f"{self._connector.describe(run.key)}): {error}"
-            ) from error
+        else:
+            place_piece(piece, data, self._connector)
 
     def _touch(self, piece: Piece) -> None:
         if self._names_touched:
             self._totals.touched.add(piece.label)
+
+
+def place_piece(piece: Piece, data: memoryview, connector: Connector) -> None:
+    """Copy, cast or transfer all bytes of a piece that has no target. Raises CheckpointError for an archive that is none."""
+    assert piece.place is not None
+    try:
+        piece.place(data)
+    except FormatError as error:
+        raise CheckpointError(
+            f"{piece.label!r} is damaged (bytes {piece.start} to {piece.start + piece.length} of "
+            f"{connector.describe(piece.key)}): {error}"
+        ) from error
 
 
 def _staged(run: Run, begin: int, end: int) -> int:
@@ -215,7 +220,7 @@ def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _stream(device: torch.device) -> Any:
+def stream_of(device: torch.device) -> Any:
     """A stream of its own for what a worker copies, so that workers do not wait for one another or for the training."""
     from contextlib import nullcontext
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import of_ranks
 import pytest
 import safetensors.torch
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.multiprocessing.spawn import spawn
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader
@@ -85,20 +83,3 @@ def test_damage_is_found(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CheckpointException, match=r"CheckpointError.*model\.w.* is damaged"):
         load(state_of(False), storage_reader=StreamReader(tmp_path / "s"), no_dist=True)
-
-
-# Each process imports torch: a minute for the long one on two cores.
-@pytest.mark.parametrize(
-    ("num_saving", "sizes"), [(2, ()), pytest.param(4, (1, 2, 3, 8), marks=pytest.mark.prove)], ids=["two", "four"]
-)
-def test_saved_by_some_ranks_and_loaded_by_others(tmp_path: Path, num_saving: int, sizes: tuple[int, ...]) -> None:
-    spawn(of_ranks.save_sharded, (num_saving, str(tmp_path)), nprocs=num_saving)  # type: ignore[no-untyped-call]
-    found = loaderkit.restore(tmp_path / "step-7")
-    wanted = of_ranks.whole()
-    assert all(same(found[f"model.{name}"], wanted[name]) for name in wanted)
-    plain = {"model": {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}}
-    load(plain, storage_reader=StreamReader(tmp_path / "step-7"), no_dist=True)
-    assert all(same(plain["model"][name], wanted[name]) for name in wanted)
-    for world_size in sizes:
-        spawn(of_ranks.load_sharded, (world_size, str(tmp_path)), nprocs=world_size)  # type: ignore[no-untyped-call]
-        assert len(list(tmp_path.glob(f"loaded-{world_size}-*"))) == world_size

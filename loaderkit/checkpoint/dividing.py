@@ -1,4 +1,4 @@
-"""What ranks that load together tell one another through torch's plan: which parts several of them need, and which bytes of them.
+"""What ranks that load together tell one another through torch's plan: which parts several of them need, and which bytes.
 
 Every rank's plan comes to the coordinator, which looks at all of them, and goes back to the ranks with what concerns them.
 """

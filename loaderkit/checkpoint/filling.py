@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import Laid, TensorPlan, Want, gap_of, limits_of
+from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of
 from loaderkit.checkpoint.stages import Checksums, Shards
 from loaderkit.errors import CheckpointError
 from loaderkit.prefetch.accounts import Clock
@@ -20,7 +20,6 @@ from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.stats import Stats
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
-_SMALL_GAP = 256 * 2**10
 _REMOTE_WORKERS = 16
 _FEW = 4
 _CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ def num_workers_of(connector: Connector, concurrency: int | Literal["auto"]) -> 
     """Threads: one a CPU for files, more for a store that answers late."""
     if concurrency != "auto":
         return concurrency
-    return max(2, num_cpus()) if gap_of(connector) < _SMALL_GAP else _REMOTE_WORKERS
+    return max(2, num_cpus()) if gap_of(connector) < SMALL_GAP else _REMOTE_WORKERS
 
 
 class Filling:

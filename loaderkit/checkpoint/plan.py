@@ -25,6 +25,7 @@ _LEAST_CHUNK = 64 * 2**10
 _LEAST_CHECKED_CHUNK = 2**20
 _MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
 _REMOTE_GAP = 2**20
+SMALL_GAP = 256 * 2**10  # connectors with a larger one answer late
 
 Laid = tuple[list[Piece], Callable[[], list[tuple[str, Any]]]]
 
@@ -54,9 +55,10 @@ class Run(NamedTuple):
 class RangeChunk(Chunk):
     """Some runs of one destination."""
 
-    __slots__ = ("buffers", "runs")
+    __slots__ = ("are_right", "buffers", "runs")
     runs: tuple[Run, ...]
     buffers: list[memoryview]
+    are_right: list[bool]  # of every run: whether its checksums have been compared already, and are right
 
 
 class TensorDestination(Destination):
@@ -228,7 +230,7 @@ class TensorPlan:
         place = len(destination.chunks)
         chunk = RangeChunk(destination, place, place + 1, 0, np.array([number], np.int64))
         chunk.runs = tuple(runs)
-        chunk.buffers = []
+        chunk.buffers, chunk.are_right = [], []
         return chunk
 
     def finish(self, destination: Destination) -> list[tuple[str, Any]]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -53,7 +54,7 @@ def save(folder: Path, state: dict[str, Any], rank: int) -> None:
     """Every rank writes its part under another name; what has the name of a checkpoint is whole."""
     path = folder / f"step-{state['step']}"
     temporary = path.with_name(f"{path.name}.tmp")
-    dcp.save(state, checkpoint_id=temporary)
+    save_parts(state, checkpoint_id=temporary)
     if rank == 0:
         os.replace(temporary, path)
     dist.barrier()
@@ -84,8 +85,7 @@ def main() -> None:
     state = state_of(model, optimizer, loader)
     url = newest(args.folder, rank)
     if url is not None:
-        reader = StreamReader(url)
-        dcp.load(state, storage_reader=reader)
+        load(state, storage_reader=StreamReader(url))  # dcp.load
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         loader.load_state_dict(state["loader"])
         if rank == 0:

@@ -25,8 +25,8 @@ LAUNCHED = {"restore_fsdp.py": [*TORCHRUN, "2"]}  # by what, if not by python al
 
 def run(program: Path, arguments: list[str], folder: Path, launcher: list[str] | None = None) -> str:
     launcher = LAUNCHED.get(program.name, []) if launcher is None else launcher
-    command = [sys.executable, *launcher, program, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # else torchrun says that it has set it
+    command = [sys.executable, *launcher, str(program), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if launcher else None  # else torchrun says that it has set it
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

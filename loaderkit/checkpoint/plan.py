@@ -55,10 +55,9 @@ class Run(NamedTuple):
 class RangeChunk(Chunk):
     """Some runs of one destination."""
 
-    __slots__ = ("are_right", "buffers", "runs")
+    __slots__ = ("buffers", "runs")
     runs: tuple[Run, ...]
     buffers: list[memoryview]
-    are_right: list[bool]  # of every run: whether its checksums have been compared already, and are right
 
 
 class TensorDestination(Destination):
@@ -230,7 +229,7 @@ class TensorPlan:
         place = len(destination.chunks)
         chunk = RangeChunk(destination, place, place + 1, 0, np.array([number], np.int64))
         chunk.runs = tuple(runs)
-        chunk.buffers, chunk.are_right = [], []
+        chunk.buffers = []
         return chunk
 
     def finish(self, destination: Destination) -> list[tuple[str, Any]]:

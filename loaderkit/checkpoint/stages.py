@@ -10,12 +10,11 @@ import torch
 import xxhash
 
 from loaderkit.checkpoint.laying import Piece
-from loaderkit.checkpoint.plan import SMALL_GAP, RangeChunk, Run, Totals, gap_of
+from loaderkit.checkpoint.plan import RangeChunk, Run, Totals
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 from loaderkit.types import Chunk, Connector, ObjectInfo, Stage
 
 _PINNED = "pinned"
-_STEP = 2**20  # what is read at once where checksums are compared at once: of 0.25 to 8 MiB the fastest are up to 1
 
 
 class Checksums(NamedTuple):
@@ -50,8 +49,6 @@ class Shards:
         self._checksums = checksums
         self._device = device
         self._names_touched = names_touched
-        # Small reads cost nothing in files, and much in an object store: there checksums are compared in a stage of their own.
-        self._checks_early = gap_of(connector) < SMALL_GAP
 
     def stages(self) -> list[Stage]:
         """In their order."""
@@ -69,15 +66,12 @@ class Shards:
         sizes = [_staged(run, *span) for run, span in zip(chunk.runs, spans, strict=True)]
         staging = self._staging(chunk, sum(sizes))
         offset = num_bytes = 0
-        chunk.buffers, chunk.are_right = [], []
+        chunk.buffers = []
         for run, size, span in zip(chunk.runs, sizes, spans, strict=True):
             buffer = staging[offset : offset + size]
             chunk.buffers.append(buffer)
             offset += -(-size // 64) * 64
-            checksums = self._checksums.get(run.key) if self._checks_early else None
-            chunk.are_right.append(checksums is not None and self._read_checked(run, buffer, checksums, span))
-            if checksums is None:
-                self._read_run(run, buffer, *span)
+            self._read_run(run, buffer, *span)
             num_bytes += span[1] - span[0]
         return num_bytes
 
@@ -106,22 +100,6 @@ class Shards:
             if len(part):
                 self._read_range(run, start, part)
 
-    def _read_checked(self, run: Run, buffer: memoryview, checksums: Checksums, span: tuple[int, int]) -> bool:
-        """Read a run in small steps, comparing the checksums of each while it is in the CPU's cache: whether all are right."""
-        if run.is_direct:
-            self._touch(run.pieces[0])
-        parts = _parts(run, buffer, span[0])
-        number, are_right = span[0] // checksums.block_bytes, True
-        for start, part in parts:
-            for lo in range(0, len(part), _STEP):
-                step = part[lo : lo + _STEP]
-                self._read_range(run, start + lo, step)
-                reached = start + lo + len(step)
-                while number * checksums.block_bytes < span[1] and checksums.end_of(number) <= reached:
-                    are_right = are_right and _is_right(parts, checksums, number)
-                    number += 1
-        return are_right
-
     def _read_range(self, run: Run, start: int, buffer: memoryview) -> None:
         info = self._objects.get(run.key)
         begin_s = time.perf_counter()
@@ -140,12 +118,12 @@ class Shards:
         """Compare the checksums of every block read; what differs is read once more. Raises CheckpointError."""
         assert isinstance(chunk, RangeChunk)
         num_bytes = 0
-        for run, buffer, is_right in zip(chunk.runs, chunk.buffers, chunk.are_right, strict=True):
+        for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
             checksums = self._checksums.get(run.key)
             if checksums is None:
                 continue
             span = self._span(run)
-            if not is_right and self._first_wrong(run, buffer, checksums, span) is not None:
+            if self._first_wrong(run, buffer, checksums, span) is not None:
                 with self._totals.lock:
                     self._totals.num_reread += 1
                 self._read_run(run, buffer, *span)

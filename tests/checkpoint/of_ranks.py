@@ -119,7 +119,8 @@ def fsdp(num_ranks: int, scale: int, *, is_blank: bool) -> dict[str, torch.Tenso
     model(torch.ones(2, 701)).sum().backward()
     optimizer.step()
     found = dict(model.state_dict())
-    for name, value in get_optimizer_state_dict(model, optimizer)["state"].items():  # type: ignore[union-attr]
+    moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, value in moments.items():
         found |= {f"{name}.{key}": tensor for key, tensor in value.items()}
     if is_blank:
         found = {name: torch.zeros_like(tensor) for name, tensor in found.items()}

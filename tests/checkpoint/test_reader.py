@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from of_states import random_tensor, same, save_dcp
+from of_states import random_tensor, same, save_dcp, saved
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -17,6 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader
+from loaderkit.errors import FormatError
+from loaderkit.formats.dcp import Blob, Layouts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -83,3 +86,28 @@ def test_damage_is_found(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CheckpointException, match=r"CheckpointError.*model\.w.* is damaged"):
         load(state_of(False), storage_reader=StreamReader(tmp_path / "s"), no_dist=True)
+
+
+def test_archives_that_are_alike_are_read_once_and_others_are_not_mistaken_for_them() -> None:
+    def layout(read: Callable[[memoryview], Blob], data: bytes) -> Blob | str:
+        try:
+            return read(memoryview(bytearray(data)))
+        except FormatError as error:
+            return str(error)
+
+    def anew(data: memoryview) -> Blob:
+        return Layouts().blob(data)
+
+    first, other = saved(torch.arange(5.0)), saved(torch.arange(5.0) + 1)
+    known = Layouts()
+    assert known.blob(memoryview(bytearray(first))) is known.blob(memoryview(bytearray(other)))
+    for data in (
+        saved(torch.arange(5)),
+        saved(torch.arange(10.0)[::2].clone()),
+        saved(torch.arange(6.0).reshape(2, 3)),
+    ):
+        assert layout(known.blob, data) == layout(anew, data)
+    for place in range(len(first)):
+        layout(known.blob, first)
+        changed = first[:place] + bytes([other[place] ^ 0x41]) + first[place + 1 :]
+        assert layout(known.blob, changed) == layout(anew, changed), place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import threading
@@ -240,3 +241,19 @@ def fail_in_the_middle(rank: int, num_ranks: int, folder: Path, how: str, timeou
         os._exit(0)  # what hangs hangs; and there is no group any more that could be left
     with suppress(RuntimeError):
         dist.destroy_process_group()
+
+
+def die_in_load(rank: int, num_ranks: int, folder: Path) -> None:
+    """Rank 1 dies within dcp.load; the others write down what they find in the log, and how it ended."""
+    begin(rank, num_ranks, folder, "dying")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("loaderkit").addHandler(handler)
+    connector = Faulty(folder, "dies") if rank == 1 else FileConnector(folder)
+    reader = StreamReader("given://large.safetensors", memory="8MiB", connectors={"given": connector})
+    try:
+        load({"w": torch.zeros(2**22), "v": torch.zeros(2**22)}, storage_reader=reader)
+    except Exception as error:
+        (folder / f"died-{rank}").write_text(json.dumps([said, repr(error)]))
+    os._exit(0)

@@ -88,6 +88,15 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, how: str, timeout_s: float) 
         assert "the disk is broken" in message
 
 
+@pytest.mark.prove
+def test_a_rank_that_dies_in_dcp_load_is_named_in_the_log(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2**22), "v": torch.ones(2**22)}, tmp_path / "large.safetensors")
+    assert of_ranks.run_ranks(of_ranks.die_in_load, 3, tmp_path) == [0, -9, 0]
+    for rank in (0, 2):
+        said, _ = json.loads((tmp_path / f"died-{rank}").read_text())
+        assert any(line.startswith("rank 1 does not answer any more") for line in said), said
+
+
 INTERVALS = st.lists(
     st.tuples(
         st.sampled_from("ab"),

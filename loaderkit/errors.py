@@ -17,6 +17,7 @@
     │       └── ChecksumError          the bytes are not those whose checksum is known
     ├── FormatError            the bytes are not what their format promises (also a ValueError)
     ├── CheckpointError        a checkpoint cannot be restored: partial, damaged, or not what is to be filled
+    │   └── PeerError              another rank failed or died, and would have passed on what this one needs
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
@@ -149,6 +150,14 @@ class CheckpointError(LoaderkitError):
         self.touched = touched
         self.missing = missing
         self.unexpected = unexpected
+
+
+class PeerError(CheckpointError):
+    """Another rank failed, died or hung while ranks shared a checkpoint; `ranks` are those to blame, where they are known."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), touched: tuple[str, ...] = ()) -> None:
+        super().__init__(message, touched=touched)
+        self.ranks = ranks
 
 
 class SourceError(LoaderkitError):

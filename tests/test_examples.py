@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,17 @@ ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "torch_dataset.py": ["--samples", "100"],
     "train_from_s3.py": ["s3://examples/shards", "--endpoint", "ENDPOINT", "--cache", "cache", "--batch-size", "20"],
     "restore.py": ["--steps", "6", "--check"],
+    "restore_fsdp.py": ["--steps", "3"],
 }
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+LAUNCHED = {"restore_fsdp.py": [*TORCHRUN, "2"]}  # by what, if not by python alone
 
 
-def run(program: Path, arguments: list[str], folder: Path) -> str:
-    done = subprocess.run([sys.executable, program, *arguments], cwd=folder, capture_output=True, text=True)
+def run(program: Path, arguments: list[str], folder: Path, launcher: list[str] | None = None) -> str:
+    launcher = LAUNCHED.get(program.name, []) if launcher is None else launcher
+    command = [sys.executable, *launcher, str(program), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if launcher else None  # else torchrun says that it has set it
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
@@ -60,3 +67,17 @@ def test_training_resumes_exactly(photos: Path, tmp_path: Path) -> None:
     assert trained("--checkpoint", "parts.pt") == whole[3:]
     assert trained("--checkpoint", "parts.pt") == []  # there is nothing left to do
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.prove
+def test_fsdp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    program = FOLDER / "restore_fsdp.py"
+
+    def trained(num_ranks: int, num_steps: int, folder: str) -> list[str]:
+        arguments = ["--steps", str(num_steps), "--folder", folder]
+        return run(program, arguments, tmp_path, [*TORCHRUN, str(num_ranks)]).splitlines()
+
+    whole = trained(1, 6, "whole")[1:]
+    parts = [*trained(2, 2, "parts")[1:], *trained(3, 4, "parts")[1:], *trained(1, 6, "parts")[1:]]
+    assert parts == whole
+    assert len(whole) == 6

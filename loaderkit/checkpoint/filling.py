@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import Laid, TensorPlan, Want, gap_of, limits_of
+from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of
 from loaderkit.checkpoint.stages import Checksums, Shards
 from loaderkit.errors import CheckpointError
 from loaderkit.prefetch.accounts import Clock
@@ -20,7 +20,6 @@ from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.stats import Stats
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
-_SMALL_GAP = 256 * 2**10
 _REMOTE_WORKERS = 16
 _FEW = 4
 _CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ def num_workers_of(connector: Connector, concurrency: int | Literal["auto"]) -> 
     """Threads: one a CPU for files, more for a store that answers late."""
     if concurrency != "auto":
         return concurrency
-    return max(2, num_cpus()) if gap_of(connector) < _SMALL_GAP else _REMOTE_WORKERS
+    return max(2, num_cpus()) if gap_of(connector) < SMALL_GAP else _REMOTE_WORKERS
 
 
 class Filling:
@@ -98,16 +97,8 @@ class Filling:
                 yield destination.result
         except BaseException as error:
             self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
-            self._name_touched(error)
+            name_touched(error, self.totals.touched)
             raise
-
-    def _name_touched(self, error: BaseException) -> None:
-        touched = tuple(sorted(self.totals.touched.copy()))  # a worker that hangs may still add to it
-        if isinstance(error, CheckpointError):
-            error.touched = touched
-        if touched:
-            listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
-            error.add_note(f"written to already, so neither old nor new: {listed}")
 
     def stats(self) -> Stats:
         """The engine's accounts."""
@@ -124,6 +115,16 @@ class Filling:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def name_touched(error: BaseException, names: set[str]) -> None:
+    """Say with an error which of the caller's tensors were written to before it."""
+    touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to it
+    if isinstance(error, CheckpointError):
+        error.touched = touched
+    if touched:
+        listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
+        error.add_note(f"written to already, so neither old nor new: {listed}")
 
 
 def fetch_ranges(

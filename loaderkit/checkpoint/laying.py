@@ -196,7 +196,7 @@ def _unpack(
     """What takes the archive of a part and puts the box in it into `view`."""
 
     def place(data: memoryview) -> None:
-        blob = dcp.read_blob(lambda start, buffer: _copy(data, start, buffer), len(data))
+        blob = (part.layouts or dcp.Layouts()).blob(data)
         check_blob(blob, dtype, part)
         item = dtype.itemsize
         start = blob.start + sum(o * s for o, s in zip(offsets, blob.strides, strict=True)) * item
@@ -204,10 +204,6 @@ def _unpack(
         put(view, as_tensor(data[start : start + spanned * item], dtype, sizes, blob.strides))
 
     return place
-
-
-def _copy(data: memoryview, start: int, buffer: memoryview) -> None:
-    buffer[:] = data[start : start + len(buffer)]
 
 
 def check_blob(blob: dcp.Blob, dtype: torch.dtype, part: Part) -> None:

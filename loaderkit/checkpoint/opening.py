@@ -256,6 +256,7 @@ def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
     except FormatError as error:
         raise _named(found, info, error) from None
     _check_files(found, contents)
+    layouts = dcp.Layouts()
     for name, path in contents.paths.items():
         found.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
     for name, tensor in contents.tensors.items():
@@ -267,6 +268,7 @@ def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
                 piece.place.start,
                 piece.place.length,
                 is_blob=True,
+                layouts=layouts,
             )
             for piece in tensor.pieces
             if prod(piece.sizes)

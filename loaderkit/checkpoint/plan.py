@@ -25,6 +25,7 @@ _LEAST_CHUNK = 64 * 2**10
 _LEAST_CHECKED_CHUNK = 2**20
 _MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
 _REMOTE_GAP = 2**20
+SMALL_GAP = 256 * 2**10  # connectors with a larger one answer late
 
 Laid = tuple[list[Piece], Callable[[], list[tuple[str, Any]]]]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,43 +26,57 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from loaderkit.checkpoint.laying import Limits, lay_box
+from loaderkit.checkpoint.dividing import Division, PartId, intervals_of, with_division, with_machine
+from loaderkit.checkpoint.group import Group, default_store
+from loaderkit.checkpoint.laying import Limits, Piece, lay_box
 from loaderkit.checkpoint.manifest import Verify
 from loaderkit.checkpoint.plan import Laid, Want
 from loaderkit.checkpoint.records import Checkpoint, Part
-from loaderkit.checkpoint.restoring import Source, opened
-from loaderkit.errors import CheckpointError
+from loaderkit.checkpoint.restoring import TIMEOUT_S, Source, opened
+from loaderkit.checkpoint.sharing import Sharing, run_beside
+from loaderkit.checkpoint.together import agree, value_pieces
+from loaderkit.errors import CheckpointError, ConfigError, PeerError
 from loaderkit.types import Connector
 
 _CPU = torch.device("cpu")
+logger = logging.getLogger("loaderkit")
 
 
 class StreamReader(StorageReader):
     """Reads a checkpoint for `dcp.load(state_dict, storage_reader=StreamReader(url))`, whatever its format, with resharding.
 
-    Only the ranges a rank needs are read, also inside the archives of `.distcp` files. The planner is called by the thread that
-    called `dcp.load` alone. `memory` bounds this rank's staging memory; `verify` is that of `loaderkit.restore`.
-    Nothing is unpickled: plain values are read by the restricted reader, and written anew before the planner gets them.
+    Only the ranges a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks need
+    is read by one of them and passed on to the others; what comes out is the same without. The planner is called by the
+    thread that called `dcp.load` alone. `memory` bounds the staging memory of all ranks of a machine together; `verify` is
+    that of `loaderkit.restore`; `process_group` the one that `dcp.load` is given, if it is. `timeout_s`: how long a rank waits
+    for another before it gives up, naming it. Nothing is unpickled: plain values are read by the restricted reader, and
+    written anew before the planner gets them.
     """
 
     def __init__(
         self,
         url: str | os.PathLike[str],
         *,
+        process_group: dist.ProcessGroup | None = None,
+        share: bool = True,
         memory: int | str = "2GiB",
         verify: Verify = "auto",
+        timeout_s: float = TIMEOUT_S,
         connectors: Mapping[str, Connector] | None = None,
     ) -> None:
         super().__init__()
         self._url = os.fspath(url)
+        self._process_group = process_group
+        self._share = share
         self._memory = memory
         self._verify = verify
+        self._timeout_s = timeout_s
         self._connectors = connectors
         self._open: ExitStack | None = None
         self._source: Source | None = None
         self._load_id = uuid.uuid4().hex
         self.stats: dict[str, Any] | None = None
-        """The engine's accounts of the last load, as `loader.stats().to_dict()`."""
+        """The engine's accounts of the last load, as `loader.stats().to_dict()`; those of what was shared are in "shared"."""
 
     # ------------------------------------------------------------------------------------ what dcp.load asks, in order
 
@@ -81,17 +98,27 @@ class StreamReader(StorageReader):
         """Nothing to do: `read_metadata` has opened it, or `read_data` will."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
+        """With a word for the coordinator."""
+        return with_machine(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
+        """On the coordinator: who shares what. Raises ConfigError if these are not the plans of the process group."""
+        share = self._share and dist.is_available() and dist.is_gloo_available()
+        if share and len(plans) > 1 and len(plans) != (size := dist.get_world_size(self._process_group)):
+            raise ConfigError(
+                f"dcp.load has {len(plans)} ranks, and the process group has {size}: give dcp.load and StreamReader the same "
+                "process_group"
+            )
+        return with_division(plans, self._opened().found, share=share)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the planner resolves; complete when it returns. Raises as `loaderkit.restore`."""
+        """Fill what the planner resolves; complete when it returns. Raises as `loaderkit.restore`, and PeerError."""
         try:
             self._read(plan, planner)
+        except PeerError as error:
+            # dcp.load asks all ranks for the outcome now. Of one that died it hears nothing, and fails without saying why.
+            logger.error("%s", error)
+            raise
         finally:
             self._close()
         done: Future[None] = Future()
@@ -122,41 +149,150 @@ class StreamReader(StorageReader):
             stack.close()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        source = self._opened()
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        found = source.resolved(dict.fromkeys(item.storage_index.fqn for item in tensors))
-        parts = {(n, part.offsets): part for n, stored in found.tensors.items() for part in stored.parts}
-        read = source.plain_values([item.storage_index.fqn for item in values])
+        division = plan.storage_data if isinstance(plan.storage_data, Division) else None
+        group = self._joined(division) if division is not None and (division.common or division.values) else None
+        try:
+            source = self._opened()
+            if division is not None:
+                source.memory_bytes //= division.num_local
+            wanted = self._resolved(plan, planner)
+        except BaseException as error:
+            if group is not None:
+                group.fail(error)
+            raise
+        found, values, shared = source.found, {}, None
+        if group is not None and division is not None:
+            sharing = _SharedLoad(source, group, division, wanted)
+            run_beside(group, sharing.run, stop=sharing.stop)
+            found, values, shared = sharing.found, sharing.values, sharing.stats()
+            for one in wanted:
+                if one.part_id in sharing.done:
+                    planner.commit_tensor(one.item, one.target)
+            wanted = [one for one in wanted if one.part_id not in sharing.done]
+        source.found = found
+        self._read_own(source, wanted, planner)
+        if self.stats is not None:
+            self.stats["shared"] = shared
+        names = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        read = source.plain_values([item.storage_index.fqn for item in names], values)
+        for item in names:
+            planner.load_bytes(item, _pickled(read[item.storage_index.fqn]))
+
+    def _joined(self, division: Division) -> Group:
+        ranks = dist.get_process_group_ranks(self._process_group or dist.group.WORLD)
+        return Group(default_store(), division.load_id, ranks, division.me, timeout_s=self._timeout_s)
+
+    def _resolved(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Wanted]:
+        """What is to be filled, with its memory."""
+        found = []
+        for item in plan.items:
+            if item.type == LoadItemType.TENSOR:
+                target = planner.resolve_tensor(item).detach()
+                if tuple(target.shape) != tuple(item.lengths):
+                    raise CheckpointError(
+                        f"{self._url}: {item.storage_index.fqn!r}: the planner gave {list(target.shape)} for "
+                        f"{list(item.lengths)}"
+                    )
+                found.append(_Wanted(item, target))
+        return found
+
+    def _read_own(self, source: Source, wanted: Sequence[_Wanted], planner: LoadPlanner) -> None:
+        """Read what this rank shares with no other."""
+        parts = _parts_of(source.found)
+        needed = {one.part_id for one in wanted if one.part_id in parts}
+        layouts = source.layouts((name, parts[name, offsets]) for name, offsets in needed)
         wants = []
-        device = _CPU
-        for item in tensors:
-            target = planner.resolve_tensor(item).detach()
-            if tuple(target.shape) != tuple(item.lengths):
-                raise CheckpointError(
-                    f"{self._url}: {item.storage_index.fqn!r}: the planner gave {list(target.shape)} for {list(item.lengths)}"
-                )
-            device = target.device if target.device.type != "cpu" else device
-            part = parts.get((item.storage_index.fqn, tuple(item.storage_index.offset or ())))
+        for one in wanted:
+            part = layouts.get(one.part_id, parts.get(one.part_id))
             if part is not None:
-                wants.append(_want(item, found, part, target))
-            elif target.numel():
+                wants.append(_want(one.item, source.found.tensors[one.part_id[0]].dtype, part, one.target))
+            elif one.target.numel():
                 raise CheckpointError(
-                    f"{self._url}: no piece of {item.storage_index.fqn!r} lies at {item.storage_index.offset}"
+                    f"{self._url}: no piece of {one.part_id[0]!r} lies at {one.item.storage_index.offset}"
                 )
-        by_number = {id(item): item for item in tensors}
-        with source.filling(wants, device, names_touched=True) as filling:
+        by_number = {id(one.item): one.item for one in wanted}
+        with source.filling(wants, _device_of(wanted), names_touched=True) as filling:
             for given in filling:
                 for number, target in given:
                     planner.commit_tensor(by_number[int(number)], target)
             self.stats = filling.stats().to_dict()
-        for item in values:
-            planner.load_bytes(item, _pickled(read[item.storage_index.fqn]))
 
 
-def _want(item: ReadItem, found: Checkpoint, part: Part, target: torch.Tensor) -> Want:
+class _Wanted(NamedTuple):
+    """An item of the plan, and the memory for it."""
+
+    item: ReadItem
+    target: torch.Tensor
+
+    @property
+    def part_id(self) -> PartId:
+        return self.item.storage_index.fqn, tuple(self.item.storage_index.offset or ())
+
+
+def _parts_of(found: Checkpoint) -> dict[PartId, Part]:
+    return {(name, part.offsets): part for name, stored in found.tensors.items() for part in stored.parts}
+
+
+def _device_of(wanted: Sequence[_Wanted]) -> torch.device:
+    return next((one.target.device for one in wanted if one.target.device.type != "cpu"), _CPU)
+
+
+class _SharedLoad:
+    """The part of a load that ranks share. After `run`: the checkpoint as it was found to be, the archives of the values that
+    were shared, and which parts of tensors are `done`."""
+
+    def __init__(self, source: Source, group: Group, division: Division, wanted: Sequence[_Wanted]) -> None:
+        self.found = source.found
+        self.values: dict[str, bytearray] = {}
+        self.done = {common.part for common in division.common if common.boxes}
+        self._source = source
+        self._group = group
+        self._division = division
+        self._wanted = wanted
+        self._sharing: Sharing | None = None
+
+    def run(self) -> None:
+        """On a thread of its own; not the planner's."""
+        source, group, division = self._source, self._group, self._division
+        parts = _parts_of(source.found)
+        self.found, limits = agree(group, source, [(c.part[0], parts[c.part]) for c in division.common])
+        parts = _parts_of(self.found)
+        pieces: list[Piece] = []
+        for one in self._wanted:
+            if one.part_id in self.done:
+                name, item = one.part_id[0], one.item
+                dtype, part = self.found.tensors[name].dtype, parts[one.part_id]
+                offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
+                pieces += lay_box(name, dtype, part, one.target, limits, offsets=offsets, sizes=sizes)
+        mine = [value.name for value in division.values if value.takers is None or group.me in value.takers]
+        pickled, self.values = value_pieces(self.found, mine)
+        self._sharing = Sharing(
+            group,
+            source.found.connector,
+            source.objects,
+            intervals=intervals_of(division, self.found, limits),
+            pieces=pieces + pickled,
+            limits=limits,
+            memory_bytes=source.memory_bytes,
+            checksums=source.checksums,
+            device=_device_of(self._wanted),
+            names_touched=True,
+        )
+        self._sharing.run()
+
+    def stop(self, error: BaseException) -> None:
+        """Make `run` raise an error if it waits for a read."""
+        if self._sharing is not None:
+            self._sharing.stop(error)
+
+    def stats(self) -> dict[str, Any]:
+        """What sharing took, and the accounts of the engine that read for it."""
+        assert self._sharing is not None
+        return {**asdict(self._sharing.totals), "reading": self._sharing.accounts}
+
+
+def _want(item: ReadItem, dtype: torch.dtype, part: Part, target: torch.Tensor) -> Want:
     name = item.storage_index.fqn
-    dtype = found.tensors[name].dtype
     offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
 
     def make(limits: Limits) -> Laid:

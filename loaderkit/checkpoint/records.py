@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from loaderkit.formats.dcp import Layouts
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 
@@ -25,6 +26,7 @@ class Part:
     length: int
     strides: tuple[int, ...] = ()
     is_blob: bool = False
+    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # of archives; one for a checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -37,11 +38,16 @@ from loaderkit.schema import parse_bytes
 from loaderkit.stages.transfer import resolve_device
 from loaderkit.types import ByteRange, Connector
 
+if TYPE_CHECKING:
+    from loaderkit.checkpoint.group import Group
+
+TIMEOUT_S = 300.0  # for which a rank waits for another
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _MOST_LEAVES = 100_000_000
 _BLOB_HEAD = 4096  # of a piece's archive: its pickle, and its record's header
 _BLOB_TAIL = 4096  # its directory
-_SMALL_BLOB = 256 * 2**10  # read whole at once
+_MOST_LAYOUTS = 1024  # are looked for at once, in 8 MiB
+SMALL_BLOB = 256 * 2**10  # an archive of so many bytes is read whole, at once
 
 
 class Progress(NamedTuple):
@@ -67,10 +73,13 @@ def restore(
     keys: str | Iterable[str] | None = None,
     strict: bool = True,
     nested: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
     memory: int | str = "2GiB",
     verify: Verify = "auto",
     progress: Callable[[Progress], None] | None = None,
     concurrency: int | Literal["auto"] = "auto",
+    timeout_s: float = TIMEOUT_S,
     connectors: Mapping[str, Connector] | None = None,
 ) -> Any:
     """Bring a checkpoint's tensors back: as a dict, name -> tensor or plain value, or into the nested state dict `into`.
@@ -85,10 +94,26 @@ def restore(
     on staging memory, besides the tensors. `verify`: "auto" compares with the manifest if there is one, True demands one,
     False does not look. `progress` is called in this thread as tensors become whole.
 
-    Raises CheckpointError (partial, damaged, or not fitting; its `touched` names what was written to before), FormatError,
-    ConnectorError, ConfigError.
+    With `rank` and `world_size`, those of torch.distributed, all ranks call it for the same names, and every one gets
+    everything: each byte is read by one rank and passed on to the others. `memory` is then that of all ranks of a machine
+    together, and `timeout_s` how long a rank waits for another before it gives up, naming it.
+
+    Raises CheckpointError (partial, damaged, or not fitting; its `touched` names what was written to before), PeerError
+    (another rank failed), FormatError, ConnectorError, ConfigError.
     """
-    with opened(url, connectors, memory, verify) as source:
+    with ExitStack() as stack:
+        group = None
+        if rank is not None or world_size is not None:
+            if rank is None or world_size is None or not 0 <= rank < world_size:
+                raise ConfigError(
+                    f"rank {rank!r} of world_size {world_size!r}: give both, the rank from 0 to world_size - 1"
+                )
+            if world_size > 1:
+                from loaderkit.checkpoint.together import joined
+
+                group = stack.enter_context(joined(rank, world_size, timeout_s))
+        source = stack.enter_context(opened(url, connectors, memory, verify))
+        source.group = group
         return source.restore(
             into,
             device=device,
@@ -129,6 +154,7 @@ class Source:
         self.objects = {info.key: info for info in found.objects.values()}
         self.totals: Totals | None = None
         self.stats: dict[str, Any] | None = None
+        self.group: Group | None = None  # the ranks that restore together
 
     def restore(
         self,
@@ -151,23 +177,47 @@ class Source:
                     "dtype 'target' needs `into`: without it there are no tensors whose types could be meant"
                 )
             tensors, values = choose(self.found, keys)
-            given = self.plain_values(values)
-            wants = new_tensors(self.resolved(tensors), tensors, place or torch.device("cpu"), kind)
-            made = dict(self._fill(wants, place or torch.device("cpu"), progress, concurrency, names_touched=False))
+            on = place or torch.device("cpu")
+            new = partial(new_tensors, names=tensors, device=on, dtype=kind)
+            made, given = self._bring(
+                tensors, values, new, device=on, progress=progress, concurrency=concurrency, names_touched=False
+            )
             flat = {name: made[name] for name in tensors} | given
             return nest(flat, self.found.paths, self.found.empty if keys is None else ()) if nested else flat
         leaves, tensors, values = self._fit(into, keys, strict)
         targets = {name: leaves[name].value for name in tensors}
         for name in values:
             _check_settable(self.found, name, leaves[name])
-        wants = given_tensors(self.resolved(tensors), targets, kind, place)
-        given = self.plain_values(values)
+        fitted = partial(given_tensors, targets=targets, dtype=kind, device=place)
         on = next((t.device for t in targets.values() if t.device.type != "cpu"), torch.device("cpu"))
-        for _ in self._fill(wants, on, progress, concurrency, names_touched=True):
-            pass
+        _, given = self._bring(
+            tensors, values, fitted, device=on, progress=progress, concurrency=concurrency, names_touched=True
+        )
         for name, value in given.items():
             leaves[name].container[leaves[name].key] = value
         return into
+
+    def _bring(
+        self,
+        names: list[str],
+        values: list[str],
+        wants_of: Callable[[Checkpoint], list[Want]],
+        *,
+        device: torch.device,
+        progress: Callable[[Progress], None] | None,
+        concurrency: int | Literal["auto"],
+        names_touched: bool,
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors, plain values) by name, alone or together with other ranks."""
+        if self.group is not None:
+            from loaderkit.checkpoint.together import bring
+
+            return bring(
+                self, self.group, names, values, wants_of, device=device, progress=progress, names_touched=names_touched
+            )
+        wants = wants_of(self.resolved(names))
+        given = self.plain_values(values)
+        return dict(self._fill(wants, device, progress, concurrency, names_touched=names_touched)), given
 
     def _fit(
         self, into: Any, keys: str | Iterable[str] | None, strict: bool
@@ -240,35 +290,47 @@ class Source:
     # ------------------------------------------------------------------------------------- archives inside of files
 
     def resolved(self, names: Iterable[str]) -> Checkpoint:
-        """The checkpoint with the large pieces of these tensors found in their archives: two small reads a piece."""
-        names = [*names]
-        parts = [
-            (name, number, part)
-            for name in names
-            for number, part in enumerate(self.found.tensors[name].parts)
-            if part.is_blob and part.length > _SMALL_BLOB
-        ]
-        if not parts:
+        """The checkpoint with the large pieces of these tensors found in their archives."""
+        return self.with_layouts(
+            self.layouts((name, part) for name in names for part in self.found.tensors[name].parts)
+        )
+
+    def with_layouts(self, layouts: Mapping[tuple[str, tuple[int, ...]], Part]) -> Checkpoint:
+        """The checkpoint with some parts, by name and offsets, replaced by what was found of them."""
+        if not layouts:
             return self.found
+        tensors = dict(self.found.tensors)
+        for name in dict.fromkeys(name for name, _ in layouts):
+            stored = tensors[name]
+            parts = tuple(layouts.get((name, part.offsets), part) for part in stored.parts)
+            tensors[name] = Stored(stored.dtype, stored.shape, parts, stored.storage)
+        return replace(self.found, tensors=tensors)
+
+    def layouts(self, wanted: Iterable[tuple[str, Part]]) -> dict[tuple[str, tuple[int, ...]], Part]:
+        """The large ones of these parts as plain bytes, by name and offsets: two small reads a part."""
+        parts = [(name, part) for name, part in wanted if part.is_blob and part.length > SMALL_BLOB]
+        found = {}
+        for lo in range(0, len(parts), _MOST_LAYOUTS):
+            found.update(self._layouts(parts[lo : lo + _MOST_LAYOUTS]))
+        return found
+
+    def _layouts(self, parts: Sequence[tuple[str, Part]]) -> dict[tuple[str, tuple[int, ...]], Part]:
         ranges = []
-        for _, _, part in parts:
+        for _, part in parts:
             etag = self.objects[part.key].etag
             ranges.append(ByteRange(part.key, part.start, _BLOB_HEAD, etag))
             ranges.append(ByteRange(part.key, part.start + part.length - _BLOB_TAIL, _BLOB_TAIL, etag))
         read = fetch_ranges(self.found.connector, self.objects, ranges, self.memory_bytes)
-        tensors = dict(self.found.tensors)
-        for (name, number, part), head, tail in zip(parts, read[::2], read[1::2], strict=True):
-            stored = tensors[name]
+        found = {}
+        for (name, part), head, tail in zip(parts, read[::2], read[1::2], strict=True):
             try:
                 blob = dcp.read_blob(self._reader_inside(part, head, tail), part.length)
-                found = unpacked(part, stored.dtype, blob)
+                found[name, part.offsets] = unpacked(part, self.found.tensors[name].dtype, blob)
             except FormatError as error:
                 raise FormatError(
                     f"{self.found.describe(part.key)}: {name!r} from byte {part.start} on: {error}"
                 ) from None
-            changed = (*stored.parts[:number], found, *stored.parts[number + 1 :])
-            tensors[name] = Stored(stored.dtype, stored.shape, changed, stored.storage)
-        return replace(self.found, tensors=tensors)
+        return found
 
     def _reader_inside(self, part: Part, head: bytes, tail: bytes) -> torch_zip.Read:
         """Reads in an archive whose beginning and end are there already."""
@@ -288,11 +350,16 @@ class Source:
 
     # ------------------------------------------------------------------------------------------------- plain values
 
-    def plain_values(self, names: list[str]) -> dict[str, Any]:
-        """Plain values by name, read where they lie in archives of their own. Raises CheckpointError for what is not made."""
-        pickled = {name: self.found.pickled[name] for name in names if name in self.found.pickled}
+    def plain_values(
+        self, names: list[str], known: Mapping[str, bytes | bytearray] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Plain values by name, read where they lie in archives of their own unless the archive is `known`.
+
+        Raises CheckpointError for what is not made.
+        """
+        pickled = {n: self.found.pickled[n] for n in names if n in self.found.pickled and n not in known}
         read = fetch_ranges(self.found.connector, self.objects, [*pickled.values()], self.memory_bytes)
-        blobs = dict(zip(pickled, read, strict=True))
+        blobs = {**known, **dict(zip(pickled, read, strict=True))}
         found: dict[str, Any] = {}
         for name in names:
             value = self.found.values.get(name)
@@ -307,7 +374,7 @@ class Source:
             found[name] = settle(value, tensor)
         return found
 
-    def _unpickled(self, name: str, data: bytes) -> tuple[Any, Callable[[Any], Any]]:
+    def _unpickled(self, name: str, data: bytes | bytearray) -> tuple[Any, Callable[[Any], Any]]:
         view = memoryview(data)
 
         def read(start: int, buffer: memoryview) -> None:

@@ -24,6 +24,10 @@ class Checksums(NamedTuple):
     num_bytes: int
     hashes: Sequence[str]
 
+    def end_of(self, number: int) -> int:
+        """Where a block ends."""
+        return min((number + 1) * self.block_bytes, self.num_bytes)
+
 
 class Shards:
     """The stages, bound to where the bytes are. One instance serves all workers."""
@@ -67,7 +71,8 @@ class Shards:
             buffer = staging[offset : offset + size]
             chunk.buffers.append(buffer)
             offset += -(-size // 64) * 64
-            num_bytes += self._read_run(run, buffer, *span)
+            self._read_run(run, buffer, *span)
+            num_bytes += span[1] - span[0]
         return num_bytes
 
     def _staging(self, chunk: Chunk, size: int) -> memoryview:
@@ -88,17 +93,14 @@ class Shards:
         block = checksums.block_bytes
         return run.start // block * block, min(-(-run.end // block) * block, checksums.num_bytes)
 
-    def _read_run(self, run: Run, buffer: memoryview, begin: int, end: int) -> int:
-        if not run.is_direct:
-            return self._read_range(run, begin, buffer)
-        piece = run.pieces[0]
-        assert piece.target is not None
-        self._touch(piece)
-        num_before = run.start - begin
-        parts = ((begin, buffer[:num_before]), (run.start, piece.target), (run.end, buffer[num_before:]))
-        return sum(self._read_range(run, start, part) for start, part in parts if len(part))
+    def _read_run(self, run: Run, buffer: memoryview, begin: int, end: int) -> None:
+        if run.is_direct:
+            self._touch(run.pieces[0])
+        for start, part in _parts(run, buffer, begin):
+            if len(part):
+                self._read_range(run, start, part)
 
-    def _read_range(self, run: Run, start: int, buffer: memoryview) -> int:
+    def _read_range(self, run: Run, start: int, buffer: memoryview) -> None:
         info = self._objects.get(run.key)
         begin_s = time.perf_counter()
         try:
@@ -109,7 +111,6 @@ class Shards:
                 f"{self._connector.describe(run.key)}): {error}"
             ) from error
         self._totals.note(run.key, len(buffer), time.perf_counter() - begin_s)
-        return len(buffer)
 
     # ----------------------------------------------------------------------------------------------------- verify
 
@@ -128,10 +129,7 @@ class Shards:
                 self._read_run(run, buffer, *span)
                 wrong = self._first_wrong(run, buffer, checksums, span)
                 if wrong is not None:
-                    lo, hi = (
-                        wrong * checksums.block_bytes,
-                        min((wrong + 1) * checksums.block_bytes, checksums.num_bytes),
-                    )
+                    lo, hi = wrong * checksums.block_bytes, checksums.end_of(wrong)
                     raise CheckpointError(
                         f"{_who(run, lo, hi)} is damaged: bytes {lo} to {hi} of "
                         f"{self._connector.describe(run.key)} are not those of its manifest, read twice. Restore another "
@@ -141,17 +139,9 @@ class Shards:
         return num_bytes
 
     def _first_wrong(self, run: Run, buffer: memoryview, checksums: Checksums, span: tuple[int, int]) -> int | None:
-        block = checksums.block_bytes
-        begin, end = span
-        parts = _parts(run, buffer, begin)
-        for number in range(begin // block, -(-end // block)):
-            lo, hi = number * block, min((number + 1) * block, end)
-            digest = xxhash.xxh3_64()
-            for start, data in parts:
-                first, last = max(lo, start), min(hi, start + len(data))
-                if first < last:
-                    digest.update(data[first - start : last - start])
-            if digest.hexdigest() != checksums.hashes[number]:
+        parts = _parts(run, buffer, span[0])
+        for number in range(span[0] // checksums.block_bytes, -(-span[1] // checksums.block_bytes)):
+            if not _is_right(parts, checksums, number):
                 return number
         return None
 
@@ -161,13 +151,13 @@ class Shards:
         """Copy what was staged to where it belongs, cast or transferred on the way. The number of bytes."""
         assert isinstance(chunk, RangeChunk)
         num_bytes = 0
-        with _stream(self._device):
+        with stream_of(self._device):
             for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
                 if run.is_direct:
                     continue
                 begin, _ = self._span(run)
                 for piece in run.pieces:
-                    self._place(run, piece, buffer[piece.start - begin : piece.start - begin + piece.length])
+                    self._place(piece, buffer[piece.start - begin : piece.start - begin + piece.length])
                     num_bytes += piece.length
             if self._device.type == "cuda":
                 # The staging memory is written over by the next chunk: nothing of it may still be under way.
@@ -175,23 +165,28 @@ class Shards:
         chunk.buffers = []
         return num_bytes
 
-    def _place(self, run: Run, piece: Piece, data: memoryview) -> None:
+    def _place(self, piece: Piece, data: memoryview) -> None:
         self._touch(piece)
         if piece.target is not None:
             piece.target[:] = data
-            return
-        assert piece.place is not None
-        try:
-            piece.place(data)
-        except FormatError as error:
-            raise CheckpointError(
-                f"{piece.label!r} is damaged (bytes {piece.start} to {piece.start + piece.length} of "
-                f"{self._connector.describe(run.key)}): {error}"
-            ) from error
+        else:
+            place_piece(piece, data, self._connector)
 
     def _touch(self, piece: Piece) -> None:
         if self._names_touched:
             self._totals.touched.add(piece.label)
+
+
+def place_piece(piece: Piece, data: memoryview, connector: Connector) -> None:
+    """Copy, cast or transfer all bytes of a piece that has no target. Raises CheckpointError for an archive that is none."""
+    assert piece.place is not None
+    try:
+        piece.place(data)
+    except FormatError as error:
+        raise CheckpointError(
+            f"{piece.label!r} is damaged (bytes {piece.start} to {piece.start + piece.length} of "
+            f"{connector.describe(piece.key)}): {error}"
+        ) from error
 
 
 def _staged(run: Run, begin: int, end: int) -> int:
@@ -208,6 +203,22 @@ def _parts(run: Run, buffer: memoryview, begin: int) -> list[tuple[int, memoryvi
     return [(begin, buffer[:num_before]), (run.start, target), (run.end, buffer[num_before:])]
 
 
+def _is_right(parts: Sequence[tuple[int, memoryview]], checksums: Checksums, number: int) -> bool:
+    """Whether a block has the checksum it should, its bytes lying in one part or over several."""
+    lo, hi = number * checksums.block_bytes, checksums.end_of(number)
+    inside = [
+        data[max(lo, start) - start : min(hi, start + len(data)) - start]
+        for start, data in parts
+        if max(lo, start) < min(hi, start + len(data))
+    ]
+    if len(inside) == 1:
+        return xxhash.xxh3_64_hexdigest(inside[0]) == checksums.hashes[number]
+    digest = xxhash.xxh3_64()
+    for data in inside:
+        digest.update(data)
+    return digest.hexdigest() == checksums.hashes[number]
+
+
 def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
     """The tensors that a run is for, as far as they have bytes in [lo, hi) of the object."""
     inside = [p for p in run.pieces if p.start + p.length > lo and (hi is None or p.start < hi)]
@@ -215,7 +226,7 @@ def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _stream(device: torch.device) -> Any:
+def stream_of(device: torch.device) -> Any:
     """A stream of its own for what a worker copies, so that workers do not wait for one another or for the training."""
     from contextlib import nullcontext
 

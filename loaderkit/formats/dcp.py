@@ -10,7 +10,9 @@ from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
 from loaderkit.formats import torch_zip
@@ -168,6 +170,32 @@ class Blob(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class Layouts:
+    """Finds out how small archives are laid out, each kind of them once: torch.save writes tensors of one shape alike, but for
+    the tensor and checksums. To compare the bytes that tell takes 10 us, to read the archive 100."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[NDArray[np.int64], bytes, Blob]] = {}  # by size: telling bytes, where and which
+
+    def blob(self, data: memoryview) -> Blob:
+        """As `read_blob`, of an archive that is there as a whole."""
+        size, array = len(data), np.frombuffer(data, np.uint8)
+        known = self._known.get(size)
+        if known is not None and array[known[0]].tobytes() == known[1]:
+            return known[2]
+
+        def read(start: int, buffer: memoryview) -> None:
+            buffer[:] = data[start : start + len(buffer)]
+
+        found = read_blob(read, size)
+        telling = np.zeros(size, np.bool_)
+        for start, end in torch_zip.telling_bytes(read, size):
+            telling[start:end] = True
+        where = np.flatnonzero(telling)
+        self._known[size] = where, array[where].tobytes(), found
+        return found
 
 
 def read_blob(read: torch_zip.Read, size: int) -> Blob:

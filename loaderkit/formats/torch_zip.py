@@ -22,6 +22,7 @@ _END64_LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_ENTRY_CRC, _LOCAL_CRC = 16, 14  # where four bytes of checksum stand in them
 _MAX_COMMENT = 65535
 _MAX_PICKLE = 2**31
 _MAX_NUMBER = 2**62
@@ -116,6 +117,34 @@ def read_archive(read: Read, size: int, fetch: Fetch | None = None) -> Archive:
 
 def read_directory(read: Read, size: int) -> dict[str, Record]:
     """The records of a zip archive by name. Raises FormatError for one that is not whole, or is packed."""
+    data, count, start, _ = _directory(read, size)
+    return _entries(data, count, start)
+
+
+def telling_bytes(read: Read, size: int) -> list[tuple[int, int]]:
+    """The half-open ranges of an archive's bytes that `read_archive` goes by: two archives of one size that have the same bytes
+    there are laid out alike. Its directory, the headers of records, and what describes: all but checksums and tensors."""
+    data, count, start, wide = _directory(read, size)
+    found = [(start + len(data), size), wide]
+    place = 0
+    for _ in range(count):
+        names = _ENTRY.unpack_from(data, place)[10:13]
+        end = place + _ENTRY.size + sum(names)
+        found += [(start + place, start + place + _ENTRY_CRC), (start + place + _ENTRY_CRC + 4, start + end)]
+        place = end
+    found.append((start + place, start + len(data)))
+    for record in _entries(data, count, start).values():
+        header = record.header
+        found += [(header, header + _LOCAL_CRC), (header + _LOCAL_CRC + 4, header + _LOCAL.size)]
+        if "/data/" not in record.name and "/.data/" not in record.name:
+            content = _start_after(_get(read, header, _LOCAL.size), record, size)
+            found.append((content, content + record.size))
+    return found
+
+
+def _directory(read: Read, size: int) -> tuple[bytes, int, int, tuple[int, int]]:
+    """(the directory, how many entries it has, where it begins, where its 64-bit record lies)."""
+    wide = (size, size)
     tail_start = max(0, size - _END.size - _END64_LOCATOR.size - 2048)
     tail = _get(read, tail_start, size - tail_start)
     place = tail.rfind(b"PK\x05\x06")
@@ -128,6 +157,7 @@ def read_directory(read: Read, size: int) -> dict[str, Record]:
     *_, count, length, start, _comment = _END.unpack_from(tail, place)
     if place >= _END64_LOCATOR.size and tail[place - _END64_LOCATOR.size :][:4] == b"PK\x06\x07":
         _, _, end64, _ = _END64_LOCATOR.unpack_from(tail, place - _END64_LOCATOR.size)
+        wide = (end64, end64 + _END64.size)
         if end64 + _END64.size > size:
             raise FormatError("not a whole zip archive: its 64-bit directory lies beyond its end")
         signature, *_, count, length, start = _END64.unpack(_get(read, end64, _END64.size))
@@ -139,7 +169,7 @@ def read_directory(read: Read, size: int) -> dict[str, Record]:
         )
     inside = start - tail_start
     data = tail[inside : inside + length] if inside >= 0 else _get(read, start, length)
-    return _entries(data, count, start)
+    return data, count, start, wide
 
 
 def _entries(data: bytes, count: int, limit: int) -> dict[str, Record]:

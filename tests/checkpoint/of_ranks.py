@@ -1,62 +1,259 @@
-"""What each rank does in tests of resharding: a module of its own, as other processes import it."""
+"""What each rank does in tests of sharing and resharding: a module of its own, as other processes import it."""
 
 from __future__ import annotations
 
+import json
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch._dynamo  # brought in by saving; here, so that it is imported once for all ranks
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import loaderkit
 from loaderkit.checkpoint import StreamReader
+from loaderkit.connectors.file import FileConnector
+
+_PATIENCE_S = 120.0
 
 
-def whole() -> dict[str, torch.Tensor]:
+def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> list[int | None]:
+    """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes. Forked from a server that has imported
+    torch: a rank costs 50 ms then, and 1.3 s otherwise."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["of_ranks"])
+    processes = [context.Process(target=function, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
+    try:
+        for process in processes:
+            process.start()
+        deadline_s = time.monotonic() + _PATIENCE_S
+        for process in processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def begin(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """Join the group; `name` is that of its store, which is a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=num_ranks)
+
+
+class Counted(FileConnector):
+    """Counts the bytes that are read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.num_bytes = 0
+        self._lock = threading.Lock()
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        super().read_into(key, start, buffer, etag=etag)
+        with self._lock:
+            self.num_bytes += len(buffer)
+
+
+def whole(scale: int = 1) -> dict[str, torch.Tensor]:
     """The state as one process would have it."""
     generator = torch.Generator().manual_seed(1)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
     return {
-        "rows": torch.randn(30, 17, generator=generator),
-        "columns": torch.randn(9, 41, generator=generator),
-        "large": torch.randn(1200, 701, generator=generator),
-        "same": torch.randn(5, generator=generator),
+        "rows": tensor(30, 17),
+        "columns": tensor(9, 41),
+        "large": tensor(600 * scale, 701),
+        "wide": tensor(301, 400 * scale),
+        "same": tensor(5),
+        "same_large": tensor(200 * scale, 700),
+        "half": tensor(64, 64).bfloat16(),
+        "scalar": torch.tensor(3.5),
+        "uneven": tensor(3, 2),
+        **{f"small.{n}": tensor(10 + n) for n in range(30)},
     }
 
 
-def sharded(state: dict[str, torch.Tensor], world_size: int) -> dict[str, DTensor]:
-    mesh = init_device_mesh("cpu", (world_size,))
-    placements: dict[str, list[Placement]] = {
-        "rows": [Shard(0)],
-        "columns": [Shard(1)],
-        "large": [Shard(0)],
-        "same": [Replicate()],
-    }
-    return {name: distribute_tensor(tensor, mesh, placements[name]) for name, tensor in state.items()}
+PLACEMENTS: dict[str, list[Placement]] = {
+    "rows": [Shard(0)],
+    "columns": [Shard(1)],
+    "large": [Shard(0)],
+    "wide": [Shard(1)],
+    "half": [Shard(0)],
+    "uneven": [Shard(0)],  # fewer rows than there may be ranks
+}
 
 
-def begin(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world_size}", rank=rank, world_size=world_size)
+def sharded(state: dict[str, torch.Tensor], num_ranks: int) -> dict[str, torch.Tensor]:
+    """As DTensors; those that are whole on every rank in both ways, as such and as plain tensors."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        is_plain = name.startswith("small.") or name == "scalar"
+        found[name] = tensor if is_plain else distribute_tensor(tensor, mesh, PLACEMENTS.get(name, [Replicate()]))
+    return found
 
 
-def save_sharded(rank: int, world_size: int, folder: str) -> None:
-    begin(rank, world_size, folder)
-    save({"model": sharded(whole(), world_size), "step": 7}, checkpoint_id=Path(folder) / "step-7")
+def fsdp(num_ranks: int, scale: int, *, is_blank: bool) -> dict[str, torch.Tensor]:
+    """What FSDP2 shards: rows of every parameter; the optimizer's moments with them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(701, 301 * scale), torch.nn.ReLU(), torch.nn.Linear(301 * scale, 5))
+    fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.ones(2, 701)).sum().backward()
+    optimizer.step()
+    found = dict(model.state_dict())
+    moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, value in moments.items():
+        found |= {f"{name}.{key}": tensor for key, tensor in value.items()}
+    if is_blank:
+        found = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def state_of(num_ranks: int, scale: int, kind: str, *, is_blank: bool) -> dict[str, Any]:
+    if kind == "fsdp":
+        return {"model": fsdp(num_ranks, scale, is_blank=is_blank), "step": 7 - 7 * is_blank, "names": []}
+    tensors = {name: torch.zeros_like(tensor) if is_blank else tensor for name, tensor in whole(scale).items()}
+    return {"model": sharded(tensors, num_ranks), "step": 0 if is_blank else 7, "names": [] if is_blank else ["a", "b"]}
+
+
+def save_sharded(rank: int, num_ranks: int, folder: Path, scale: int, kind: str) -> None:
+    begin(rank, num_ranks, folder, "saving")
+    save(state_of(num_ranks, scale, kind, is_blank=False), checkpoint_id=folder / "step-7")
     dist.destroy_process_group()
 
 
-def load_sharded(rank: int, world_size: int, folder: str) -> None:
-    begin(rank, world_size, folder)
-    state = {
-        "model": sharded({name: torch.zeros_like(tensor) for name, tensor in whole().items()}, world_size),
-        "step": 0,
-    }
-    load(state, storage_reader=StreamReader(f"{folder}/step-7"))
-    assert state["step"] == 7
-    wanted = sharded(whole(), world_size)
-    for name, tensor in state["model"].items():  # type: ignore[attr-defined]
-        assert torch.equal(tensor.to_local(), wanted[name].to_local()), name
-    Path(folder, f"loaded-{world_size}-{rank}").touch()
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert (found["step"], found["names"]) == (wanted["step"], wanted["names"])
+    for name, tensor in found["model"].items():
+        assert torch.equal(bytes_in(tensor), bytes_in(wanted["model"][name])), name
+
+
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Of this rank's part of a tensor."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.reshape(-1).view(torch.uint8)
+
+
+def load_sharded(rank: int, num_ranks: int, folder: Path, scale: int, kind: str) -> None:
+    """With sharing and without: what torch's own reader gives."""
+    begin(rank, num_ranks, folder, f"loading-{num_ranks}")
+    wanted = state_of(num_ranks, scale, kind, is_blank=True)
+    load(wanted, checkpoint_id=folder / "step-7")
+    if kind == "tensors":  # gradients are not the same to the last bit on every number of ranks
+        assert_equal(wanted, state_of(num_ranks, scale, kind, is_blank=False))
+    for share, memory in ((True, "64MiB"), (False, "64MiB"), (True, f"{num_ranks * 4}MiB")):
+        state = state_of(num_ranks, scale, kind, is_blank=True)
+        counted = Counted(folder)
+        reader = StreamReader("counted://step-7", share=share, memory=memory, connectors={"counted": counted})
+        load(state, storage_reader=reader)
+        assert_equal(state, wanted)
+        if share and memory == "64MiB":
+            (folder / f"loaded-{num_ranks}-{rank}").write_text(json.dumps([counted.num_bytes, reader.stats]))
     dist.destroy_process_group()
+
+
+def restore_all(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """Every rank gets everything, new and in place, in whatever layout it likes."""
+    begin(rank, num_ranks, folder, "restoring")
+    counted = Counted(folder)
+    found = loaderkit.restore(
+        f"counted://{name}", rank=rank, world_size=num_ranks, memory="64MiB", connectors={"counted": counted}
+    )
+    alone = loaderkit.restore(folder / name)
+    assert found.keys() == alone.keys()
+    into: dict[str, Any] = {}
+    for key, value in alone.items():
+        if not isinstance(value, torch.Tensor):
+            assert found[key] == value
+            into[key] = None
+            continue
+        assert torch.equal(found[key], value), key
+        # Odd ranks fill transposed tensors of another type.
+        blank = torch.zeros_like(value)
+        into[key] = (
+            blank.double().t().contiguous().t()
+            if rank % 2 and blank.dim() == 2 and blank.is_floating_point()
+            else blank
+        )
+    loaderkit.restore(folder / name, into, rank=rank, world_size=num_ranks, dtype="target", memory="64MiB")
+    for key, value in alone.items():
+        same = (
+            torch.equal(into[key], value.to(into[key].dtype)) if isinstance(value, torch.Tensor) else into[key] == value
+        )
+        assert same, key
+    (folder / f"restored-{rank}").write_text(json.dumps(counted.num_bytes))
+    dist.destroy_process_group()
+
+
+class Faulty(FileConnector):
+    """A disk that fails, kills the process or never answers, once `num_good` large reads are done."""
+
+    def __init__(self, root: Path, what: str, num_good: int = 3) -> None:
+        super().__init__(root)
+        self._what = what
+        self._num_left = num_good
+        self.hangs = threading.Event()
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        self._num_left -= len(buffer) > 2**18
+        if self._num_left < 0:
+            if self._what == "dies":
+                os.kill(os.getpid(), 9)
+            if self._what == "hangs":
+                self.hangs.wait()
+            raise loaderkit.errors.ConnectorError("the disk is broken")
+        super().read_into(key, start, buffer, etag=etag)
+
+
+def fail_in_the_middle(rank: int, num_ranks: int, folder: Path, how: str, timeout_s: float) -> None:
+    """Rank 1 fails; the others write down what they were told."""
+    begin(rank, num_ranks, folder, f"failing-{how}")
+    connector = Faulty(folder, how) if rank == 1 else FileConnector(folder)
+    begin_s = time.monotonic()
+    try:
+        loaderkit.restore(
+            "given://large.safetensors", {"w": torch.zeros(2**22), "v": torch.zeros(2**22)},
+            rank=rank, world_size=num_ranks, memory="8MiB", connectors={"given": connector}, timeout_s=timeout_s,
+        )  # fmt: skip
+    except loaderkit.errors.LoaderkitError as error:
+        told = [type(error).__name__, str(error), getattr(error, "ranks", None), getattr(error, "touched", None)]
+        (folder / f"{how}-{rank}").write_text(json.dumps([*told, time.monotonic() - begin_s]))
+    if rank == 1 or how == "dies":
+        os._exit(0)  # what hangs hangs; and there is no group any more that could be left
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def die_in_load(rank: int, num_ranks: int, folder: Path) -> None:
+    """Rank 1 dies within dcp.load; the others write down what they find in the log, and how it ended."""
+    begin(rank, num_ranks, folder, "dying")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("loaderkit").addHandler(handler)
+    connector = Faulty(folder, "dies") if rank == 1 else FileConnector(folder)
+    reader = StreamReader("given://large.safetensors", memory="8MiB", connectors={"given": connector})
+    try:
+        load({"w": torch.zeros(2**22), "v": torch.zeros(2**22)}, storage_reader=reader)
+    except Exception as error:
+        (folder / f"died-{rank}").write_text(json.dumps([said, repr(error)]))
+    os._exit(0)

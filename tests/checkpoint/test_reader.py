@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import of_ranks
 import pytest
 import safetensors.torch
 import torch
-from of_states import random_tensor, same, save_dcp
+from of_states import random_tensor, same, save_dcp, saved
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.multiprocessing.spawn import spawn
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader
+from loaderkit.errors import FormatError
+from loaderkit.formats.dcp import Blob, Layouts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -87,18 +88,26 @@ def test_damage_is_found(tmp_path: Path) -> None:
         load(state_of(False), storage_reader=StreamReader(tmp_path / "s"), no_dist=True)
 
 
-# Each process imports torch: a minute for the long one on two cores.
-@pytest.mark.parametrize(
-    ("num_saving", "sizes"), [(2, ()), pytest.param(4, (1, 2, 3, 8), marks=pytest.mark.prove)], ids=["two", "four"]
-)
-def test_saved_by_some_ranks_and_loaded_by_others(tmp_path: Path, num_saving: int, sizes: tuple[int, ...]) -> None:
-    spawn(of_ranks.save_sharded, (num_saving, str(tmp_path)), nprocs=num_saving)  # type: ignore[no-untyped-call]
-    found = loaderkit.restore(tmp_path / "step-7")
-    wanted = of_ranks.whole()
-    assert all(same(found[f"model.{name}"], wanted[name]) for name in wanted)
-    plain = {"model": {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}}
-    load(plain, storage_reader=StreamReader(tmp_path / "step-7"), no_dist=True)
-    assert all(same(plain["model"][name], wanted[name]) for name in wanted)
-    for world_size in sizes:
-        spawn(of_ranks.load_sharded, (world_size, str(tmp_path)), nprocs=world_size)  # type: ignore[no-untyped-call]
-        assert len(list(tmp_path.glob(f"loaded-{world_size}-*"))) == world_size
+def test_archives_that_are_alike_are_read_once_and_others_are_not_mistaken_for_them() -> None:
+    def layout(read: Callable[[memoryview], Blob], data: bytes) -> Blob | str:
+        try:
+            return read(memoryview(bytearray(data)))
+        except FormatError as error:
+            return str(error)
+
+    def anew(data: memoryview) -> Blob:
+        return Layouts().blob(data)
+
+    first, other = saved(torch.arange(5.0)), saved(torch.arange(5.0) + 1)
+    known = Layouts()
+    assert known.blob(memoryview(bytearray(first))) is known.blob(memoryview(bytearray(other)))
+    for data in (
+        saved(torch.arange(5)),
+        saved(torch.arange(10.0)[::2].clone()),
+        saved(torch.arange(6.0).reshape(2, 3)),
+    ):
+        assert layout(known.blob, data) == layout(anew, data)
+    for place in range(len(first)):
+        layout(known.blob, first)
+        changed = first[:place] + bytes([other[place] ^ 0x41]) + first[place + 1 :]
+        assert layout(known.blob, changed) == layout(anew, changed), place

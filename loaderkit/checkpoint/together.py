@@ -1,0 +1,168 @@
+"""What ranks agree on before they share a checkpoint, and `loaderkit.restore` for several ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from loaderkit.checkpoint.group import Group, check_same, default_store
+from loaderkit.checkpoint.laying import Limits, Piece
+from loaderkit.checkpoint.plan import Want
+from loaderkit.checkpoint.records import Checkpoint, Part
+from loaderkit.checkpoint.restoring import Progress, Source
+from loaderkit.checkpoint.segments import Interval
+from loaderkit.checkpoint.sharing import Sharing, agreed, run_beside, sharing_limits
+from loaderkit.checkpoint.wanting import new_tensors
+from loaderkit.errors import ConfigError
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+class Agreed(NamedTuple):
+    """The checkpoint with the layouts of the parts that were asked for, and how ranges are cut; the same on all ranks."""
+
+    found: Checkpoint
+    limits: Limits
+
+
+def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about: str = "") -> Agreed:
+    """Find the layouts of `parts`, each by one rank, and compare what the ranks see; `about` must be the same for all.
+
+    Raises CheckpointError where ranks see different checkpoints, and PeerError.
+    """
+    mine = source.layouts(parts[group.me :: len(group)])
+    said = {
+        "checkpoint": _digest(source.found, source.checksums),
+        "about": about,
+        "limits": sharing_limits(source.found.connector, source.memory_bytes, is_checked=bool(source.checksums)),
+        "layouts": [[name, part.offsets, part.start, part.length, part.strides] for (name, _), part in mine.items()],
+    }
+    heard = [json.loads(data) for data in group.exchange(json.dumps(said).encode())]
+    check_same(group, "what the checkpoint is", [item["checkpoint"] for item in heard])
+    check_same(group, "what is to be restored", [item["about"] for item in heard])
+    known = {(name, part.offsets): part for name, part in parts}
+    layouts = {}
+    for item in heard:
+        for name, offsets, start, length, strides in item["layouts"]:
+            place = (name, tuple(offsets))
+            layouts[place] = replace(known[place], start=start, length=length, strides=tuple(strides), is_blob=False)
+    return Agreed(source.with_layouts(layouts), agreed([item["limits"] for item in heard]))
+
+
+def _digest(found: Checkpoint, checksums: Any) -> str:
+    """Of the names and sizes of its files; tags differ where every machine has a copy of its own."""
+    sizes = sorted((name, info.size) for name, info in found.objects.items())
+    return hashlib.sha256(json.dumps([found.format, sizes, bool(checksums)]).encode()).hexdigest()
+
+
+def machine() -> str:
+    """What tells machines apart; containers on one machine share its memory, whatever they are called."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def value_pieces(found: Checkpoint, names: Iterable[str]) -> tuple[list[Piece], dict[str, bytearray]]:
+    """What reads the archives of plain values, and the memory they come to, by name."""
+    pieces, archives = [], {}
+    for name in names:
+        place = found.pickled[name]
+        data = archives[name] = bytearray(place.length)
+        pieces.append(Piece(name, place.key, place.start, place.length, memoryview(data), None))
+    return pieces, archives
+
+
+@contextmanager
+def joined(rank: int, world_size: int, timeout_s: float) -> Iterator[Group]:
+    """The group of all ranks of torch.distributed; an error in between is told to the others. Raises ConfigError, PeerError."""
+    store = default_store()
+    if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ConfigError(
+            f"rank {rank} of {world_size} is given, and torch.distributed says {dist.get_rank()} of {dist.get_world_size()}: "
+            "all of its ranks restore together, or each for itself without `rank` and `world_size`"
+        )
+    number = store.add(f"loaderkit/restores/{rank}", 1)  # all ranks count alike, as they all restore together
+    group = Group(store, f"restore-{number}", range(world_size), rank, timeout_s=timeout_s)
+    try:
+        yield group
+    except BaseException as error:
+        group.fail(error)
+        raise
+
+
+def bring(
+    source: Source,
+    group: Group,
+    names: Sequence[str],
+    values: Sequence[str],
+    wants_of: Callable[[Checkpoint], list[Want]],
+    *,
+    device: torch.device,
+    progress: Callable[[Progress], None] | None,
+    names_touched: bool,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Fill what `wants_of` makes of the tensors `names`, each byte read by one rank: (tensors, plain values), by name."""
+    begin_s = time.perf_counter()
+    made: dict[str, torch.Tensor] = {}
+    archives: dict[str, bytearray] = {}
+    running: list[Sharing] = []
+
+    def work() -> None:
+        source.memory_bytes //= group.num_alike(machine())
+        parts = [(name, part) for name in names for part in source.found.tensors[name].parts]
+        about = hashlib.sha256(json.dumps([*names, 0, *values]).encode()).hexdigest()
+        found, limits = agree(group, source, parts, about)
+        laid = [want.lay(limits) for want in wants_of(found)]
+        pickled, known = value_pieces(found, (name for name in values if name in found.pickled))
+        archives.update(known)
+        sharing = Sharing(
+            group,
+            found.connector,
+            source.objects,
+            intervals=_everything(found, names, pickled, limits, len(group)),
+            pieces=[piece for pieces, _ in laid for piece in pieces] + pickled,
+            limits=limits,
+            memory_bytes=source.memory_bytes,
+            checksums=source.checksums,
+            device=device,
+            names_touched=names_touched,
+        )
+        running.append(sharing)
+        sharing.run()
+        for _, give in laid:
+            made.update(give())
+
+    def tick() -> None:
+        if progress is not None and running:
+            totals = running[0].totals
+            seconds = time.perf_counter() - begin_s
+            progress(Progress(totals.num_bytes, running[0].num_bytes, totals.read_bytes, seconds, ""))
+
+    def stop(error: BaseException) -> None:
+        for sharing in running:
+            sharing.stop(error)
+
+    run_beside(group, work, stop=stop, tick=tick)
+    tick()
+    return made, source.plain_values([*values], archives)
+
+
+def _everything(
+    found: Checkpoint, names: Sequence[str], pickled: Sequence[Piece], limits: Limits, num_ranks: int
+) -> list[Interval]:
+    """The bytes of these tensors and values, wherever a rank puts them."""
+    everyone = tuple(range(num_ranks))
+    wants = new_tensors(found, names, torch.device("meta"), None)
+    pieces = [piece for want in wants for piece in want.lay(limits)[0]]
+    return [Interval(p.key, p.start, p.start + p.length, p.label, everyone) for p in (*pieces, *pickled)]

@@ -1,0 +1,141 @@
+"""Several ranks: what one of them reads the others get; resharded; and who is named when one fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import of_ranks
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loaderkit.checkpoint.laying import Limits
+from loaderkit.checkpoint.segments import Interval, divided, overlap
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def check_resharding(folder: Path, num_saving: int, sizes: Sequence[int], scale: int, kind: str = "tensors") -> None:
+    assert of_ranks.run_ranks(of_ranks.save_sharded, num_saving, folder, scale, kind) == [0] * num_saving
+    num_unique = sum(path.stat().st_size for path in (folder / "step-7").iterdir())
+    for num_ranks in sizes:
+        assert of_ranks.run_ranks(of_ranks.load_sharded, num_ranks, folder, scale, kind) == [0] * num_ranks
+        said = [json.loads((folder / f"loaded-{num_ranks}-{rank}").read_text()) for rank in range(num_ranks)]
+        fetched = sum(num_bytes for num_bytes, _ in said)
+        # Every rank reads `.metadata`, as torch asks it to.
+        fetched -= (num_ranks - 1) * (folder / "step-7/.metadata").stat().st_size
+        assert fetched <= 1.05 * num_unique, f"{num_ranks} ranks: {fetched} of {num_unique}"
+        if num_ranks > 1:
+            shared = [stats["shared"] for _, stats in said]
+            if kind == "fsdp":  # nearly everything is needed by one rank alone
+                continue
+            assert all(one["received_bytes"] for one in shared)
+            read = [one["read_bytes"] for one in shared]
+            assert max(read) <= 2 * sum(read) / num_ranks + 2**20, "owners are not balanced"
+
+
+def test_saved_by_two_ranks_and_loaded_by_three(tmp_path: Path) -> None:
+    check_resharding(tmp_path, 2, [3], 1)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("kind", ["tensors", "fsdp"])
+def test_saved_by_four_ranks_and_loaded_by_any_number(tmp_path: Path, kind: str) -> None:
+    check_resharding(tmp_path, 4, [1, 2, 3, 8], 4, kind)
+
+
+def test_every_rank_gets_everything(tmp_path: Path) -> None:
+    state = {**of_ranks.whole(), "large.too": torch.randn(1500, 1000), "numbers": torch.arange(7)}
+    state["tied"] = state["large"]
+    torch.save({**state, "step": 3}, tmp_path / "x.pt")
+    assert of_ranks.run_ranks(of_ranks.restore_all, 2, tmp_path, "x.pt") == [0, 0]
+    fetched = sum(json.loads((tmp_path / f"restored-{rank}").read_text()) for rank in range(2))
+    assert fetched <= 1.05 * (tmp_path / "x.pt").stat().st_size
+
+
+@pytest.mark.prove
+def test_every_rank_gets_everything_that_many_have_saved(tmp_path: Path) -> None:
+    assert of_ranks.run_ranks(of_ranks.save_sharded, 4, tmp_path, 4, "tensors") == [0] * 4
+    assert of_ranks.run_ranks(of_ranks.restore_all, 3, tmp_path, "step-7") == [0] * 3
+    fetched = sum(json.loads((tmp_path / f"restored-{rank}").read_text()) for rank in range(3))
+    unique = sum(path.stat().st_size for path in (tmp_path / "step-7").iterdir())
+    assert fetched <= 1.05 * unique + 2 * (tmp_path / "step-7/.metadata").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("how", "timeout_s"), [("fails", 60.0), ("dies", 60.0), pytest.param("hangs", 2.0, marks=pytest.mark.prove)]
+)
+def test_a_rank_that_fails_is_named(tmp_path: Path, how: str, timeout_s: float) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2**22), "v": torch.ones(2**22)}, tmp_path / "large.safetensors")
+    codes = of_ranks.run_ranks(of_ranks.fail_in_the_middle, 3, tmp_path, how, timeout_s)
+    assert codes == [0, -9 if how == "dies" else 0, 0]
+    for rank in (0, 2):
+        kind, message, ranks, touched, seconds = json.loads((tmp_path / f"{how}-{rank}").read_text())
+        assert (kind, ranks) == ("PeerError", [1]), message
+        said = {"fails": "the disk is broken", "dies": "has probably died", "hangs": "it is reading bytes"}[how]
+        assert message.startswith("rank 1 ")
+        assert said in message
+        assert set(touched) <= {"w", "v"}
+        assert touched
+        assert seconds < 30.0
+    if how == "fails":
+        kind, message, *_ = json.loads((tmp_path / "fails-1").read_text())
+        assert kind == "CheckpointError"
+        assert "the disk is broken" in message
+
+
+@pytest.mark.prove
+def test_a_rank_that_dies_in_dcp_load_is_named_in_the_log(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2**22), "v": torch.ones(2**22)}, tmp_path / "large.safetensors")
+    assert of_ranks.run_ranks(of_ranks.die_in_load, 3, tmp_path) == [0, -9, 0]
+    for rank in (0, 2):
+        said, _ = json.loads((tmp_path / f"died-{rank}").read_text())
+        assert any(line.startswith("rank 1 does not answer any more") for line in said), said
+
+
+INTERVALS = st.lists(
+    st.tuples(
+        st.sampled_from("ab"),
+        st.integers(0, 300),
+        st.integers(1, 64),
+        st.sets(st.integers(0, 3), min_size=1).map(lambda ranks: tuple(sorted(ranks))),
+    ).map(lambda it: Interval(it[0], it[1], it[1] + it[2], "t", it[3])),
+    max_size=20,
+)
+
+
+@given(INTERVALS, st.integers(0, 20))
+@settings(max_examples=300, deadline=None)
+def test_segments_cover_what_is_needed_once(intervals: list[Interval], gap: int) -> None:
+    limits = Limits(most_bytes=64, gap_bytes=gap, least_direct=16)
+    segments = divided(intervals, limits, 4)
+    takers: dict[tuple[str, int], set[int]] = {}
+    for key, start, end, _, ranks in intervals:
+        for place in range(start, end):
+            takers.setdefault((key, place), set()).update(ranks)
+    covered = [(s.key, place) for s in segments for place in range(s.start, s.end)]
+    assert len(covered) == len(set(covered))
+    assert set(takers) <= set(covered)
+    assert [(s.key, s.start) for s in segments] == sorted((s.key, s.start) for s in segments)
+    for segment in segments:
+        assert 0 < segment.num_bytes <= limits.most_bytes
+        assert segment.owner in segment.takers
+        inside = [takers.get((segment.key, place), set()) for place in range(segment.start, segment.end)]
+        assert set().union(*inside) == set(segment.takers)
+        assert inside[0]
+        assert inside[-1]
+    for rank in range(4):  # no rank owns much more than the one that owns the least of what it could own
+        if all(len(segment.takers) == 4 for segment in segments):
+            owned = [sum(s.num_bytes for s in segments if s.owner == r) for r in range(4)]
+            assert owned[rank] - min(owned) <= limits.most_bytes
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(0, 2)), max_size=8))
+def test_overlap_is_that_of_different_ranks(found: list[tuple[int, int, int]]) -> None:
+    boxes = [(start, start + size, rank) for start, size, rank in found]
+    wanted = any(a[2] != b[2] and max(a[0], b[0]) < min(a[1], b[1]) for a in boxes for b in boxes)
+    assert overlap(boxes) == wanted

@@ -22,6 +22,7 @@ from loaderkit.errors import (
     ExpiredCredentialsError,
     ObjectChangedError,
     RequestTimeoutError,
+    SourceError,
     StageError,
     TemporaryError,
     ThrottledError,
@@ -253,6 +254,16 @@ def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, pro
         assert isinstance(caught.value.__cause__, ObjectChangedError)
     with loaderkit.build(pipeline, overrides={**overrides, "source.url": str(folder)}) as loader:
         assert [digest(batch) for batch in loader][: len(found)] == found
+
+
+def test_shards_that_may_be_read_and_not_listed(proxy: FaultProxy, photos: Path, shards: Path) -> None:
+    proxy.rule = lambda request: Fault(answer=(403, "AccessDenied")) if "list-type" in request.path else None
+    names = "s3://faults/shards/shard-{000..002}.tar"
+    assert epoch_of(source(proxy, "tar", url=names), BLOCKS)[0] == local(photos, shards, "tar")
+    with pytest.raises(SourceError, match=r"is called 'shard-003.tar'; what is there may not be listed"):
+        epoch_of(source(proxy, "tar", url="s3://faults/shards/shard-{000..003}.tar"), BLOCKS)
+    with pytest.raises(AccessDeniedError, match=r"s3://faults/shards/\*"):
+        epoch_of(source(proxy, "tar"), BLOCKS)
 
 
 def test_closing_does_not_wait_for_what_hangs(proxy: FaultProxy) -> None:

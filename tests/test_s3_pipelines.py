@@ -13,6 +13,7 @@ from of_stores import epoch_of, upload
 from seaweed import Seaweed
 
 import loaderkit
+from loaderkit.cli import main
 
 BLOCKS = {"shuffle": "block", "seed": 1, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
 ORDERS: dict[str, dict[str, Any]] = {
@@ -128,6 +129,35 @@ def test_a_block_is_one_request(uploaded: str, shards: Path, seaweed: Seaweed) -
     # Each block, two fields of the first sample to know what batches look like, and a few of the ends of lanes.
     assert num_blocks <= len(sent) <= num_blocks + 8
     assert 0 < store["over_read_bytes"] < 0.5 * store["fetched_bytes"]  # the members' headers
+
+
+def test_indexes_beside_shards_in_a_bucket(
+    seaweed: Seaweed, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(seaweed, shards, "indexes", "d/")
+    url = "s3://indexes/d/"
+    with FaultProxy(seaweed.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        assert main(["index", "--check", f"{url}*.tar"]) == 1
+        assert "there is no index (s3://indexes/d/shard-000.idx)" in capsys.readouterr().err
+        assert main(["index", f"{url}shard-{{000..001}}.tar", f"{url}*2.tar"]) == 0
+        assert main(["index", "--check", f"{url}*.tar"]) == 0
+        assert "s3://indexes/d/shard-002.idx: ok, 20 samples, 40 members" in capsys.readouterr().out
+        assert main(["index", f"{url}nothing-*.tar"]) == 1
+        assert main(["index", f"{url}nothing.tar"]) == 1
+        assert "no such object" in capsys.readouterr().err
+        del proxy.requests[:]
+        wanted = epoch_of(tars(shards), BLOCKS)[0]
+        assert epoch_of(tars(url), BLOCKS)[0] == wanted
+        assert any(request.path.endswith("shard-002.idx") for request in proxy.requests)
+        assert not [request for request in proxy.requests if "idx" not in request.path and request.method == "PUT"]
+        # Kept here, they cost nothing at the next start, however many shards there are.
+        del proxy.requests[:]
+        loaderkit.build({"source": tars(url), "stages": ["read", {"batch": {"size": 4}}]}).close()
+        assert ["list-type" in request.path for request in proxy.requests] == [True]
+        Path(tmp_path / "indexes" / "tar-index").rename(tmp_path / "gone")
+        cache = {"dir": str(tmp_path / "cache")}
+        assert epoch_of(tars(url, cache=cache), BLOCKS)[0] == wanted
 
 
 def test_resuming_reads_what_follows(uploaded: str, shards: Path) -> None:

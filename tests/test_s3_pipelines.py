@@ -86,6 +86,19 @@ def test_executors(executor: str, uploaded: str, shards: Path, tmp_path: Path) -
     assert store["num_requests"] > 0
 
 
+@pytest.mark.parametrize("kind", ["files", "tar"])
+def test_several_processes_read_ahead_each_its_own(kind: str, uploaded: str, photos: Path, shards: Path) -> None:
+    s3 = {"endpoint": uploaded}
+    order = BLOCKS if kind == "tar" else ORDERS["global"]
+    near = tars(shards) if kind == "tar" else files(photos)
+    far = tars("s3://pipelines/shards", s3=s3) if kind == "tar" else files("s3://pipelines/photos", s3=s3)
+    found, store = epoch_of(far, {**order, "epochs": 1}, executor="process", processes=2, batches=4)
+    assert found == epoch_of(near, order)[0]
+    assert store["ahead_bytes"] > 0.8 * store["direct_bytes"]
+    sizes = sum(path.stat().st_size for path in photos.rglob("*.jpg"))
+    assert store["ahead_bytes"] + store["direct_bytes"] < 1.7 * sizes  # neither has what only the other one wants
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_get_their_share_and_read_little_more(
     uploaded: str, shards: Path, seaweed: Seaweed, world_size: int

@@ -89,7 +89,8 @@ class Forecast:
         if self._of == 1:
             return positions
         batches = num_before + np.arange(len(positions), dtype=np.int64) // self._schedule.batch_size
-        return positions[batches % self._of == self._number]
+        mine: NDArray[np.int64] = positions[batches % self._of == self._number]
+        return mine
 
     def _of_samples(
         self, epoch: int, positions: NDArray[np.int64], indices: NDArray[np.int64], number: int

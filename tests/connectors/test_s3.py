@@ -222,6 +222,12 @@ class TestSettings:
         found = Reach.of(said, {"AWS_REGION": "x", "AWS_ENDPOINT_URL": "http://x", "AWS_PROFILE": "x"})
         assert (found.region, found.endpoint, found.path_style, found.profile) == ("r", "http://e", False, "p")
 
+    @pytest.mark.parametrize("endpoint", ["http://user:not-the-secret@minio:9000", "minio:9000", "http://minio/path"])
+    def test_an_endpoint_of_the_environment_that_is_none(self, endpoint: str) -> None:
+        with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL.*expected http://host:port") as caught:
+            Reach.of(S3Args(), {"AWS_ENDPOINT_URL": endpoint})
+        assert "not-the-secret" not in str(caught.value)
+
     def test_the_region_of_a_profile(self, tmp_path: Path) -> None:
         config = tmp_path / "config"
         config.write_text("[default]\nregion = eu-north-1\n[profile other]\nregion=ap-south-1\nthis is no line\n")

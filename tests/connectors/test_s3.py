@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,12 +155,26 @@ class TestProcesses:
         connector = connect("s3://s3-tests/fork")
         connector.write("a", b"abc")
         assert read(connector, "a", 0, 3) == b"abc"
+        held = threading.Event()
+        done = threading.Event()
+
+        def hold() -> None:  # as any thread of a loader may, at the moment of a fork
+            with connector._requests._lock:
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
         pid = os.fork()
+        done.set()
         if not pid:
             try:
+                signal.alarm(60)
                 os._exit(0 if read(connector, "a", 0, 3) == b"abc" else 1)
             finally:
                 os._exit(2)
+        thread.join()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert read(connector, "a", 0, 3) == b"abc"
 

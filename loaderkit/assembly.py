@@ -55,8 +55,7 @@ class Assembly:
     def __init__(self, recipe: Recipe, share: Share = WHOLE) -> None:
         self._recipe = recipe
         self._share = share
-        # Several processes would each fetch what the others want as well.
-        self._ahead = _read_ahead(recipe) if share == WHOLE else None
+        self._ahead = _read_ahead(recipe, share)
         self._compiler = Compiler(recipe.config, recipe.source, self._ahead or recipe.connector)
         self.stages = [stretched(stage, recipe.stretch) for stage in self._compiler.stages()]
         self.pools = [
@@ -136,7 +135,7 @@ class Assembly:
         ]
 
 
-def _read_ahead(recipe: Recipe) -> AheadConnector | None:
+def _read_ahead(recipe: Recipe, share: Share) -> AheadConnector | None:
     """What reads a slow store ahead of the stages; None for others, and where no thread may."""
     config, source, connector = recipe.config, recipe.source, recipe.connector
     args = config.source
@@ -147,13 +146,13 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
     bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
     forecast = Forecast(
-        source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds
+        source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds, share=share
     )
     return AheadConnector(
         connector,
         forecast.pieces,
-        memory_bytes=args.read_ahead.memory,
-        num_requests=args.read_ahead.requests,
+        memory_bytes=share.num_bytes(args.read_ahead.memory),
+        num_requests=share.num_workers(args.read_ahead.requests),
         # Far enough for the next window of blocks, or for some seconds of small files; never much of the epoch after this.
         num_samples=min(_NUM_AHEAD + 2 * forecast.window, len(source) // recipe.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * recipe.schedule.batch_size,

@@ -240,6 +240,11 @@ class Patterns:
         """Whether any pattern matches the whole key."""
         return key in self._literals or any(glob.fullmatch(key) for glob in self._globs.values())
 
+    @property
+    def names(self) -> list[str] | None:
+        """All that can match, braces expanded, in the order in which it was written; None if there are wildcards."""
+        return None if self._globs else self._order
+
     def without_match(self, keys: Iterable[str]) -> list[str]:
         """The patterns, braces expanded, that match none of `keys`, in the order in which they were written."""
         found = set(keys)

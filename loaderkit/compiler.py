@@ -13,7 +13,14 @@ from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator, uniforms
 from loaderkit.prefetch.limits import TimeLimit
-from loaderkit.prefetch.runner import FailureNamer, StageKeys, each_call, each_sample, replace_failed
+from loaderkit.prefetch.runner import (
+    FailureNamer,
+    StageKeys,
+    each_call,
+    each_sample,
+    raise_store_failure,
+    replace_failed,
+)
 from loaderkit.registry import STAGES, StageKind
 from loaderkit.sources.array import ArraySource
 from loaderkit.sources.dataset import DatasetSource
@@ -263,6 +270,7 @@ class Compiler:
 
     def _batch(self, failed: FailureNamer) -> Callable[[Chunk], None]:
         replaces = self._config.errors.on_bad_sample == "replace"
+        tolerates = self._config.errors.on_bad_sample != "raise"
 
         def fill(chunk: Chunk) -> None:
             self.run_sample_stages(chunk)
@@ -272,6 +280,8 @@ class Compiler:
             land(chunk, chunk.destination.specs, failed)
             if not chunk.failures:
                 return
+            if tolerates:
+                raise_store_failure(chunk)
             if replaces:
                 found = replace_failed(chunk, fill, len(self._source), self._seed, failed)
             else:

@@ -127,6 +127,10 @@ class ChecksumError(TemporaryError):
     """The bytes that came are not those whose checksum is known."""
 
 
+STORE_FAILURES = (ExpiredCredentialsError, ThrottledError, UnreachableError, RequestTimeoutError)
+"""What says nothing of a sample: its store is away, or lets nobody in any more. `on_bad_sample` does not apply."""
+
+
 class FormatError(LoaderkitError, ValueError):
     """The bytes are not what their format promises."""
 

@@ -36,12 +36,15 @@ class Forecast:
         *,
         num_epochs: int | None,
         bounds: NDArray[np.int64] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        """`bounds`: the first sample of every block and, last, their number, if `order` is a `BlockOrder`."""
+        """`bounds`: the first sample of every block and, last, their number, if `order` is a `BlockOrder`. `share`: of so many
+        processes which one this is; they make the batches in turns."""
         self._source = source
         self._order = order
         self._schedule = schedule
         self._num_epochs = num_epochs
+        self._number, self._of = share
         self._bounds = bounds
         self._window = 0
         if isinstance(order, BlockOrder) and bounds is not None:
@@ -58,10 +61,13 @@ class Forecast:
     def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
         """All pieces from global `position` of `epoch` on, by the sample that wants them first."""
         number = 0  # of samples before
+        num_batches = 0  # before, those of the other processes included
         while self._num_epochs is None or epoch < self._num_epochs:
             if self._schedule.num_batches() == 0:
                 return
-            for positions in self._positions(position):
+            for together in self._positions(position):
+                positions = self._mine(together, num_batches)
+                num_batches += -(-len(together) // self._schedule.batch_size)
                 indices = self._order.indices(epoch, positions % self._schedule.num_samples)
                 yield from self._of_samples(epoch, positions, indices, number)
                 number += len(indices)
@@ -77,6 +83,14 @@ class Forecast:
         step = max(1, _MOST_SAMPLES // schedule.batch_size)
         for first in range(0, num_batches, step):
             yield schedule.positions(start, first, min(step, num_batches - first))
+
+    def _mine(self, positions: NDArray[np.int64], num_before: int) -> NDArray[np.int64]:
+        """Those in this process's batches; `num_before` batches came before these."""
+        if self._of == 1:
+            return positions
+        batches = num_before + np.arange(len(positions), dtype=np.int64) // self._schedule.batch_size
+        mine: NDArray[np.int64] = positions[batches % self._of == self._number]
+        return mine
 
     def _of_samples(
         self, epoch: int, positions: NDArray[np.int64], indices: NDArray[np.int64], number: int
@@ -102,7 +116,8 @@ class Forecast:
             self._emitted = np.zeros(len(self._bounds) - 1, np.bool_)
             # Position p is of lane p mod lanes and of rank p mod W: they meet where p mod both is the same.
             common = gcd(schedule.world_size, self._order.num_lanes)
-            is_worth_it = 2 * common >= schedule.world_size
+            # Of several processes each wants some samples of every block: they are fetched one by one, by nobody twice.
+            is_worth_it = self._of == 1 and 2 * common >= schedule.world_size
             self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
         return self._owned
 

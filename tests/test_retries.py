@@ -229,6 +229,18 @@ class TestConnector:
         assert buffer == b"abc"
         assert connector.counters() == {"num_retries": 5, "num_timeouts": 0}
 
+    def test_a_listing_may_take_longer_than_a_read(self) -> None:
+        inner = Flaky({f"{number:04}": b"abc" for number in range(2000)})
+        connector = with_retries(inner, RetryPolicy(max_attempts=1), timeout_s=0.1)
+
+        def take_long() -> None:
+            threading.Event().wait(0.3)
+
+        inner.failures = [take_long]
+        assert len(list(connector.list(""))) == 2000
+        assert connector.counters()["num_timeouts"] == 0
+        connector.close()
+
     def test_what_hangs(self) -> None:
         inner = Flaky({"a": b"abc"})
         release = threading.Event()

@@ -13,6 +13,7 @@ from of_stores import epoch_of, upload
 from seaweed import Seaweed
 
 import loaderkit
+from loaderkit.cli import main
 
 BLOCKS = {"shuffle": "block", "seed": 1, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
 ORDERS: dict[str, dict[str, Any]] = {
@@ -85,6 +86,19 @@ def test_executors(executor: str, uploaded: str, shards: Path, tmp_path: Path) -
     assert store["num_requests"] > 0
 
 
+@pytest.mark.parametrize("kind", ["files", "tar"])
+def test_several_processes_read_ahead_each_its_own(kind: str, uploaded: str, photos: Path, shards: Path) -> None:
+    s3 = {"endpoint": uploaded}
+    order = BLOCKS if kind == "tar" else ORDERS["global"]
+    near = tars(shards) if kind == "tar" else files(photos)
+    far = tars("s3://pipelines/shards", s3=s3) if kind == "tar" else files("s3://pipelines/photos", s3=s3)
+    found, store = epoch_of(far, {**order, "epochs": 1}, executor="process", processes=2, batches=4)
+    assert found == epoch_of(near, order)[0]
+    assert store["ahead_bytes"] > 0.8 * store["direct_bytes"]
+    sizes = sum(path.stat().st_size for path in photos.rglob("*.jpg"))
+    assert store["ahead_bytes"] + store["direct_bytes"] < 1.7 * sizes  # neither has what only the other one wants
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ranks_get_their_share_and_read_little_more(
     uploaded: str, shards: Path, seaweed: Seaweed, world_size: int
@@ -128,6 +142,35 @@ def test_a_block_is_one_request(uploaded: str, shards: Path, seaweed: Seaweed) -
     # Each block, two fields of the first sample to know what batches look like, and a few of the ends of lanes.
     assert num_blocks <= len(sent) <= num_blocks + 8
     assert 0 < store["over_read_bytes"] < 0.5 * store["fetched_bytes"]  # the members' headers
+
+
+def test_indexes_beside_shards_in_a_bucket(
+    seaweed: Seaweed, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upload(seaweed, shards, "indexes", "d/")
+    url = "s3://indexes/d/"
+    with FaultProxy(seaweed.port) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        assert main(["index", "--check", f"{url}*.tar"]) == 1
+        assert "there is no index (s3://indexes/d/shard-000.idx)" in capsys.readouterr().err
+        assert main(["index", f"{url}shard-{{000..001}}.tar", f"{url}*2.tar"]) == 0
+        assert main(["index", "--check", f"{url}*.tar"]) == 0
+        assert "s3://indexes/d/shard-002.idx: ok, 20 samples, 40 members" in capsys.readouterr().out
+        assert main(["index", f"{url}nothing-*.tar"]) == 1
+        assert main(["index", f"{url}nothing.tar"]) == 1
+        assert "no such object" in capsys.readouterr().err
+        del proxy.requests[:]
+        wanted = epoch_of(tars(shards), BLOCKS)[0]
+        assert epoch_of(tars(url), BLOCKS)[0] == wanted
+        assert any(request.path.endswith("shard-002.idx") for request in proxy.requests)
+        assert not [request for request in proxy.requests if "idx" not in request.path and request.method == "PUT"]
+        # Kept here, they cost nothing at the next start, however many shards there are.
+        del proxy.requests[:]
+        loaderkit.build({"source": tars(url), "stages": ["read", {"batch": {"size": 4}}]}).close()
+        assert ["list-type" in request.path for request in proxy.requests] == [True]
+        Path(tmp_path / "indexes" / "tar-index").rename(tmp_path / "gone")
+        cache = {"dir": str(tmp_path / "cache")}
+        assert epoch_of(tars(url, cache=cache), BLOCKS)[0] == wanted
 
 
 def test_resuming_reads_what_follows(uploaded: str, shards: Path) -> None:

@@ -1,26 +1,46 @@
-"""`loaderkit index`: write, or verify, the `.idx` files beside local tar shards (DALI's wds2idx format, v1.2)."""
+"""`loaderkit index`: write, or verify, the `.idx` files beside tar shards, here or in a bucket (wds2idx, v1.2)."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Debug
-from loaderkit.errors import ConfigError, FormatError, LoaderkitError
+from loaderkit.errors import ConfigError, FormatError, LoaderkitError, SourceError
 
 if TYPE_CHECKING:
-    from loaderkit.connectors.file import FileConnector
     from loaderkit.formats.tar_index import TarIndex
-    from loaderkit.types import Member
+    from loaderkit.types import Connector, Member
 
 _WORDS = {"missing": "there is no index", "stale": "the index does not fit the shard"}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*/", re.DOTALL)
+_NUM_AT_ONCE = 8  # of a store that one waits for
+
+
+class _Shard(NamedTuple):
+    """One shard: as it was named, what holds it, and what it and its index are called there."""
+
+    name: str
+    connector: Connector
+    key: str
+    index_key: str
+    shown_index: str
 
 
 def index(
-    shards: Annotated[list[Path], typer.Argument(metavar="TAR...", help="Tar shards on this machine.")],
+    shards: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TAR...", help="Tar shards: paths, or URLs such as s3://bucket/shards/*.tar, with globs."
+        ),
+    ],
     verify: Annotated[
         bool, typer.Option("--check", help="Write nothing; fail if an index is missing or stale.")
     ] = False,
@@ -28,13 +48,14 @@ def index(
     debug: Debug = False,
 ) -> None:
     """Write an index (.idx) beside each tar shard, so that nobody has to read all headers again."""
-    _refuse_shared_names(shards)
     rows = []
-    for shard in shards:
-        row = _index_one(shard, verify)
-        rows.append(row)
-        if not as_json:
-            _tell(row)
+    with ExitStack() as stack:
+        found = _found(shards, stack)
+        _refuse_shared_names(found)
+        for row in _indexed(found, verify):
+            rows.append(row)
+            if not as_json:
+                _tell(row)
     num_failed = sum(row["status"] not in ("written", "ok") for row in rows)
     if as_json:
         total = sum(row["num_samples"] or 0 for row in rows)
@@ -43,48 +64,94 @@ def index(
         raise typer.Exit(1)
 
 
-def _refuse_shared_names(shards: list[Path]) -> None:
+def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
+    """The shards that are meant; for every folder of a store one connector, closed with `stack`."""
+    from loaderkit.connectors.file import FileConnector
+    from loaderkit.formats.tar_index import wds_index_key
+    from loaderkit.opening import open_connector
+
+    found: list[_Shard] = []
+    opened: dict[str, Connector] = {}
+    for name in names:
+        match = _URL.match(name)
+        if match is None:
+            path = Path(name).absolute()
+            index_path = path.with_name(wds_index_key(path.name))
+            found.append(_Shard(name, FileConnector(path.parent), path.name, index_path.name, str(index_path)))
+            continue
+        folder = match[0]
+        if folder not in opened:
+            opened[folder] = stack.enter_context(closing(open_connector(folder, {})))
+        connector = opened[folder]
+        for key in _keys(connector, name, name[len(folder) :]):
+            index_key = wds_index_key(key)
+            found.append(_Shard(connector.describe(key), connector, key, index_key, connector.describe(index_key)))
+    return list({shard.name: shard for shard in found}.values())
+
+
+def _keys(connector: Connector, url: str, pattern: str) -> list[str]:
+    """What a name with globs and braces means; a shell expands them for paths only."""
+    from loaderkit.catalog import Patterns
+
+    patterns = Patterns(pattern)
+    if patterns.names is not None:
+        return patterns.names
+    keys = [info.key for info in connector.list(patterns.prefix) if patterns.matches(info.key)]
+    if not keys:
+        raise SourceError(f"{url}: there is nothing that is called so")
+    return keys
+
+
+def _refuse_shared_names(shards: list[_Shard]) -> None:
     """The format's rule cuts a name at its first dot, so two shards may claim one index."""
-    owners: dict[Path, Path] = {}
+    owners: dict[str, _Shard] = {}
     for shard in shards:
-        other = owners.setdefault(_index_path(shard), shard)
-        if other.absolute() != shard.absolute():
+        other = owners.setdefault(shard.shown_index, shard)
+        if other.key != shard.key:
             raise ConfigError(
-                f"{other} and {shard} would both have the index {_index_path(shard)}, since its name ends at their "
+                f"{other.name} and {shard.name} would both have the index {shard.shown_index}, since its name ends at their "
                 "first dot: rename one of them"
             )
 
 
-def _index_path(shard: Path) -> Path:
-    from loaderkit.formats.tar_index import wds_index_key
+def _indexed(shards: list[_Shard], verify: bool) -> Iterator[dict[str, Any]]:
+    is_remote = any(getattr(shard.connector, "is_remote", False) for shard in shards)
+    with ThreadPoolExecutor(_NUM_AT_ONCE if is_remote else 1, thread_name_prefix="loaderkit-index") as pool:
+        try:
+            yield from pool.map(lambda shard: _index_one(shard, verify), shards)
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C is not to wait for all the others
 
-    return shard.absolute().with_name(wds_index_key(shard.name))
 
-
-def _index_one(shard: Path, verify: bool) -> dict[str, Any]:
-    from loaderkit.connectors.file import FileConnector
+def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
     from loaderkit.formats.tar_index import scan_tar, write_wds_index
 
-    row: dict[str, Any] = {"shard": str(shard), "index": str(_index_path(shard)), "status": "failed"}
+    row: dict[str, Any] = {"shard": shard.name, "index": shard.shown_index, "status": "failed"}
     row |= {"num_samples": None, "num_members": None, "error": None}
+    connector = shard.connector
     try:
-        connector = FileConnector(shard.absolute().parent)
-        members = scan_tar(connector, connector.stat(shard.name))
+        members = scan_tar(connector, connector.stat(shard.key))
         text = write_wds_index(members)
         row["num_samples"] = text.count("\n") - 1  # a line for each, after the first
         row["num_members"] = len(_listed(members))
-        key = _index_path(shard).name
         if verify:
-            row["status"] = _verify(connector, key, members)
+            row["status"] = _verify(connector, shard.index_key, members)
         else:
-            connector.write(key, text.encode("utf-8", "surrogateescape"))  # a temporary name, then renamed
+            _write(connector, shard.index_key, text.encode("utf-8", "surrogateescape"))
             row["status"] = "written"
     except (LoaderkitError, OSError) as error:
         row["error"] = str(error)
     return row
 
 
-def _verify(connector: FileConnector, key: str, members: TarIndex) -> str:
+def _write(connector: Connector, key: str, data: bytes) -> None:
+    from loaderkit.connectors.retry import RetryConnector
+
+    inner: Any = connector.inner if isinstance(connector, RetryConnector) else connector  # a write is not tried again
+    inner.write(key, data)
+
+
+def _verify(connector: Connector, key: str, members: TarIndex) -> str:
     from loaderkit.errors import ObjectNotFoundError
     from loaderkit.formats.tar_index import parse_wds_index
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.errors import ChecksumError, ClosedError, ConnectorError, ShortReadError
+from loaderkit.errors import STORE_FAILURES, ChecksumError, ClosedError, ConnectorError, ShortReadError
 from loaderkit.ranges import Piece
 from loaderkit.types import Connector, ObjectInfo, Ranges
 
@@ -130,6 +130,8 @@ class AheadConnector:
                     self.read_into(key, start, part, etag=etag)
             except Exception as error:
                 errors[number] = error
+                if isinstance(error, STORE_FAILURES):  # the others would take as long to say the same
+                    return errors | dict.fromkeys(range(number + 1, len(offsets)), error)
         return errors
 
     def counters(self) -> dict[str, float]:

@@ -135,6 +135,11 @@ class CacheConnector:
             self._over_read_bytes += len(data) - num_wanted
 
     @property
+    def uncached(self) -> Connector:
+        """The store itself."""
+        return self.inner
+
+    @property
     def disk(self) -> DiskCache:
         """Where it is kept."""
         return self._disk

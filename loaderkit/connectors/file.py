@@ -8,6 +8,7 @@ import re
 import secrets
 import stat as stat_bits
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -155,7 +156,7 @@ class FileConnector:
             try:
                 with open(temporary, "xb") as file:
                     file.write(data)
-                os.replace(temporary, path)
+                _rename(temporary, path, data)
             except BaseException:
                 if os.path.lexists(temporary):
                     os.unlink(temporary)
@@ -271,6 +272,24 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself, or one into a place that may not be seen: whoever reads it is told
         return False
+
+
+def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> None:
+    """Give a file its name; where files cannot be renamed (a bucket mounted by FUSE), write it anew under that name.
+
+    There a file appears when it is closed, whole, and none can be written over: one that was there is removed first.
+    """
+    try:
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.ENOTSUP, errno.EINVAL):
+            raise
+        with suppress(OSError):
+            os.unlink(temporary)
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        with open(path, "xb") as file:
+            file.write(data)
 
 
 def _etag(mtime_ns: int, size: int) -> str:

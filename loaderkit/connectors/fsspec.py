@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from loaderkit.errors import (
@@ -34,13 +35,15 @@ _PACKAGES = {
     "hdfs": "pyarrow", "webhdfs": "requests", "dropbox": "dropboxdrivefs", "oss": "ossfs",
 }  # fmt: skip
 _TAGS = ("etag", "ETag", "md5Hash", "content_md5", "md5", "sha256", "generation", "blob_id", "checksum")
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created", "modified")
+_TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created", "modified")
+_NUM_STATS = 16  # at a time
 _SAID: dict[type[ConnectorError], str] = {
     ObjectNotFoundError: "there is no such object; was it moved or deleted?",
     AccessDeniedError: "the store refuses it: check the credentials it is asked with",
     ThrottledError: "the store asks for fewer requests: lower source.read_ahead.requests",
     UnreachableError: "the connection failed",
 }
+_NO_FILE = re.compile(r"[?#][^/]*\Z")  # links of an index page that sort it
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
 _USER = re.compile(r"(://)[^/@]*@")
 
@@ -57,6 +60,7 @@ class FsspecConnector:
     def __init__(self, url: str) -> None:
         self._url = url
         self._scheme = url.partition("://")[0].lower()
+        self._is_web = self._scheme in ("http", "https")
         self.store = _USER.sub(r"\1", url)
         self._lock = threading.Lock()
         self._system: Any = None
@@ -81,12 +85,25 @@ class FsspecConnector:
             return
         except Exception as error:
             raise self._translated(prefix, error) from None
-        infos = []
+        infos, bare = [], []
         for path, details in found.items():
             key = path[len(root) + 1 :] if root else path.lstrip("/")
-            if details.get("type", "file") == "file" and key.startswith(prefix) and key and not key.endswith("/"):
-                infos.append(ObjectInfo(key, self._size_of(key, details), _tag_of(details)))
+            if details.get("type", "file") != "file" or not key.startswith(prefix) or not key or key.endswith("/"):
+                continue
+            if details.get("size") is not None:
+                infos.append(ObjectInfo(key, int(details["size"]), _tag_of(details)))
+            elif not (self._is_web and _NO_FILE.search(key)):
+                bare.append(key)
+        if bare:  # web servers list names only
+            with ThreadPoolExecutor(_NUM_STATS, thread_name_prefix="loaderkit-stat") as pool:
+                infos += filter(None, pool.map(self._stat_if_there, bare))
         yield from sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+
+    def _stat_if_there(self, key: str) -> ObjectInfo | None:
+        try:
+            return self.stat(key)
+        except ObjectNotFoundError:  # a link on the page that leads nowhere
+            return None
 
     def stat(self, key: str) -> ObjectInfo:
         """Size in bytes and etag of one object; an empty etag if the store has neither tags nor times."""

@@ -24,6 +24,7 @@ from loaderkit.types import Connector, ObjectInfo, Ranges
 T = TypeVar("T")
 _NUM_HANDS = 64
 _NUM_LISTED = 1000
+_LISTING_PATIENCE = 30  # fsspec lists in one call, however many pages that takes
 
 
 class RetryConnector:
@@ -52,7 +53,7 @@ class RetryConnector:
         """What `inner` lists; begun again where it failed, without what was given already."""
         listing = _Listing(self.inner, prefix)
         where = f"{self.inner.describe(prefix)}*"
-        while found := self._retries(lambda: self._bounded(listing.step, where)):
+        while found := self._retries(lambda: self._bounded(listing.step, where, _LISTING_PATIENCE)):
             yield from found
             listing.last = _order(found[-1])
 
@@ -76,24 +77,25 @@ class RetryConnector:
 
         buffer[:] = self._bounded(read, self.inner.describe(key))
 
-    def _bounded(self, function: Callable[[], T], where: str) -> T:
-        """What `function` returns, if it does within the timeout."""
+    def _bounded(self, function: Callable[[], T], where: str, patience: int = 1) -> T:
+        """What `function` returns, if it does within so many times the timeout."""
         if self._timeout_s is None:
             return function()
         with self._lock:
             if self._hands is None or self._pid != os.getpid():
                 self._hands, self._pid = Hands(_NUM_HANDS, "loaderkit-read"), os.getpid()
             hands = self._hands
+        timeout_s = self._timeout_s * patience
         call = hands.begin(lambda call: function())
         try:
-            return call.wait(self._timeout_s)
+            return call.wait(timeout_s)
         except TimeoutError as error:
             if isinstance(error, TemporaryError):
                 raise
             with self._lock:
                 self._num_timeouts += 1
             raise RequestTimeoutError(
-                f"{where}: nothing came for {self._timeout_s:g} s, so the read was given up; source.retry.timeout allows more"
+                f"{where}: nothing came for {timeout_s:g} s, so the read was given up; source.retry.timeout allows more"
             ) from None
 
     def describe(self, key: str) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.order import Order, Schedule
 from loaderkit.prefetch.free_memory import check_room
+from loaderkit.prefetch.runner import raise_store_failure
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
@@ -192,6 +193,7 @@ class BatchPlan:
             if sample is not None:
                 specs = self._specs_of(sample, self._source.key(index))
                 break
+            raise_store_failure(chunk)  # it would be that for every one of them, each as long as `source.retry` allows
             first_error = first_error or chunk.failures[0]
         else:
             assert first_error is not None
@@ -327,7 +329,7 @@ class BatchPlan:
                     f"is left to deliver; the first: {destination.failures[0].error}",
                     stage=destination.failures[0].error.stage,
                     epoch=destination.epoch,
-                )
+                ) from destination.failures[0].error.__cause__
         batch: dict[str, Any] = {}
         for name, spec in destination.specs.items():
             if spec.kind == "slab":

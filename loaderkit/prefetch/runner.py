@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
+from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
 from loaderkit.kernels import resample
 from loaderkit.keyed import generator, key_of, uniforms
 from loaderkit.types import Chunk, Sample, SampleFailure, Source
@@ -131,6 +131,13 @@ def each_call(
     return run
 
 
+def raise_store_failure(chunk: Chunk) -> None:
+    """Raise the first failure that is the store's: no sample is bad because its store is away."""
+    for place in sorted(chunk.failures):
+        if isinstance(chunk.failures[place].__cause__, STORE_FAILURES):
+            raise chunk.failures[place]
+
+
 def replace_failed(
     chunk: Chunk, run_all: Callable[[Chunk], None], num_samples: int, seed: int, failed: FailureNamer
 ) -> list[SampleFailure]:
@@ -153,6 +160,7 @@ def replace_failed(
                 chunk.destination.indices[slot] = index
                 chunk.samples[place] = attempt.samples[0]
                 break
+            raise_store_failure(attempt)
             failures.append(SampleFailure(slot, int(index), position, attempt.failures[0]))
         else:
             raise StageError(
@@ -163,5 +171,5 @@ def replace_failed(
                 origin=chunk.failures[place].origin,
                 epoch=chunk.epoch,
                 position=position,
-            )
+            ) from chunk.failures[place].__cause__
     return failures

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from loaderkit.catalog import FieldMap, Fields, Include, Patterns, StringTable, cut_blocks
-from loaderkit.errors import SourceError
+from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
 from loaderkit.formats.tar_index import TarIndex
 from loaderkit.native import kernels
 from loaderkit.stores import StoreArgs
@@ -29,6 +29,7 @@ from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges
 # WebDataset's own description of an archive, anywhere below a folder `__...__` or `__...` at the top.
 _META = re.compile(r"__[^/]*__($|/)")
 _NUM_THREADS = 4
+_NUM_REMOTE_THREADS = 32  # which wait for the store, not for a CPU
 _MAX_NAMED = 20
 
 
@@ -187,22 +188,52 @@ class TarSource:
 
     def _found_shards(self) -> list[ObjectInfo]:
         patterns = Patterns(self._args.shards)
-        infos = [info for info in self._connector.list(patterns.prefix) if patterns.matches(info.key)]
+        try:
+            infos = [info for info in self._connector.list(patterns.prefix) if patterns.matches(info.key)]
+        except AccessDeniedError:  # to list a bucket is a right of its own
+            if patterns.names is None:
+                raise
+            infos = self._by_name(patterns.names)
         missing = patterns.without_match(info.key for info in infos)
+        if missing and not infos and patterns.names is not None:  # most web servers list nothing
+            infos = self._by_name(patterns.names)
+            missing = patterns.without_match(info.key for info in infos)
         if missing:
             named = ", ".join(map(repr, missing[:_MAX_NAMED]))
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-            others = [info.key for info in islice(self._connector.list(""), 3)]
-            there = f"there are {', '.join(map(repr, others))} ..." if others else "there is no object at all"
-            raise SourceError(f"nothing below {self._args.root!r} is called {named}{more}; {there}")
+            raise SourceError(f"nothing below {self._args.root!r} is called {named}{more}; {self._what_is_there()}")
         return infos
+
+    def _by_name(self, names: list[str]) -> list[ObjectInfo]:
+        """Those of the archives that are there, asked for one by one."""
+
+        def stat(name: str) -> ObjectInfo | None:
+            try:
+                return self._connector.stat(name)
+            except ObjectNotFoundError:
+                return None
+
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="loaderkit-index") as pool:
+            infos = [*filter(None, pool.map(stat, names))]
+        return sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+
+    def _what_is_there(self) -> str:
+        try:
+            others = [info.key for info in islice(self._connector.list(""), 3)]
+        except AccessDeniedError:
+            return "what is there may not be listed"
+        return f"there are {', '.join(map(repr, others))} ..." if others else "there is no object at all"
+
+    @property
+    def _num_threads(self) -> int:
+        return _NUM_REMOTE_THREADS if getattr(self._connector, "is_remote", False) else _NUM_THREADS
 
     def _loaded(self, load: Callable[[ObjectInfo], TarIndex]) -> Iterator[tuple[ObjectInfo, TarIndex]]:
         """All archives with their indexes, a few loaded ahead."""
-        infos = self._shards
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="loaderkit-index") as pool:
-            for place in range(0, len(infos), 4 * _NUM_THREADS):
-                some = infos[place : place + 4 * _NUM_THREADS]
+        infos, num_threads = self._shards, self._num_threads
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
+            for place in range(0, len(infos), 4 * num_threads):
+                some = infos[place : place + 4 * num_threads]
                 yield from zip(some, pool.map(load, some), strict=True)
 
     def _collect(self, load: Callable[[ObjectInfo], TarIndex]) -> None:

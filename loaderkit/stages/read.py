@@ -14,7 +14,7 @@ from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
-from loaderkit.errors import USER_ERRORS
+from loaderkit.errors import STORE_FAILURES, USER_ERRORS
 from loaderkit.native import kernels
 from loaderkit.ranges import bulk_method
 from loaderkit.schema import StageArgs
@@ -173,6 +173,8 @@ def _read_each(
         except Exception as error:
             errors[number] = error
             bad.add(owners[number])
+            if isinstance(error, STORE_FAILURES):  # the others would take as long to say the same
+                return errors | dict.fromkeys(range(number + 1, len(owners)), error)
         slowest = max(slowest, (perf_counter() - begin_s, chunk.place))
     chunk.slowest = slowest
     return errors

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from loaderkit.errors import STORE_FAILURES
 from loaderkit.ranges import gather_into
 from loaderkit.types import Chunk, Connector, RecordSource
 
@@ -54,6 +55,8 @@ def read_records(
         chunk.place = None
         try:
             gather_into(connector, key, starts, records.num_bytes, memory.data, etag=etag)
+        except STORE_FAILURES as error:  # record by record it would take as long to say the same
+            num_bad = _fail_all(chunk, error, failed)
         except Exception:
             num_bad = _fill_singly(memory.data, chunk)
         if records.is_swapped:
@@ -75,6 +78,12 @@ def read_records(
         return num_bad
 
     return run
+
+
+def _fail_all(chunk: Chunk, error: Exception, failed: Callable[[Chunk, int, Exception], None]) -> int:
+    for place in range(len(chunk)):
+        failed(chunk, place, error)
+    return len(chunk)
 
 
 def _swappable(dtype: str) -> np.dtype[Any]:

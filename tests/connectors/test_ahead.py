@@ -232,3 +232,38 @@ class TestForecast:
                         number += 1
             if order != "none" and world_size == 1 and start == 0:
                 assert len(pieces) == 2 * num
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        num=st.integers(1, 60),
+        is_block=st.booleans(),
+        num_processes=st.integers(2, 4),
+        start=st.integers(0, 59),
+    )
+    def test_every_process_has_the_samples_of_its_batches(
+        self, num: int, is_block: bool, num_processes: int, start: int
+    ) -> None:
+        store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
+        source = FilesSource(store, FilesArgs(url="memory://"))
+        bounds = source.blocks(50)
+        order: Order = BlockOrder(bounds, 1, window=2, lanes=3) if is_block else GlobalOrder(num, 1)
+        schedule = Schedule(num, 0, 1, 3, False)
+        wanted: list[list[str]] = [[] for _ in range(num_processes)]
+        batch = 0
+        for epoch, begin in ((0, min(start, num)), (1, 0)):
+            for step in range(schedule.num_batches(begin)):
+                indices = order.indices(epoch, schedule.positions(begin, step) % num)
+                wanted[batch % num_processes] += [source.key(index) for index in indices.tolist()]
+                batch += 1
+        for process, keys in enumerate(wanted):
+            forecast = Forecast(
+                source,
+                order,
+                schedule,
+                num_epochs=2,
+                bounds=bounds if is_block else None,
+                share=(process, num_processes),
+            )
+            pieces = list(forecast.pieces(0, min(start, num)))
+            assert sorted(piece.key for piece in pieces) == sorted(keys)
+            assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)

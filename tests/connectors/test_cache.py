@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from loaderkit.connectors.cache import BLOCK_BYTES, CacheConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.disk_cache import DiskCache, piece_name
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
+from loaderkit.formats.tar_index import load_index, scan_tar, write_wds_index
 from loaderkit.stores import CacheArgs
 from loaderkit.types import Connector
 
@@ -132,6 +135,22 @@ class TestReading:
             len({piece_name(*parts) for parts in (("a", "b"), ("ab", ""), ("a\0", "b"), ("1:a", "b"), ("a", "1:b"))})
             == 5
         )
+
+    def test_looking_at_an_index_does_not_fill_the_cache(self, tmp_path: Path) -> None:
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as tar:
+            for number in range(3):
+                member = tarfile.TarInfo(f"{number}.bin")
+                member.size = BLOCK_BYTES
+                tar.addfile(member, io.BytesIO(bytes(BLOCK_BYTES)))
+        inner = Counting({"s.tar": data.getvalue()})
+        info = inner.stat("s.tar")
+        inner.write("s.idx", write_wds_index(scan_tar(inner, info)).encode())
+        inner.reads.clear()
+        connector = cached(inner, tmp_path / "cache")
+        connector.stat("s.tar")
+        assert len(load_index(connector, info, None)) == 3
+        assert sum(num_bytes for _, _, num_bytes in inner.reads) < 64 << 10
 
 
 class TestDamage:

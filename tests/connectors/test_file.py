@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -223,3 +224,28 @@ def test_deep_directories(tmp_path: Path) -> None:
         (tmp_path / key).unlink()
         for level in range(1500, 0, -1):
             os.rmdir(f"{tmp_path}/{'d/' * level}")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_a_mounted_bucket_cannot_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    connector = FileConnector(tmp_path)
+    for data in (b"first", b"second"):
+        connector.write("d/a.idx", data)
+        assert (tmp_path / "d" / "a.idx").read_bytes() == data
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["a.idx"]
+
+
+def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    connector = FileConnector(tmp_path)
+    connector.write("a", b"old")
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(ConnectorError):
+        connector.write("a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,12 +155,26 @@ class TestProcesses:
         connector = connect("s3://s3-tests/fork")
         connector.write("a", b"abc")
         assert read(connector, "a", 0, 3) == b"abc"
+        held = threading.Event()
+        done = threading.Event()
+
+        def hold() -> None:  # as any thread of a loader may, at the moment of a fork
+            with connector._requests._lock:
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
         pid = os.fork()
+        done.set()
         if not pid:
             try:
+                signal.alarm(60)
                 os._exit(0 if read(connector, "a", 0, 3) == b"abc" else 1)
             finally:
                 os._exit(2)
+        thread.join()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert read(connector, "a", 0, 3) == b"abc"
 
@@ -221,6 +236,12 @@ class TestSettings:
         said = S3Args(region="r", endpoint="http://e", path_style=False, profile="p", anonymous=True)
         found = Reach.of(said, {"AWS_REGION": "x", "AWS_ENDPOINT_URL": "http://x", "AWS_PROFILE": "x"})
         assert (found.region, found.endpoint, found.path_style, found.profile) == ("r", "http://e", False, "p")
+
+    @pytest.mark.parametrize("endpoint", ["http://user:not-the-secret@minio:9000", "minio:9000", "http://minio/path"])
+    def test_an_endpoint_of_the_environment_that_is_none(self, endpoint: str) -> None:
+        with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL.*expected http://host:port") as caught:
+            Reach.of(S3Args(), {"AWS_ENDPOINT_URL": endpoint})
+        assert "not-the-secret" not in str(caught.value)
 
     def test_the_region_of_a_profile(self, tmp_path: Path) -> None:
         config = tmp_path / "config"

@@ -14,6 +14,7 @@ from of_stores import digest, epoch_of, upload
 from seaweed import Seaweed
 
 import loaderkit
+from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import (
     AccessDeniedError,
@@ -22,6 +23,7 @@ from loaderkit.errors import (
     ExpiredCredentialsError,
     ObjectChangedError,
     RequestTimeoutError,
+    SourceError,
     StageError,
     TemporaryError,
     ThrottledError,
@@ -253,6 +255,81 @@ def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, pro
         assert isinstance(caught.value.__cause__, ObjectChangedError)
     with loaderkit.build(pipeline, overrides={**overrides, "source.url": str(folder)}) as loader:
         assert [digest(batch) for batch in loader][: len(found)] == found
+
+
+EXPIRED, HANGS = Fault(answer=(400, "ExpiredToken")), Fault(hang=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"), [("raise", EXPIRED), ("skip", EXPIRED), ("replace", EXPIRED), ("replace", HANGS)]
+)
+def test_no_sample_is_bad_because_its_store_fails(proxy: FaultProxy, policy: str, fault: Fault) -> None:
+    """Nor is one skipped or replaced; one error says what is wrong, soon, and is the cause of what is raised."""
+    kind = RequestTimeoutError if fault is HANGS else ExpiredCredentialsError
+    retry = {"total": "1s", "timeout": "3s" if fault is HANGS else "9s"}
+    pipeline = {
+        "source": source(proxy, "tar", retry=retry, read_ahead={"memory": 100_000}),
+        "order": BLOCKS,
+        "stages": ["read", {"batch": {"size": 4}}],
+        "errors": {"on_bad_sample": policy, "max_bad_samples": 100},
+    }
+    with loaderkit.build(pipeline) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        begin_s = time.monotonic()
+        proxy.rule = lambda request: fault
+        with pytest.raises(StageError) as caught:
+            found += [batch for _ in range(40) for batch in (batches, loader)[_ > 0]]
+        assert isinstance(caught.value.__cause__, kind)
+        assert time.monotonic() - begin_s < (5 if kind is ExpiredCredentialsError else 30)
+        assert all(len(batch["__key__"]) == 4 for batch in found)
+    proxy.rule = lambda request: fault if is_read(request) else None
+    begin_s = time.monotonic()
+    with loaderkit.build({**pipeline, "source": source(proxy, "files", retry=retry)}) as loader:
+        with pytest.raises(StageError) as caught:
+            next(iter(loader))  # what a batch looks like is found out by the first sample that can be read
+        assert isinstance(caught.value.__cause__, kind)
+    assert time.monotonic() - begin_s < 30
+
+
+@pytest.mark.parametrize("what", ["files", "records"])
+def test_a_chunk_is_not_read_on_when_the_store_is_away(what: str, tmp_path: Path) -> None:
+    """Each of its reads would be tried for as long as `source.retry` allows."""
+
+    class Away(MemoryConnector):
+        num_reads = 0
+
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            self.num_reads += 1
+            if self.num_reads > 4:
+                raise UnreachableError("away")
+            super().read_into(key, start, buffer, etag=etag)
+
+    connector = Away({f"{number}.bin": bytes(80) for number in range(32)})
+    where: dict[str, Any] = {"kind": "files", "url": "memory://x"}
+    if what == "records":
+        where = {"kind": "array", "url": "memory://x/0.bin", "dtype": "uint8", "shape": [2]}
+    pipeline = {
+        "source": where,
+        "order": {"shuffle": "global"},
+        "stages": ["read", {"batch": {"size": 16}}],
+        "prefetch": {"executor": "inline"},
+    }
+    with loaderkit.build(pipeline, connectors={"memory": connector}) as loader:
+        with pytest.raises(StageError) as caught:
+            list(loader)
+        assert isinstance(caught.value.__cause__, UnreachableError)
+    assert connector.num_reads <= 6
+
+
+def test_shards_that_may_be_read_and_not_listed(proxy: FaultProxy, photos: Path, shards: Path) -> None:
+    proxy.rule = lambda request: Fault(answer=(403, "AccessDenied")) if "list-type" in request.path else None
+    names = "s3://faults/shards/shard-{000..002}.tar"
+    assert epoch_of(source(proxy, "tar", url=names), BLOCKS)[0] == local(photos, shards, "tar")
+    with pytest.raises(SourceError, match=r"is called 'shard-003.tar'; what is there may not be listed"):
+        epoch_of(source(proxy, "tar", url="s3://faults/shards/shard-{000..003}.tar"), BLOCKS)
+    with pytest.raises(AccessDeniedError, match=r"s3://faults/shards/\*"):
+        epoch_of(source(proxy, "tar"), BLOCKS)
 
 
 def test_closing_does_not_wait_for_what_hangs(proxy: FaultProxy) -> None:

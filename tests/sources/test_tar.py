@@ -139,6 +139,7 @@ def test_names_that_do_not_fit_their_number_are_refused() -> None:
             kernels.group_names(names, num)
 
 
+@settings(deadline=None)
 @given(st.lists(NAMES, min_size=1, max_size=10, unique_by=str.lower).map(sorted))
 def test_random_names_as_webdataset(names: list[str]) -> None:
     data = archive([(name, name.encode()) for name in names])

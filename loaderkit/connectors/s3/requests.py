@@ -111,6 +111,8 @@ class Requests:
 
     def _tools(self) -> tuple[Client, Hands]:
         """The client and the threads, made in this process."""
+        if self._pid != os.getpid():  # another thread may have held it when the fork was made, and is not here
+            self._lock = threading.Lock()
         with self._lock:
             if self._pid != os.getpid():  # a fork's child has neither
                 self._client = self._hands = None

@@ -13,6 +13,7 @@ from loaderkit.stores import S3Args
 
 # A bucket's name, or the ARN of an access point, which has a slash of its own.
 _URL = re.compile(r"s3://(arn:[^/]+/[^/]+|[^/]*)(?:/(.*))?", re.DOTALL | re.IGNORECASE)
+_ENDPOINT = re.compile(r"https?://[^/@\s]+/*")
 _DEFAULT_REGION = "us-east-1"
 
 
@@ -51,10 +52,17 @@ class Reach:
 
     @classmethod
     def of(cls, args: S3Args, environment: Mapping[str, str]) -> Reach:
-        """The settings with everything filled in that the description leaves open."""
+        """The settings with everything filled in that the description leaves open. Raises ConfigError."""
         endpoint = (
             args.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
         )
+        if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+            # Not quoted: it may hold a password, which would be shown in every message from here on.
+            raise ConfigError(
+                "source.s3.endpoint, or AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL in the environment: expected "
+                "http://host:port or https://host, without user, password and path; credentials belong into "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
+            )
         region = (
             args.region
             or environment.get("AWS_REGION")

@@ -35,16 +35,23 @@ def load_index(
     First the `.idx` beside it, if there is one and it fits the archive (one that does not is warned about); it lists
     only what can belong to a sample, so whoever wants every member says `use_wds_index=False`. Then the copy in
     `cache_dir` (None: keep no copies), if it was made from the same object by size and etag. Else the headers are
-    scanned, and a copy kept; failing to keep one is no error. Raises what `scan_tar` raises.
+    scanned, and a copy kept; failing to keep one is no error. Of a remote store the `.idx` is kept as well, and copies
+    come first: looking beside thousands of shards takes some requests for each. Raises what `scan_tar` raises.
     """
-    index = _beside(connector, info) if use_wds_index else None
-    if index is not None:
-        return index
     if cache_dir is None:
-        return scan_tar(connector, info)
+        index = _beside(connector, info) if use_wds_index else None
+        return index if index is not None else scan_tar(connector, info)
     name = blake2b(os.fsencode(connector.describe(info.key)), digest_size=16).hexdigest()
     path = Path(cache_dir) / "tar-index" / f"{name}.npz"
-    index = _kept(path, info)
+    of_samples = path.with_name(f"{name}-samples.npz")
+    is_remote = getattr(connector, "is_remote", False)
+    index = _kept(path, info) if is_remote else None
+    if index is None and use_wds_index:
+        index = _kept(of_samples, info) if is_remote else None
+        if index is None and (index := _beside(connector, info)) is not None and is_remote:
+            _keep(of_samples, info, index)
+    if index is None:
+        index = _kept(path, info)
     if index is None:
         index = scan_tar(connector, info)
         if index.is_whole:  # else the next one to open it is to be warned, too
@@ -86,7 +93,8 @@ def _misfit(connector: Connector, info: ObjectInfo, index: TarIndex) -> str | No
         return f"it has members beyond the archive's {info.size} bytes"
     if np.any(index.starts[1:] < ends[:-1]):
         return "its members overlap"
-    scanner = TarScanner(connector, info)
+    # Past a cache, which would fetch blocks of megabytes for each of these headers.
+    scanner = TarScanner(getattr(connector, "uncached", connector), info)
     last = len(index) - 1
     for place in sorted({0, last}) if len(index) else ():
         # From the end of the member before: extended headers may stand between the two.

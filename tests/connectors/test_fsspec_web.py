@@ -1,0 +1,97 @@
+"""http:// through fsspec, against a real web server: index pages that name files and nothing else, ranges, what is missing."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from of_stores import epoch_of
+
+from loaderkit.connectors.fsspec import FsspecConnector
+from loaderkit.errors import ObjectChangedError, ShortReadError
+
+pytest.importorskip("aiohttp")
+
+
+class WithRanges(SimpleHTTPRequestHandler):
+    """Serves a folder as nginx does: with ranges, and with index pages unless the folder is called hidden."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def list_directory(self, path: Any) -> Any:
+        if "hidden" in str(path):
+            return self.send_error(404)
+        return super().list_directory(path)
+
+    def do_GET(self) -> None:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        path = Path(self.translate_path(self.path))
+        if found is None or not path.is_file():
+            return super().do_GET()
+        data = path.read_bytes()
+        start, end = int(found[1]), min(int(found[2]) + 1, len(data))
+        self.send_response(206 if start < end else 416)
+        self.send_header("Content-Length", str(max(0, end - start)))
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+        self.end_headers()
+        self.wfile.write(data[start:end])
+        return None
+
+
+@pytest.fixture
+def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    folder = tmp_path / "www"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(WithRanges, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_pipeline(web: tuple[Path, str], photos: Path) -> None:
+    folder, url = web
+    (folder / "photos").symlink_to(photos)
+    source = {"kind": "files", "include": "**/*.jpg", "label": "parent"}
+    assert epoch_of({**source, "url": f"{url}/photos"})[0] == epoch_of({**source, "url": str(photos)})[0]
+
+
+@pytest.mark.parametrize("place", ["shards", "hidden"])
+def test_shards_by_name(web: tuple[Path, str], shards: Path, place: str) -> None:
+    """Where no page lists them, too."""
+    folder, url = web
+    (folder / place).symlink_to(shards)
+    source = {"kind": "tar", "fields": {"image": "jpg", "label": "cls"}}
+    names = "shard-{000..002}.tar"
+    assert (
+        epoch_of({**source, "url": f"{url}/{place}/{names}"})[0] == epoch_of({**source, "url": f"{shards}/{names}"})[0]
+    )
+
+
+def test_replaced_and_cut_short(web: tuple[Path, str]) -> None:
+    folder, url = web
+    (folder / "a").write_bytes(b"abcdef")
+    connector = FsspecConnector(url)
+    info = connector.stat("a")
+    assert list(connector.list("")) == [info]
+    buffer = bytearray(3)
+    connector.read_into("a", 2, memoryview(buffer), etag=info.etag)
+    assert buffer == b"cde"
+    with pytest.raises(ShortReadError):
+        connector.read_into("a", 4, memoryview(buffer), etag=info.etag)
+    (folder / "a").write_bytes(b"abcdefg")
+    with pytest.raises(ObjectChangedError):
+        connector.read_into("a", 2, memoryview(buffer), etag=info.etag)
+    connector.close()

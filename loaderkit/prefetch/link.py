@@ -46,9 +46,10 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
     """Start the process and wait for its end, in a thread that does nothing else.
 
     The kernel kills the process when the *thread* that started it ends (PR_SET_PDEATHSIG), so it must not be one of the
-    user's. SIGINT is blocked, and so it is in the process until it ignores it: Ctrl-C in its first moments prints nothing.
+    user's. What is meant for the trainer is blocked, and so it is in the process until that ignores it: Ctrl-C in its first
+    moments prints nothing.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, child.MEANT_FOR_THE_TRAINER)
     try:
         process = subprocess.Popen(  # noqa: S603 - ourselves
             command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=_inherited(1), stderr=_inherited(2)

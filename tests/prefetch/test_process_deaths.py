@@ -91,6 +91,20 @@ class TestDeaths:
             loader._stop_engine(join_s=0.1)
         assert not is_running(pid)
 
+    def test_what_a_scheduler_sends_to_all_is_left_to_the_trainer(self) -> None:
+        """SIGUSR1 asks a job for a checkpoint, say: it must not take the process away, also before Python runs in that."""
+        with build(numbers(800)) as loader:
+            loader.start()
+            for moment in range(2):
+                for number in child.MEANT_FOR_THE_TRAINER:
+                    os.kill(pid_of(loader), number)
+                assert len(list(loader)) == 100, moment
+
+    def test_a_signal_that_is_no_crash_is_not_called_one(self) -> None:
+        assert "somebody sent it that signal" in str(describe_death(123, -signal.SIGALRM))
+        assert "crashed" not in str(describe_death(123, -signal.SIGALRM, is_early=True))
+        assert "a C library crashed" in str(describe_death(123, -signal.SIGSEGV))
+
     @pytest.mark.parametrize("code", [0, 7, -11, -9, -64, None])
     def test_every_death_is_described(self, code: int | None) -> None:
         error = describe_death(123, code)

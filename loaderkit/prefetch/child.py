@@ -43,7 +43,7 @@ MEANT_FOR_THE_TRAINER = (
 """What terminals and schedulers send to all processes of a job: that it is to end, or to save a checkpoint first."""
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
-_ORDERS = ("resize", "set_depth")  # questions that are to be done, also if they are asked too early
+ORDERS = ("resize", "set_depth")  # questions that are to be done, also if they are asked too early
 
 BOOT = """import json, os, pickle, sys
 *numbers, start, size = map(int, sys.argv[1:])
@@ -183,7 +183,7 @@ class Child:
     def _answer(self, serial: int, question: str, *arguments: Any) -> None:
         with self._lock:
             courier = self._courier
-            if courier is None and question in _ORDERS:
+            if courier is None and question in ORDERS:
                 self._early.append((question, *arguments))
         answer = getattr(courier, question)(*arguments) if courier is not None else None
         self._control.send(pickle.dumps((serial, answer), 5))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
@@ -88,6 +90,31 @@ class TestDeaths:
             os.kill(pid, signal.SIGSTOP)
             last = loader.stats()
             assert last.stages[0].num_items >= 8
+            loader._stop_engine(join_s=0.1)
+        assert not is_running(pid)
+
+    def test_when_it_has_not_answered_for_long(self) -> None:
+        """It is not asked again and again: else there would be no room left to tell it to end, and nobody could."""
+        with build(numbers()) as loader:
+            next(iter(loader))
+            (host,) = cast(Any, loader._engine)._hosts
+            pid = host.pid
+            os.kill(pid, signal.SIGSTOP)
+            asking = threading.Thread(
+                target=lambda: [host._link.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)], daemon=True
+            )
+            asking.start()
+            asking.join(60)
+            is_asking = asking.is_alive()
+            os.kill(pid, signal.SIGCONT)
+            assert not is_asking
+            wait_for(lambda: host._link.ask("stats", None, None) is not None)
+            os.kill(pid, signal.SIGSTOP)
+            while True:  # no room at all: the same end
+                try:
+                    host._link._control.send(pickle.dumps(("released", [])), socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    break
             loader._stop_engine(join_s=0.1)
         assert not is_running(pid)
 

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -205,6 +204,12 @@ class TestLiving:
             two(numbers(160, 80), **{"prefetch.memory": 130 * 1024}) as loader,
         ):
             next(iter(loader))
+
+    @pytest.mark.parametrize("executor", ["thread", "inline"])
+    def test_of_another_executor_say_that_they_are_none(self, executor: str, caplog: pytest.LogCaptureFixture) -> None:
+        with two(numbers(), **{"prefetch.executor": executor}) as loader:
+            assert len(list(loader)) == 8
+        assert f"prefetch.processes: 2 is of no effect with prefetch.executor: {executor}" in caplog.text
 
     def test_an_error_in_its_place(self) -> None:
         with two(Pipeline.dataset(Numbers()).shuffle("none").read().call(fail_at_20).batch(8)) as loader:

@@ -64,7 +64,8 @@ A padded field `f` (`ragged: {f: pad}`) comes with `f_sizes`, the shapes before 
 STATS = """## Statistics
 
 `loader.stats().to_dict()`; `stats(since=earlier)` gives the difference of two moments. Times in seconds, intervals that are
-still open included.
+still open included. With `executor: process` the processes are asked one after another, each up to the same moment: it takes 1 to 2 ms, and up
+to 15 where functions there hold Python's lock; one that does not answer within a second is shown as it was last.
 
 | key | meaning |
 |---|---|

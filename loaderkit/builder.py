@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import operator
 import os
 import time
@@ -35,6 +36,8 @@ from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import CallArgs
 from loaderkit.types import Connector, Source
+
+logger = logging.getLogger("loaderkit")
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,12 @@ def make_parts(
         tuning["processes"] = config.prefetch.processes
         pools, make_executor = _in_a_process(recipe, assembly, clock)
     else:
+        if config.prefetch.processes > 1:
+            logger.warning(
+                "prefetch.processes: %d is of no effect with prefetch.executor: %s; executor: process has several",
+                config.prefetch.processes,
+                config.prefetch.executor,
+            )
         pools, make_executor = assembly.described_pools(), partial(assembly.make_engine, clock)
     tuning |= {"cpus": num_cpus(), "concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
     owns_connector = connector not in connectors.values()

@@ -32,9 +32,18 @@ if TYPE_CHECKING:
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+MEANT_FOR_THE_TRAINER = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""What terminals and schedulers send to all processes of a job: that it is to end, or to save a checkpoint first."""
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
-_ORDERS = ("resize", "set_depth")  # questions that are to be done, also if they are asked too early
+ORDERS = ("resize", "set_depth")  # questions that are to be done, also if they are asked too early
 
 BOOT = """import json, os, pickle, sys
 *numbers, start, size = map(int, sys.argv[1:])
@@ -66,10 +75,10 @@ def main(numbers: Sequence[int], preload: str) -> NoReturn:
 def _bind_to(parent: int) -> None:
     """Die with the trainer, and leave its signals to it."""
     # The trainer decides what Ctrl-C and a polite request to stop mean (it may want to save a checkpoint first), and this
-    # process ends when it does. Until here SIGINT was blocked.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # process ends when it does. Until here they were blocked.
+    for number in MEANT_FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
@@ -174,7 +183,7 @@ class Child:
     def _answer(self, serial: int, question: str, *arguments: Any) -> None:
         with self._lock:
             courier = self._courier
-            if courier is None and question in _ORDERS:
+            if courier is None and question in ORDERS:
                 self._early.append((question, *arguments))
         answer = getattr(courier, question)(*arguments) if courier is not None else None
         self._control.send(pickle.dumps((serial, answer), 5))

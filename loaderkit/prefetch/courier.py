@@ -149,10 +149,10 @@ class Courier:
         num_bytes = None if memory_bytes is None else self._share.num_bytes(memory_bytes)
         return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
-    def stats(self, waiting_since_s: float | None) -> Stats:
-        """The engine's accounts; `stall_s` is the wait the trainer is in, if any."""
+    def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
+        """The engine's accounts, up to `at_s`; `stall_s` is the wait the trainer is in, if any."""
         self._engine.waits.begin(waiting_since_s)
-        found = self._engine.stats({}, 0)
+        found = self._engine.stats({}, 0, at_s)
         return replace(found, num_ready=found.num_ready + self._num_underway)
 
     def report(self) -> Report:

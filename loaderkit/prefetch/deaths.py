@@ -7,6 +7,8 @@ import sys
 
 from loaderkit.errors import WorkerDiedError
 
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
+
 
 def describe_death(
     pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
@@ -42,6 +44,11 @@ def describe_death(
             fix = (
                 "if nobody did that, the system was out of memory (dmesg says so): make prefetch.memory, "
                 "prefetch.concurrency or the data set's own memory smaller"
+            )
+        elif -exit_code not in _CRASHES:
+            fix = (
+                "somebody sent it that signal, or a stage or a data set did: see what it printed, and what the job's "
+                "scheduler did"
             )
         elif is_early:
             fix = "a C library crashed while it was imported; its stack is on stderr"

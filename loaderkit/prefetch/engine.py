@@ -298,9 +298,9 @@ class Engine:
             threads=[thread for pool in self.pools for thread in pool.threads],
         )
 
-    def stats(self, tuning: dict[str, Any], run: int) -> Stats:
-        """The accounts up to now; for any thread."""
-        return collect(self, tuning, run)
+    def stats(self, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
+        """The accounts up to now, or to a moment ago; for any thread."""
+        return collect(self, tuning, run, at_s)
 
     def seek(self, epoch: int, position: int) -> None:
         """Drop everything read ahead and go on from another place, unless that is where the plan already stands."""

@@ -46,9 +46,10 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
     """Start the process and wait for its end, in a thread that does nothing else.
 
     The kernel kills the process when the *thread* that started it ends (PR_SET_PDEATHSIG), so it must not be one of the
-    user's. SIGINT is blocked, and so it is in the process until it ignores it: Ctrl-C in its first moments prints nothing.
+    user's. What is meant for the trainer is blocked, and so it is in the process until that ignores it: Ctrl-C in its first
+    moments prints nothing.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, child.MEANT_FOR_THE_TRAINER)
     try:
         process = subprocess.Popen(  # noqa: S603 - ourselves
             command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=_inherited(1), stderr=_inherited(2)
@@ -89,6 +90,7 @@ class Link:
             threading.RLock()
         )  # closing a descriptor that is being waited for would wait for another one's
         self._serial = 0
+        self._num_unanswered = 0
         self._is_closed = False
         self._has_heard = False
         self._reason = ""  # why it could not start, if it could say so
@@ -126,7 +128,10 @@ class Link:
     @property
     def is_awake(self) -> bool:
         """Whether the process has said anything yet. Until then it imports, and has nothing to tell or to finish."""
-        return self._has_heard or (not self._is_closed and _wait(self._outbox, 0.0))
+        try:
+            return self._has_heard or (not self._is_closed and _wait(self._outbox, 0.0))
+        except ValueError:  # another thread closes it meanwhile
+            return False
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Send a command; without effect once the process has ended, which `receive` notices."""
@@ -134,25 +139,43 @@ class Link:
             self._control.send(pickle.dumps((name, *arguments), 5))
 
     def ask(self, question: str, *arguments: Any, timeout_s: float = _PATIENCE_S) -> Any:
-        """The answer to a question; None if the process has none yet, has ended, or does not answer in time."""
+        """The answer to a question; None if the process has none yet, has ended, or does not answer in time.
+
+        While one that does not answer owes as much as an answer, only what is to be done is told it: else the socket would
+        be full of questions one day, and whoever wants to end the process would wait for room in it.
+        """
         if not self.is_awake or not self._asking.acquire(timeout=timeout_s):
             return None
         try:
-            self._serial += 1
-            self.tell("ask", self._serial, question, *arguments)
             deadline = time.monotonic() + timeout_s
-            while not self._is_closed and _wait(self._control, deadline - time.monotonic()):
-                packet = self._control.recv(_MESSAGE_BYTES)
-                if not packet:
-                    return None
-                serial, answer = pickle.loads(packet)  # noqa: S301 - of our own process
+            if question not in child.ORDERS:
+                while self._num_unanswered:
+                    if self._next_answer(deadline) is None:
+                        return None
+            self._serial += 1
+            order = ("ask", self._serial, question, *arguments)
+            self._control.send(pickle.dumps(order, 5), socket.MSG_DONTWAIT)
+            self._num_unanswered += 1
+            while (found := self._next_answer(deadline)) is not None:
+                serial, answer = found
                 if serial == self._serial:
                     return answer
             return None
-        except (OSError, ValueError):  # ended, or closed meanwhile
+        except (OSError, ValueError):  # ended, or closed meanwhile, or no room: it has not listened for long
             return None
         finally:
             self._asking.release()
+
+    def _next_answer(self, deadline: float) -> tuple[int, Any] | None:
+        """The number of a question, and the answer to it; None if none comes."""
+        if self._is_closed or not _wait(self._control, deadline - time.monotonic()):
+            return None
+        packet = self._control.recv(_MESSAGE_BYTES)
+        if not packet:
+            return None
+        self._num_unanswered -= 1
+        found: tuple[int, Any] = pickle.loads(packet)  # noqa: S301 - of our own process
+        return found
 
     def receive(self, timeout_s: float) -> Any:
         """The next message; None if none came in time. Raises EOFError when the process has ended and all is read."""
@@ -214,10 +237,15 @@ class Link:
 
     def begin_closing(self, join_s: float) -> None:
         """Tell the process to end within `join_s`, and do not wait for that."""
-        if self.is_awake:
-            self.tell("close", join_s)
-        else:
-            self.kill()
+        try:
+            if self.is_awake:
+                self._control.send(pickle.dumps(("close", join_s), 5), socket.MSG_DONTWAIT)
+                return
+        except BlockingIOError:  # it has not listened for long
+            pass
+        except OSError:  # it has ended, or does so
+            return
+        self.kill()
 
     def close(self, join_s: float) -> list[Any]:
         """Behind `begin_closing`: wait for the end, bring it about by force after `join_s`, and give back sockets and

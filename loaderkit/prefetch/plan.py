@@ -203,23 +203,23 @@ class BatchPlan:
         loose = sum(spec.num_bytes for spec in specs.values()) * self._shape.size
         self.batch_bytes = layout.num_bytes + loose
         self._check_memory(self.memory_bytes)
-        num_open = self._set_room()
-        if self._allocate is not None:  # memory that another process sees
-            check_room(num_open, self.batch_bytes)
+        num_open, _ = self.room = self._room_for(self._num_batches, self.memory_bytes)
+        self._check_room(num_open)
         self.slabs = SlabPool(
             layout, num_kept=num_open + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
         )
         self.specs = specs  # the last: whoever sees it may open batches
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
-        if memory_bytes is not None:
-            self._check_memory(memory_bytes)
-            self.memory_bytes = memory_bytes
-        self._num_batches = num_batches or self._num_batches
-        num_open = self._set_room()
+        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch, and if
+        the machine has none for that many more."""
+        num_batches, memory_bytes = num_batches or self._num_batches, memory_bytes or self.memory_bytes
+        self._check_memory(memory_bytes)
+        room = self._room_for(num_batches, memory_bytes)
         if self.slabs is not None:
-            self.slabs.num_kept = num_open + 2
+            self._check_room(room[0] - self.room[0])
+            self.slabs.num_kept = room[0] + 2
+        self._num_batches, self.memory_bytes, self.room = num_batches, memory_bytes, room
 
     def _check_memory(self, memory_bytes: int) -> None:
         if self.batch_bytes > memory_bytes:
@@ -230,13 +230,15 @@ class BatchPlan:
                 f"{say_bytes(self.batch_bytes)}: allow at least {times}that much, or make stages.batch.size smaller"
             )
 
-    def _set_room(self) -> int:
-        """Note how many destinations may be open at once, the depth asked for as far as the budget holds them; that number."""
-        allowed = self._num_batches
-        if self.batch_bytes:
-            allowed = min(allowed, self.memory_bytes // self.batch_bytes)
-        self.room = (allowed, allowed < self._num_batches)
-        return allowed
+    def _room_for(self, num_batches: int, memory_bytes: int) -> tuple[int, bool]:
+        """What `room` is with this depth and this budget."""
+        allowed = min(num_batches, memory_bytes // self.batch_bytes) if self.batch_bytes else num_batches
+        return allowed, allowed < num_batches
+
+    def _check_room(self, num_more: int) -> None:
+        """Raise ConfigError if the machine has no memory for so many more batches, here and in every process like this one."""
+        if num_more > 0 and self._allocate is not None:  # memory that another process sees
+            check_room(self._share.of * num_more, self.batch_bytes)
 
     def release(self, destination: Destination) -> None:
         """Nothing to count: a slab's lease brings it back."""

@@ -191,26 +191,26 @@ class ProcessEngine:
 
     def stats(self, tuning: dict[str, Any], run: int) -> Stats:
         """The accounts up to now, of all processes together; what they said last, if they do not answer."""
-        asked_since_s, turn = self._waits.since_s, self._turn
+        # One moment for all: an answer takes until the process has its lock of Python's, and every process another time.
+        turn, num_batches, num_samples = self._turn, self._num_delivered, self._num_samples
+        stall_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
         found = merged(
-            [host.stats(asked_since_s if n == turn else None, may_ask=may_ask) for n, host in enumerate(self._hosts)]
+            [host.stats(since_s if n == turn else None, now, may_ask=may_ask) for n, host in enumerate(self._hosts)]
         )
-        stall_s, since_s, now = self._waits.read(time.perf_counter)
         if since_s is not None:
-            waited = found.stall_s if since_s == asked_since_s else {}
-            so_far_s = sum(waited.values())
+            waited, so_far_s = found.stall_s, sum(found.stall_s.values())
             if so_far_s <= 0:
                 waited, so_far_s = {stalls.START: 1.0}, 1.0
-            for cause, seconds in waited.items():  # the answers took their time, too
+            for cause, seconds in waited.items():
                 stall_s[cause] = stall_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         return replace(
             found,
             run=run,
             now_s=now,
             wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
-            num_batches=self._num_delivered,
-            num_samples=self._num_samples,
+            num_batches=num_batches,
+            num_samples=num_samples,
             stall_s=stall_s,
             memory={
                 **found.memory,

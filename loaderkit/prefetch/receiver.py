@@ -13,6 +13,7 @@ from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
 from loaderkit.types import FieldSpec
 
+_MOST_NUMBERS = 10_000  # in one message: a socket takes none of more than 200 kB
 logger = logging.getLogger("loaderkit")
 
 
@@ -74,12 +75,17 @@ class Receiver:
 
     def taken(self) -> None:
         """See `Inbox`."""
-        self._link.tell("taken", self._ledger.ended())
+        ended = self._ledger.ended()
+        self._release(ended[_MOST_NUMBERS:])
+        self._link.tell("taken", ended[:_MOST_NUMBERS])
 
     def give_back(self) -> None:
         """See `Inbox`."""
-        if ended := self._ledger.ended():
-            self._link.tell("released", ended)
+        self._release(self._ledger.ended())
+
+    def _release(self, ended: list[int]) -> None:
+        for first in range(0, len(ended), _MOST_NUMBERS):
+            self._link.tell("released", ended[first : first + _MOST_NUMBERS])
 
     def close(self) -> None:
         """Nothing is held here."""

@@ -173,9 +173,10 @@ class Host:
         found: Report | None = self._ask("report")
         return found or silent
 
-    def stats(self, waiting_since_s: float | None, *, may_ask: bool) -> Stats:
-        """Its accounts; what it said last, if it does not answer. `stall_s` is the wait for it that the consumer is in."""
-        answer: Stats | None = self._ask("stats", waiting_since_s) if may_ask else None
+    def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
+        """Its accounts up to `at_s`; what it said last, if it does not answer. `stall_s` is the wait for it that the consumer
+        is in."""
+        answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
         self._latest = found = answer or replace(self._latest, stall_s={})
         late = [] if self._late is None else self._late.rows(time.perf_counter())
         return replace(found, stages=[*found.stages, *late])

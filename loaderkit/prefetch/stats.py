@@ -257,6 +257,7 @@ def merged(parts: Sequence[Stats]) -> Stats:
             for stage in {stage: None for part in parts for stage in part.slowest}
         },
         lateness=_all_of(part.lateness for part in parts),
+        store={name: sum(part.store.get(name, 0) for part in parts) for part in parts for name in part.store},
         trials={
             stage: merged_trials([part.trials[stage] for part in parts if stage in part.trials])
             for stage in {stage: None for part in parts for stage in part.trials}
@@ -309,9 +310,11 @@ def add_accounts(
             row.services.take_in(one.services)
 
 
-def collect(engine: Engine, tuning: dict[str, Any], run: int) -> Stats:
-    """The accounts of an engine, up to now; from any thread. About 0.2 ms with two workers, 1 ms with 64 and eight stages."""
+def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
+    """The accounts of an engine, up to now, or to `at_s`, a moment ago; from any thread. About 0.2 ms with two workers, 1 ms
+    with 64 and eight stages."""
     stall_s, waiting_since_s, now = engine.waits.read(engine.clock)
+    now = now if at_s is None else min(now, at_s)
     for cause, seconds in engine.open_wait(waiting_since_s, now).items():
         stall_s[cause] = stall_s.get(cause, 0.0) + seconds
     rows = [StageStats(stage.name, 0, kind=stage.kind) for stage in engine.stages]

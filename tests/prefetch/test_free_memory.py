@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from loaderkit import Pipeline
+from loaderkit.assembly import Assembly, Recipe
+from loaderkit.builder import make_parts
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.free_memory import check_room
+from loaderkit.prefetch.plan import BatchPlan
+from loaderkit.prefetch.share import Share
 
 MIB = 2**20
+
+
+class Megabytes:
+    """Samples of a MiB."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.zeros(MIB, np.uint8)
 
 
 def lay_out(root: Path, cgroup: str, files: dict[str, str]) -> Path:
@@ -60,6 +77,35 @@ def test_version_one_seen_from_a_container(tmp_path: Path) -> None:
     check_room(1, 5 * MIB, root=root)
     with pytest.raises(ConfigError, match=r"sys/fs/cgroup/memory\) has 5120 KiB left"):
         check_room(2, 5 * MIB, root=root)
+
+
+def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process knows its own batches only, and is told later that they may be more, by the tuner say."""
+    root = lay_out(tmp_path, "0::/jobs\n", group("jobs", "max", 300, 0))
+    pipeline = Pipeline.dataset(Megabytes()).read().batch(1).prefetch(batches=10)
+    parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
+    recipe = Recipe(parts.config, parts.source, None, parts.schedule, 2)
+    monkeypatch.setattr("loaderkit.prefetch.plan.check_room", partial(check_room, root=root))
+
+    def plan_of(share: Share) -> BatchPlan:
+        plan = Assembly(recipe, share).make_plan(lambda size: np.empty(size, np.uint8))
+        plan.prepare()
+        return plan
+
+    def allow(num_mib: int) -> None:
+        (root / "sys/fs/cgroup/jobs/memory.max").write_text(str((300 + num_mib) * MIB + MIB // 2))
+
+    allow(9)
+    with pytest.raises(ConfigError, match="10 batches ahead take"):
+        plan_of(Share(1, 2))
+    allow(10)
+    plan = plan_of(Share(1, 2))
+    before = plan.room
+    with pytest.raises(ConfigError, match="30 batches ahead take"):
+        plan.set_depth(20, None)
+    assert plan.room == before
+    plan.set_depth(8, None)
+    assert plan.room == (8, False)
 
 
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path) -> None:

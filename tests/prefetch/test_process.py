@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -207,6 +209,30 @@ class TestMemory:
             assert batch["text"] == [f"number {number}"]
             batch["filling"] += 1
         assert len({batch["filling"].data_ptr() for batch in batches}) == 64
+
+    def test_a_hundred_thousand_batches_dropped_at_once(self) -> None:
+        """Their numbers do not fit into one message."""
+        with build(numbers(80)) as loader:
+            stream = iter(loader)
+            next(stream)
+            (host,) = cast(Any, loader._engine)._hosts
+            ledger = host._ledger
+            for _ in range(100_000):  # never lent: the other process is told of them in `Courier.released`
+                ledger._ended.put(1 << 30)
+            told: list[tuple[Any, ...]] = []
+            sizes: list[int] = []
+            tell = host._link.tell
+
+            def note(name: str, numbers: list[int]) -> None:
+                told.append((name, len(numbers)))
+                sizes.append(len(pickle.dumps((name, numbers), 5)))
+                tell(name, [number for number in numbers if number < 1 << 30])
+
+            host._link.tell = note
+            for _ in stream:
+                pass
+            assert sum(count for _, count in told) >= 100_000
+            assert max(sizes) < host._link._control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def test_memory_is_used_again(self) -> None:
         with build(numbers(), **{"prefetch.batches": 2}) as loader:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
@@ -90,6 +92,45 @@ class TestDeaths:
             assert last.stages[0].num_items >= 8
             loader._stop_engine(join_s=0.1)
         assert not is_running(pid)
+
+    def test_when_it_has_not_answered_for_long(self) -> None:
+        """It is not asked again and again: else there would be no room left to tell it to end, and nobody could."""
+        with build(numbers()) as loader:
+            next(iter(loader))
+            (host,) = cast(Any, loader._engine)._hosts
+            pid = host.pid
+            os.kill(pid, signal.SIGSTOP)
+            asking = threading.Thread(
+                target=lambda: [host._link.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)], daemon=True
+            )
+            asking.start()
+            asking.join(60)
+            is_asking = asking.is_alive()
+            os.kill(pid, signal.SIGCONT)
+            assert not is_asking
+            wait_for(lambda: host._link.ask("stats", None, None) is not None)
+            os.kill(pid, signal.SIGSTOP)
+            while True:  # no room at all: the same end
+                try:
+                    host._link._control.send(pickle.dumps(("released", [])), socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    break
+            loader._stop_engine(join_s=0.1)
+        assert not is_running(pid)
+
+    def test_what_a_scheduler_sends_to_all_is_left_to_the_trainer(self) -> None:
+        """SIGUSR1 asks a job for a checkpoint, say: it must not take the process away, also before Python runs in that."""
+        with build(numbers(800)) as loader:
+            loader.start()
+            for moment in range(2):
+                for number in child.MEANT_FOR_THE_TRAINER:
+                    os.kill(pid_of(loader), number)
+                assert len(list(loader)) == 100, moment
+
+    def test_a_signal_that_is_no_crash_is_not_called_one(self) -> None:
+        assert "somebody sent it that signal" in str(describe_death(123, -signal.SIGALRM))
+        assert "crashed" not in str(describe_death(123, -signal.SIGALRM, is_early=True))
+        assert "a C library crashed" in str(describe_death(123, -signal.SIGSEGV))
 
     @pytest.mark.parametrize("code", [0, 7, -11, -9, -64, None])
     def test_every_death_is_described(self, code: int | None) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,9 @@ def pause(sample: dict[str, Any]) -> None:
     time.sleep(1e-4 * (int(sample["__key__"]) % 7))
 
 
+PAUSES = Pipeline.dataset(Numbers(600)).shuffle("none").read().call(pause).batch(6)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -139,10 +143,23 @@ def pause(sample: dict[str, Any]) -> None:
 )
 def test_threads_looked_at_from_another_one(overrides: dict[str, Any]) -> None:
     clock = Readings()
+    check_looked_at(loaderkit.build(PAUSES, overrides=overrides, clock=clock), clock)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_processes_looked_at_from_another_thread(num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moments are the trainer's, also those at which the processes give their accounts."""
+    clock = Readings()
+    monkeypatch.setattr("loaderkit.prefetch.process.time", SimpleNamespace(perf_counter=clock))
+    sizes = {"prefetch.executor": "process", "prefetch.processes": num_processes, "prefetch.concurrency": 4}
+    check_looked_at(loaderkit.build(PAUSES, overrides=sizes), clock)
+
+
+def check_looked_at(loader: loaderkit.Loader, clock: Readings) -> None:
+    """Over any interval between two of many looks from another thread, slots and stalls sum to what they should."""
     moments: list[Stats] = []
     waits: list[Wait] = []
-    pipeline = Pipeline.dataset(Numbers(600)).shuffle("none").read().call(pause).batch(6)
-    with loaderkit.build(pipeline, overrides=overrides, clock=clock) as loader:
+    with loader:
         is_over = threading.Event()
 
         def look() -> None:

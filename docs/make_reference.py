@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from loaderkit.cli.app import app
 from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
+from loaderkit.profile import model as report
 from loaderkit.registry import SOURCES, STAGES
 from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.stores import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
@@ -175,9 +176,41 @@ def render() -> str:
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
-    parts += [BATCH, STATS, "## Command line\n", commands()]
+    parts += [BATCH, STATS, "## Stall report\n", report_parts(), "## Command line\n", commands()]
     assert SourceArgs.model_fields
     return "\n".join(part for part in parts if part).rstrip() + "\n"
+
+
+def report_parts() -> str:
+    """The report's JSON: a table for every object in it."""
+    models = [model for model in vars(report).values() if isinstance(model, type) and issubclass(model, report.Part)]
+    parts = [
+        "What `loaderkit profile --json` writes and `report.to_dict()` of `with loader.profile() as report` returns. The whole is "
+        f"`Report`, `schema_version` {report.SCHEMA_VERSION}; new keys may come without a new version.\n"
+    ]
+    for model in [report.Report, *(model for model in models if model not in (report.Part, report.Report))]:
+        rows = [
+            f"| `{name}` | {json_type(field.annotation)} | {field.description or ''} |"
+            for name, field in model.model_fields.items()
+        ]
+        parts += [f"### `{model.__name__}`\n", summary(model) + "\n"]
+        parts.append("\n".join(["| key | type | meaning |", "|---|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def json_type(annotation: Any) -> str:
+    """A type as JSON has it."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " \\| ".join(json_type(part) for part in parts)
+    if origin is list:
+        return f"list of {json_type(parts[0])}"
+    if origin is dict or annotation is dict:
+        return "object"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"`{annotation.__name__}`"
+    names = {int: "integer", float: "number", str: "text", bool: "true \\| false", Any: "any", type(None): "null"}
+    return names[annotation]
 
 
 def commands() -> str:

@@ -82,7 +82,7 @@ class Assembly:
         errors = config.errors
         return BatchPlan(
             source=source,
-            order=_order(config, source),
+            order=order_of(config, source),
             schedule=self._recipe.schedule,
             shape=BatchShape(batch.size, batch.pad_value, errors.on_bad_sample, 16 + errors.max_bad_samples),
             num_epochs=config.order.epochs,
@@ -146,7 +146,9 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
         return None
     bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
-    forecast = Forecast(source, _order(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds)
+    forecast = Forecast(
+        source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds
+    )
     return AheadConnector(
         connector,
         forecast.pieces,
@@ -158,7 +160,8 @@ def _read_ahead(recipe: Recipe) -> AheadConnector | None:
     )
 
 
-def _order(config: PipelineConfig, source: Source) -> Order:
+def order_of(config: PipelineConfig, source: Source) -> Order:
+    """Which sample comes at which position, as described."""
     order = config.order
     if order.shuffle == "global":
         return GlobalOrder(len(source), order.seed)

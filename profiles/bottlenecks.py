@@ -28,6 +28,7 @@ from loaderkit.config import PipelineConfig
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.loader import to_config
 from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.stretch import Stretch
 from loaderkit.types import Connector
 
 NUM_OBJECTS = 400
@@ -272,18 +273,19 @@ DOZEN = [
 ]
 
 
-def build(case: Case) -> tuple[Loader, float]:
-    """The loader of a case, and how long the loop takes for a batch, in s."""
+def build(case: Case, more: Mapping[str, Any] | None = None, stretch: Stretch | None = None) -> tuple[Loader, float]:
+    """The loader of a case, with more overrides, and how long the loop takes for a batch, in s."""
     bottleneck = BOTTLENECKS[case.bottleneck]
     parts = bottleneck.make(bottleneck.strength[case.is_strong])
     overrides: dict[str, Any] = {"prefetch.concurrency": case.workers, **(parts.overrides or {})}
     if not case.is_fused:
         overrides |= {f"stages.{parts.tuned}.workers": case.workers, "prefetch.concurrency": case.workers + 2}
+    overrides |= more or {}
     given = {} if parts.objects is None else {"memory": parts.objects()}
     config = to_config(parts.pipeline, overrides)
-    made = make_parts(config, rank=0, world_size=1, connectors=given, clock=time.perf_counter)
+    made = make_parts(config, rank=0, world_size=1, connectors=given, clock=time.perf_counter, stretch=stretch)
     if parts.transfer is not None:
-        recipe = Recipe(config, made.source, made.connector, made.schedule, _concurrency(config))
+        recipe = Recipe(config, made.source, made.connector, made.schedule, _concurrency(config), stretch)
         made = replace(made, make_executor=lambda: _with_transfer(recipe, parts.transfer))
     return Loader(made), parts.step_s
 

@@ -20,6 +20,7 @@ from loaderkit.cli.options import AsJson, Debug, Settings
 from loaderkit.cli.profiling import profile
 from loaderkit.cli.restoring import manifest, restore
 from loaderkit.cli.running import run
+from loaderkit.cli.tuning import tune
 from loaderkit.errors import ConfigError, LoaderkitError
 
 # Typer's base of all complaints about the command line: Click's, or in newer releases Typer's own copy of it.
@@ -51,7 +52,7 @@ def _root(
     pass
 
 
-for function in (run, check, explain, profile, index, restore, manifest):
+for function in (run, check, explain, profile, tune, index, restore, manifest):
     app.command()(function)
 
 

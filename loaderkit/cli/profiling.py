@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 60
 _MOST_S = 45.0  # for the steps, if nobody says how many they are to be
-_HEADSPACE_S = 4.0  # for each rate
+_HEADSPACE_S = 3.0  # for each rate
 _CHECK_S = 12.0
 _VERIFY_S = 45.0
 
@@ -151,14 +151,18 @@ def _record(
 
 def _subset(parts: Parts) -> Any:
     """The samples that headspace is measured on."""
+    from loaderkit.assembly import order_of
     from loaderkit.profile.cold import files_of
-    from loaderkit.profile.headspace import Subset, subset_size
+    from loaderkit.profile.headspace import MOST_BATCHES, Subset
 
-    size = subset_size(len(parts.source), parts.schedule.batch_size * parts.schedule.world_size)
+    schedule, source = parts.schedule, parts.source
+    num_batches = min(MOST_BATCHES, schedule.num_batches())
     if parts.connector is None:
-        return Subset(size, None, "what a data set of Python objects reads is not known")
-    paths = files_of(parts.source, parts.connector, size)
-    return Subset(size, paths, "the samples are in a store, whose own caches cannot be emptied from here")
+        return Subset(num_batches, None, "what a data set of Python objects reads is not known")
+    positions = schedule.positions(0, 0, num_batches) % len(source)
+    indices = order_of(parts.config, source).indices(0, positions).tolist()
+    paths = files_of(source, parts.connector, indices)
+    return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 
 def _measure(report: Report, make: Make, step: Step | None, config: PipelineConfig, wanted: Wanted) -> Report:

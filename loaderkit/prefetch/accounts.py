@@ -207,7 +207,7 @@ class Account:
             now = self._clock()
             each_s = (now - self.since_s) / num_items
             totals.services.add(each_s, num_items)
-            if chunk is not None:
+            if chunk is not None and (chunk.slowest is not None or each_s > self.slow_items.least_s[stage]):
                 self.slow_items.note(stage, chunk, each_s, now)
 
     def read(self, now: float) -> list[float]:

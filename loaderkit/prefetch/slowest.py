@@ -1,7 +1,7 @@
 """The samples that took longest, by stage: a few of each worker's, so that a report can name them.
 
 A stage that works sample by sample says which one of a chunk took longest (`Chunk.slowest`); of any other the chunk as a whole
-counts, by what it took a sample. To look costs a comparison a chunk, and to note one a microsecond, which soon is rare.
+counts, by what it took a sample. To look costs 0.2 us a chunk and stage, and to note one some microseconds, which soon is rare.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ class Slow(NamedTuple):
 class SlowItems:
     """Those of one worker. It writes; `kept` is for any thread."""
 
-    __slots__ = ("_kept", "_least_s")
+    __slots__ = ("_kept", "least_s")
 
     def __init__(self, num_stages: int) -> None:
         self._kept: list[tuple[Slow, ...]] = [()] * num_stages
-        self._least_s = [0.0] * num_stages
+        self.least_s = [0.0] * num_stages
 
     def note(self, stage: int, chunk: Chunk, each_s: float, at_s: float) -> None:
         """A chunk has come out of a stage, `each_s` a sample."""
         found = chunk.slowest
         if found is None:
-            if each_s > self._least_s[stage]:
+            if each_s > self.least_s[stage]:
                 num = len(chunk)
                 self._keep(stage, Slow(each_s, at_s, each_s * num, chunk.epoch, int(chunk.indices[0]), num))
             return
         chunk.slowest = None
         seconds, place = found
-        if seconds > self._least_s[stage]:
+        if seconds > self.least_s[stage]:
             self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, int(chunk.indices[place]), 1))
 
     def _keep(self, stage: int, slow: Slow) -> None:
         kept = slowest([*self._kept[stage], slow])
         self._kept[stage] = kept
         if len(kept) == _NUM_KEPT:
-            self._least_s[stage] = kept[-1].each_s
+            self.least_s[stage] = kept[-1].each_s
 
     def kept(self, stage: int) -> tuple[Slow, ...]:
         """The slowest of a stage, the slowest first."""

@@ -62,6 +62,7 @@ class Facts:
     list_s: float
     index_s: float
     partial: str | None
+    others_cpus: float | None
 
 
 def make_report(facts: Facts) -> Report:
@@ -96,7 +97,7 @@ def make_report(facts: Facts) -> Report:
         patch=patch_of(verdict.settings),
         series=series,
         memory=found["memory"],
-        host=found["host"],
+        host={**found["host"], "others_cpus": facts.others_cpus},
         tuning=found["tuning"],
         store=found["store"],
         config=described(facts.config_now),

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from loaderkit.types import Connector, Source
 
 
-def files_of(source: Source, connector: Connector | None, num_samples: int) -> list[str] | None:
-    """The paths in which the first samples lie; None where they are no files of this machine."""
+def files_of(source: Source, connector: Connector | None, indices: Iterable[int]) -> list[str] | None:
+    """The paths in which these samples lie; None where they are no files of this machine."""
     if connector is None or getattr(connector, "is_remote", False):
         return None
     keys: dict[str, None] = {}
-    for index in range(min(num_samples, len(source))):
+    for index in indices:
         keys.update((found.range.key, None) for found in source.ranges(index))
     paths = [connector.describe(key) for key in keys]
     return paths if all(os.path.isfile(path) for path in paths) else None

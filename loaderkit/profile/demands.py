@@ -48,7 +48,8 @@ class Model:
     pools: tuple[PoolModel, ...]
     compute_s: float  # of the loop
     loop_cpu_s: float  # of that, on CPUs that the workers want, too
-    cpus: float  # that there are for both
+    cpus: float  # that there are
+    others_cpus: float = 0.0  # how many of them other programs would use all the time
     gil_s: float = 0.0  # under Python's lock; 0: hardly any
     processes: int = 1  # that load, each with a lock of its own
     loop_has_gil: bool = True  # the loop's thread shares the lock with the workers
@@ -83,6 +84,7 @@ def model_of(report: Report) -> Model | None:
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
         loop_cpu_s=_loop_cpu_s(report) / samples,
         cpus=_cpus(report),
+        others_cpus=float(report.host.get("others_cpus") or 0.0),
         gil_s=cpu_s if verdict.kind == "gil" else 0.0,
         processes=processes,
         loop_has_gil=not is_process,
@@ -106,8 +108,10 @@ def _loop_cpu_s(report: Report) -> float:
 
 
 def _cpus(report: Report) -> float:
-    """The CPUs that were to be had: where workers wait for one, no more than they used are, whoever has the others."""
+    """The CPUs there are. Where it is not known what others use of them, and workers waited for one, as many as were used."""
     rows: Sequence[StageRow] = report.stages
+    if report.host.get("others_cpus") is not None:
+        return float(report.machine.cpus)
     delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
     used = (sum(row.cpu_s for row in rows) + _loop_cpu_s(report)) / max(report.wall_s, 1e-9)
     return min(float(report.machine.cpus), used) if delayed else float(report.machine.cpus)

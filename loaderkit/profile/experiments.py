@@ -24,16 +24,15 @@ from loaderkit.profile.model import Rate
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
-class Subject(Batches, Protocol):
+class Looped(Batches, Protocol):
     """A loader that an experiment runs."""
 
     def stats(self) -> Stats: ...
 
-    @property
-    def num_samples(self) -> int: ...
+    def set_epoch(self, epoch: int, /) -> None: ...
 
 
-Make = Callable[[Mapping[str, Any], Stretch | None], AbstractContextManager[Subject]]
+Make = Callable[[Mapping[str, Any], Stretch | None], AbstractContextManager[Looped]]
 """A loader of the pipeline with these overrides, and one stage stretched; to be closed after use."""
 
 
@@ -54,7 +53,7 @@ class Window(NamedTuple):
 class Variant:
     """A loader that runs in turns with others, and a step after every batch."""
 
-    loader: Subject
+    loader: Looped
     step: Step
     clock: Callable[[], float] = time.perf_counter
 
@@ -117,8 +116,10 @@ def rate_of(windows: Sequence[Window]) -> Rate:
 
 
 def ratio_of(one: Variant, other: Variant) -> tuple[float, float]:
-    """How many times as fast `one` is as `other`, and half the width of the 95 % interval of that."""
-    return mean_and_half([a.rate / max(b.rate, 1e-9) for a, b in zip(one.windows, other.windows, strict=True)])
+    """How many times as fast `one` is as `other`, in the median of neighbouring windows; half the width of the mean's 95 %
+    interval."""
+    ratios = [a.rate / max(b.rate, 1e-9) for a, b in zip(one.windows, other.windows, strict=True)]
+    return statistics.median(ratios), mean_and_half(ratios)[1]
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """How far training is from never waiting: the consumer alone, the pipeline alone with warm data, and with cold data.
 
-A subset of the samples, small enough to be seen twice, is read again and again for the warm rate. For the cold one its files
-are put out of the page cache before every pass.
+The first batches of an epoch are read again and again for the warm rate. For the cold one their files are put out of the page
+cache before every pass. They are samples like any others, as the order is shuffled; where it is not, they are the first ones.
 """
 
 from __future__ import annotations
@@ -9,55 +9,93 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.cold import evict
-from loaderkit.profile.driving import Step, resting
-from loaderkit.profile.experiments import Make, Variant, Window, rate_of
+from loaderkit.profile.driving import Step
+from loaderkit.profile.experiments import Looped, Make, Window, rate_of
 from loaderkit.profile.model import Headspace, Rate
 
 _NUM_WINDOWS = 4
-_LEAST_BATCHES = 32  # of the subset
+MOST_BATCHES = 32  # of the subset
 _STILL_CACHED = 0.5
 
 
 @dataclass(frozen=True)
 class Subset:
-    """The first samples, and where they lie: paths, or None where they are no files of this machine."""
+    """The first batches of the first epoch, and where their samples lie: paths, or None where they are no files of this
+    machine."""
 
-    num_samples: int
+    num_batches: int
     paths: Sequence[str] | None
     why_no_files: str = ""
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        return {"source.limit": self.num_samples}
-
-
-def subset_size(num_samples: int, samples_a_batch: int) -> int:
-    """How many samples to read again and again; `samples_a_batch` over all ranks."""
-    return min(num_samples, _LEAST_BATCHES * samples_a_batch)
 
 
 def measure_headspace(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headspace:
     """The three rates, in about `seconds` each. `step` None: there is no training step to compare with."""
-    with make(subset.overrides, None) as loader:
-        alone = Variant(loader, resting(0.0))
-        _pass_once(alone, subset, seconds)
-        for _ in range(_NUM_WINDOWS):
-            alone.run(seconds / _NUM_WINDOWS)
-        ready = [batch for batch, _ in zip(alone.batches, range(4), strict=False)] if step is not None else []
+    with make({}, None) as loader:
+        ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, as far as they fit
+        warm = _passes(loader, subset, seconds, is_cold=False)
+        cold_rate, note = _cold(loader, subset, seconds) if cold else (None, "")
     consumer = consumer_rate(step, ready, seconds) if step is not None else None
-    cold_rate, note = _cold(make, subset, seconds) if cold else (None, "")
-    return conclude(consumer, alone.rate, cold_rate, note)
+    return conclude(consumer, rate_of([one.window for one in warm]), cold_rate, note)
 
 
-def _pass_once(variant: Variant, subset: Subset, most_s: float) -> None:
-    """Read the subset once, or for so long: after that it is in memory as far as it fits."""
+class _Pass(NamedTuple):
+    window: Window
+    batches: list[Any]  # the first few
+    stats: Stats
+
+
+def _passes(loader: Looped, subset: Subset, seconds: float, *, is_cold: bool) -> list[_Pass]:
+    """As many as the time allows: two at least, and no more than are of use."""
+    until_s = time.perf_counter() + seconds
+    found: list[_Pass] = []
+    while len(found) < 2 or (len(found) < 2 * _NUM_WINDOWS and time.perf_counter() < until_s):
+        if is_cold and subset.paths is not None:
+            loader.set_epoch(1)  # what was read ahead is dropped
+            evict(subset.paths)
+        found.append(_pass(loader, subset, seconds / 2))
+    return found
+
+
+def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
+    """Read the subset from its beginning. What has landed from the first batch on is counted, not what was handed over; and not
+    its end, where other samples are read as well."""
+    loader.set_epoch(1)
+    loader.set_epoch(0)
+    batches = iter(loader)
+    kept = [next(batches)][:num_kept]
+    before = loader.stats()
     until_s = time.perf_counter() + most_s
-    while variant.loader.stats().num_samples < subset.num_samples and time.perf_counter() < until_s:
-        next(variant.batches)
+    num_left = subset.num_batches - 1 - int(before.tuning.get("batches", 4))
+    for _ in range(max(1, num_left)):
+        batch = next(batches, None)
+        if batch is None or time.perf_counter() >= until_s:
+            break
+        if len(kept) < num_kept:
+            kept.append(batch)
+    found = loader.stats().since(before)
+    return _Pass(Window(_landed(found), found.wall_s, 0.0, found.num_batches), kept, found)
+
+
+def _landed(stats: Stats) -> int:
+    return next((row.num_items for row in stats.stages if row.kind == "batch"), stats.num_samples)
+
+
+def _cold(loader: Looped, subset: Subset, seconds: float) -> tuple[Rate | None, str]:
+    if subset.paths is None:
+        return None, f"no cold rate: {subset.why_no_files}"
+    found = _passes(loader, subset, seconds, is_cold=True)
+    hits = [hit for hit in (one.stats.host.page_cache_hits for one in found) if hit is not None]
+    note = ""
+    if hits and min(hits) > _STILL_CACHED:
+        note = (
+            f"{100 * min(hits):.0f} % of what was read came from memory nevertheless: the files are in use elsewhere, or their "
+            "file system keeps them there"
+        )
+    return rate_of([one.window for one in found]), note
 
 
 def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
@@ -80,40 +118,6 @@ def num_samples_of(batch: Any) -> int:
     """Samples of a batch: a dict of fields, or a tuple of them."""
     fields = list(batch.values()) if isinstance(batch, dict) else list(batch)
     return len(fields[0]) if fields else 0
-
-
-def _cold(make: Make, subset: Subset, seconds: float) -> tuple[Rate | None, str]:
-    if subset.paths is None:
-        return None, f"no cold rate: {subset.why_no_files}"
-    windows: list[Window] = []
-    hits: list[float] = []
-    until_s = time.perf_counter() + 3 * seconds
-    while len(windows) < _NUM_WINDOWS and (not windows or time.perf_counter() < until_s):
-        evict(subset.paths)
-        with make(subset.overrides, None) as loader:
-            batches = iter(loader)
-            next(batches)
-            before, num_left = loader.stats(), len(loader) - 1
-            # What has landed is counted, not what was handed over; and the end of the pass, with ever less to do, is not.
-            for _ in range(max(1, num_left - int(before.tuning.get("batches", 4)))):
-                if next(batches, None) is None:
-                    break
-            after = loader.stats()
-            found = after.since(before)
-        windows.append(Window(_landed(found), found.now_s - before.now_s, 0.0, found.num_batches))
-        if found.host.page_cache_hits is not None:
-            hits.append(found.host.page_cache_hits)
-    note = ""
-    if hits and min(hits) > _STILL_CACHED:
-        note = (
-            f"{100 * min(hits):.0f} % of what was read came from memory nevertheless: the files are in use elsewhere, or their "
-            "file system keeps them there"
-        )
-    return rate_of(windows), note
-
-
-def _landed(stats: Stats) -> int:
-    return next((row.num_items for row in stats.stages if row.kind == "batch"), stats.num_samples)
 
 
 def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headspace:

@@ -249,7 +249,9 @@ class Report(Part):
         description="how the accounts developed; as loader.series(), from the report's begin"
     )
     memory: dict[str, Any]
-    host: dict[str, Any]
+    host: dict[str, Any] = Field(
+        description="as in loader.stats(), and others_cpus: how many CPUs other programs used; null: not known"
+    )
     tuning: dict[str, Any]
     store: dict[str, Any]
     config: dict[str, Any] = Field(description="the pipeline as it ran")

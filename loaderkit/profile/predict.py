@@ -3,7 +3,7 @@
 No center can do more than one second of work a second, so with demands D in s a sample and N workers, in samples/s:
 
     X <= N / sum of D over the pool's stages      its workers          (bottleneck law, utilisation law)
-    X <= CPUs / (CPU demand of workers and loop)  the processor
+    X <= CPUs / (CPU demand of workers and loop)  the processor: our share of it, others having theirs
     X <= processes / (demand under the lock)      Python's lock
     X <= 1 / D                                    what only one worker can use at a time: a link, a lock of the user's
     X <= samples in work / response time          batches ahead        (Little's law)
@@ -43,7 +43,7 @@ def bounds(model: Model) -> dict[str, float]:
             slowest = max(pool.stages, key=lambda stage: stage.service_s)
             found[slowest.name] = pool.workers / pool.service_s
     if cpu_s > 0:
-        found["cpus"] = model.cpus / cpu_s
+        found["cpus"] = cpus_to_be_had(model) / cpu_s
     if model.gil_s > 0:
         found["gil"] = model.processes / model.gil_s
     if model.serial_stage is not None and model.serial_s > 0:
@@ -64,6 +64,13 @@ def predict(model: Model, base: Model | None = None, measured: float | None = No
         if model.compute_s > 0:
             rate = min(rate, 1.0 / model.compute_s)
     return Prediction(rate, limit, 100.0 * max(0.0, 1.0 - rate * model.compute_s))
+
+
+def cpus_to_be_had(model: Model) -> float:
+    """As many as there are workers, as long as that is no more than there are; else our fair share, a thread each."""
+    threads = sum(pool.workers for pool in model.pools) + model.loop_cpu_s / max(model.compute_s, 1e-12)
+    wanted = threads + model.others_cpus
+    return model.cpus if wanted <= model.cpus else model.cpus * threads / wanted
 
 
 def _per(amount: float, seconds: float) -> float:

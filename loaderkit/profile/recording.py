@@ -2,7 +2,7 @@
 
 enter                 first batch            exit
 accounts ─────────────accounts───────────────accounts      a moment each, 0.2 ms
-   steps ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─           a microsecond a batch
+   steps ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─           3 us a batch
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from loaderkit.order import Schedule
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.attribute import Facts, make_report
 from loaderkit.profile.model import Report
+from loaderkit.profile.others import CpuTimes, cpu_times, others_cpus
 from loaderkit.profile.steps import StepLog
 from loaderkit.textfiles import write_atomically
 from loaderkit.types import Source
@@ -63,11 +64,13 @@ class Profile:
         self._begin: Stats | None = None
         self._log: FirstBatchLog | None = None
         self._result: Report | None = None
+        self._cpus: CpuTimes | None = None
 
     def __enter__(self) -> Profile:
         if self._begin is not None:
             raise RuntimeError("a profile is of one block: call loader.profile() again for another one")
         self._begin = self._subject.stats()
+        self._cpus = cpu_times()
         self._log = FirstBatchLog(self._subject.stats)
         self._subject.watch(self._log)
         return self
@@ -88,6 +91,9 @@ class Profile:
         assert log is not None
         assert begin is not None
         end = subject.stats()
+        own_s = 0.0  # of processes that load
+        if end.tuning.get("executor") == "process" and end.run == begin.run:
+            own_s = end.host.cpu_s - begin.host.cpu_s
         return make_report(
             Facts(
                 config=subject.config,
@@ -103,6 +109,7 @@ class Profile:
                 list_s=subject.list_s,
                 index_s=subject.index_s,
                 partial=partial,
+                others_cpus=others_cpus(self._cpus, cpu_times(), own_s),
             )
         )
 

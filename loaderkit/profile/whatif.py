@@ -16,6 +16,7 @@ from loaderkit.profile.model import Measured, Report, WhatIf
 from loaderkit.profile.predict import bounds, predict
 
 _ROUNDS = 3
+_NOTHING = 0.01
 _LEAST_S = 2.0  # for one change, both sides together
 
 
@@ -41,6 +42,7 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
                 can_run=_can_run(change, report),
             )
         )
+    rows = [row for row in rows if row.can_run or abs(row.speedup - 1) > _NOTHING]
     rows.sort(key=lambda row: -row.speedup)
     return rows, 100.0 * (min(bounds(model).values()) / measured - 1.0)
 

@@ -1,0 +1,100 @@
+"""`loaderkit tune`: search for the sizes that are fastest here, and write them into the pipeline's file."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loaderkit.cli import console
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config
+from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress
+
+if TYPE_CHECKING:
+    from loaderkit.profile.tuning import Tuned
+
+
+def tune(
+    pipeline: PipelineFile,
+    *,
+    write: Annotated[bool, typer.Option("--write", help="Write what was found into the file, with comments.")] = False,
+    seconds: Annotated[float, typer.Option(min=5, help="About how long to search.")] = 90,
+    step_time: StepTime = None,
+    consumer: Consumer = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Search for the workers, the batches ahead and the executor with which pipeline P is fastest; show before and after."""
+    from loaderkit.textfiles import why_not_writable
+
+    if write and (reason := why_not_writable(pipeline)) is not None:
+        raise typer.BadParameter(reason, param_hint="--write")
+    step = open_step(step_time, consumer)
+    if checkpoint_config(pipeline, assignments) is not None:
+        raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches to tune", param_hint="P")
+    from loaderkit.profile.driving import resting
+    from loaderkit.profile.tuning import tune as search
+
+    make, config = maker(pipeline, assignments), described(pipeline, assignments)
+    with progress("tuning"):
+        found = search(make, step or resting(0.0), config, seconds=seconds, say=console.say)
+    if write and found.settings:
+        _write(pipeline, found)
+    if as_json:
+        console.tell_json({**found.model_dump(mode="json"), "pipeline": config.name, "written": write})
+    else:
+        _tell(pipeline, found, is_written=write)
+
+
+def _write(pipeline: Path, found: Tuned) -> None:
+    """Put what was found into the file, in one piece, once it is known to read as what was measured."""
+    from loaderkit.errors import ConfigError
+    from loaderkit.loader import to_config
+    from loaderkit.profile.tuning import with_comment
+    from loaderkit.profile.yamledit import edited
+    from loaderkit.textfiles import write_atomically
+
+    text = with_comment(
+        edited(pipeline.read_text(encoding="utf-8"), found.settings), found, f"{datetime.now(UTC):%Y-%m-%d}"
+    )
+    wanted = to_config(pipeline, {setting.key: setting.value for setting in found.settings})
+    trial = pipeline.with_name(f".{pipeline.name}.{secrets.token_hex(4)}.yaml")  # beside it: paths in it are relative
+    try:
+        trial.write_text(text, encoding="utf-8")
+        read = to_config(trial)
+    finally:
+        trial.unlink(missing_ok=True)
+    if replace(read, name=wanted.name) != wanted:
+        raise ConfigError(
+            f"{pipeline} could not be changed as wanted; nothing was written. Set {found.settings} by hand"
+        )
+    write_atomically(pipeline, text)
+
+
+def _tell(pipeline: Path, found: Tuned, *, is_written: bool) -> None:
+    from loaderkit.profile.terminal import say_rate
+    from loaderkit.profile.yamledit import diff_of
+
+    console.tell(f"before  {say_rate(found.before)}, {found.stall_before_percent:.0f} % of the time waiting")
+    console.tell(f"after   {say_rate(found.after)}, {found.stall_after_percent:.0f} % of the time waiting")
+    console.tell(
+        f"        {found.speedup:.2f} times as fast, +- {found.interval:.2f}, after {found.seconds:.0f} s of search"
+    )
+    if not found.settings:
+        console.tell("nothing that is faster for sure: the file stays as it is")
+        return
+    for setting in found.settings:
+        console.tell(f"  {setting.key}: {setting.before} -> {setting.value}")
+    if is_written:
+        console.tell(f"written to {pipeline}")
+        return
+    patch = diff_of(pipeline, found.settings)
+    console.tell(
+        f"\n{patch}" if patch else "",
+    )
+    console.tell("--write puts this into the file")

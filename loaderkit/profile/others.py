@@ -1,0 +1,39 @@
+"""What other programs use of the CPUs: a prediction has to leave that to them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+from loaderkit.prefetch.cpus import num_cpus
+
+
+class CpuTimes(NamedTuple):
+    """CPU time so far in s, of the whole machine and of this process with all that it has started and that is over."""
+
+    at_s: float
+    all_s: float
+    own_s: float
+
+
+def cpu_times() -> CpuTimes | None:
+    """Now; None where the CPUs of the machine are not all ours to use, so that what others do elsewhere does not matter."""
+    if num_cpus() != os.cpu_count():
+        return None
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(number) for number in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    own = os.times()
+    busy_s = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+    return CpuTimes(time.perf_counter(), busy_s, own.user + own.system)
+
+
+def others_cpus(begin: CpuTimes | None, end: CpuTimes | None, more_s: float = 0.0) -> float | None:
+    """How many CPUs other programs used on average; `more_s` is CPU time of processes of ours."""
+    if begin is None or end is None or end.at_s <= begin.at_s:
+        return None
+    others_s = end.all_s - begin.all_s - (end.own_s - begin.own_s) - more_s
+    return max(0.0, others_s / (end.at_s - begin.at_s))

@@ -1,0 +1,172 @@
+"""`loaderkit tune`: the sizes that make a loop fastest here, found by trying, and compared with what stands in the file.
+
+the tuner, while the loop runs          workers and batches ahead          45 % of the time
+then one change after the other         executor, processes, neighbours    35 %, in turns with the best so far
+then what was found                     against the file as it is          20 %, in turns
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from pydantic import Field
+
+from loaderkit.config import PipelineConfig
+from loaderkit.errors import LoaderkitError
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.prefetch.tuner import LADDER
+from loaderkit.profile.driving import Step, drive, endless
+from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.model import Part, Rate, Setting
+from loaderkit.profile.patch import value_of
+
+_SEARCH, _REFINE, _COMPARE = 0.45, 0.35, 0.2
+_TRIAL_S = 4.0  # at least, for a change against the best so far
+_ROUNDS = 4
+_GAIN = 1.03  # what a change has to bring
+
+Overrides = dict[str, Any]
+
+
+class Trial(Part):
+    """A change that was tried in turns with the best so far."""
+
+    settings: dict[str, Any]
+    speedup: float | None = Field(description="null: it could not run")
+    interval: float | None = Field(description="half the width of its 95 % interval")
+    kept: bool
+    note: str = ""
+
+
+class Tuned(Part):
+    """What was found."""
+
+    settings: list[Setting] = Field(description="empty: nothing was found that is faster than the file as it is")
+    before: Rate
+    after: Rate
+    stall_before_percent: float
+    stall_after_percent: float
+    speedup: float
+    interval: float = Field(description="half the width of its 95 % interval")
+    decisions: list[dict[str, Any]] = Field(description="of the tuner")
+    trials: list[Trial]
+    seconds: float
+
+
+def tune(
+    make: Make, step: Step, config: PipelineConfig, *, seconds: float, say: Callable[[str], object] = lambda text: None
+) -> Tuned:
+    """Search for about `seconds`. What is slower than the file, or no faster as far as can be told, is not proposed."""
+    begin_s = time.perf_counter()
+    best, decisions = _search(make, step, config, seconds * _SEARCH)
+    say(f"the tuner came to {_say(best)}")
+    trials: list[Trial] = []
+    until_s = begin_s + seconds * (_SEARCH + _REFINE)
+    for change in _changes(config, best):
+        if time.perf_counter() + _TRIAL_S > until_s:
+            break
+        trial = _try(make, step, best, {**best, **change}, _TRIAL_S)
+        trials.append(trial.model_copy(update={"settings": change}))
+        if trial.kept:
+            best = {**best, **change}
+            say(f"{_say(change)}: {100 * ((trial.speedup or 1) - 1):+.0f} %")
+    with ExitStack() as stack:
+        old = Variant(stack.enter_context(make({}, None)), step)
+        new = Variant(stack.enter_context(make(best, None)), step)
+        in_turns([old, new], rounds=_ROUNDS, window_s=seconds * _COMPARE / (4 * _ROUNDS))
+    ratio, half = ratio_of(new, old)
+    settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
+    return Tuned(
+        settings=[one for one in settings if one.before != one.value] if _is_faster(ratio, half) else [],
+        before=old.rate,
+        after=new.rate,
+        stall_before_percent=old.stall_percent,
+        stall_after_percent=new.stall_percent,
+        speedup=ratio,
+        interval=half,
+        decisions=decisions,
+        trials=trials,
+        seconds=time.perf_counter() - begin_s,
+    )
+
+
+def _is_faster(ratio: float, half: float) -> bool:
+    return ratio >= _GAIN and ratio - half > 1.0
+
+
+def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> tuple[Overrides, list[dict[str, Any]]]:
+    """What the tuner arrives at while the loop runs."""
+    given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
+    if config.prefetch.executor == "inline":
+        given["prefetch.executor"] = "thread"
+    with make(given, None) as loader:
+        drive(endless(loader), step, seconds=seconds)
+        tuning = loader.stats().tuning
+    found = {**given, "prefetch.concurrency": tuning["concurrency"], "prefetch.batches": tuning["batches"]}
+    return found, list(tuning.get("decisions", ()))
+
+
+def _changes(config: PipelineConfig, best: Mapping[str, Any]) -> list[Overrides]:
+    """What the tuner does not try: other executors, workers that have a number, and the nearest other sizes."""
+    found: list[Overrides] = []
+    processes = max(2, num_cpus())
+    executor = best.get("prefetch.executor", config.prefetch.executor)
+    if executor == "thread":
+        found.append({"prefetch.executor": "process"})
+        several = {"prefetch.executor": "process", "prefetch.processes": processes}
+        found.append({**several, "prefetch.batches": max(int(best["prefetch.batches"]), 2 * processes)})
+    else:
+        found.append({"prefetch.executor": "thread"})
+    workers = int(best["prefetch.concurrency"])
+    found += [{"prefetch.concurrency": other} for other in _neighbours(workers)]
+    for stage in config.stages:
+        if stage.args.workers != "auto":
+            found += [{f"stages.{stage.name}.workers": other} for other in _neighbours(stage.args.workers)]
+    return found
+
+
+def _neighbours(value: int) -> list[int]:
+    """The next rungs of the tuner's ladder, the higher one first."""
+    above = [rung for rung in LADDER if rung > value][:1]
+    return above + [rung for rung in LADDER if rung < value][-1:]
+
+
+def _try(make: Make, step: Step, best: Overrides, other: Overrides, seconds: float) -> Trial:
+    try:
+        with ExitStack() as stack:
+            old = Variant(stack.enter_context(make(best, None)), step)
+            new = Variant(stack.enter_context(make(other, None)), step)
+            in_turns([old, new], rounds=3, window_s=seconds / 12)
+    except LoaderkitError as error:  # a function that cannot be sent to a process, say
+        return Trial(settings=other, speedup=None, interval=None, kept=False, note=str(error))
+    ratio, half = ratio_of(new, old)
+    return Trial(settings=other, speedup=ratio, interval=half, kept=_is_faster(ratio, half))
+
+
+def _say(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in settings.items())
+
+
+_HEAD = "# Tuned by `loaderkit tune`"
+
+
+def with_comment(text: str, found: Tuned, day: str) -> str:
+    """The text of a file with a comment above it that says what was found; an older such comment goes."""
+    lines = text.splitlines(keepends=True)
+    if lines and lines[0].startswith(_HEAD):
+        del lines[0]
+        while lines and lines[0].startswith("#   "):
+            del lines[0]
+    speed = f"{found.before.samples_per_s:.0f} -> {found.after.samples_per_s:.0f} samples/s"
+    comment = [
+        f"{_HEAD} on {day}, with {num_cpus()} CPUs: {speed} ({found.speedup:.2f} +- {found.interval:.2f} times as fast)\n",
+        *(f"#   {one.key}: {one.value} (was {_plain(one.before)})\n" for one in found.settings),
+    ]
+    return "".join([*comment, *lines])
+
+
+def _plain(value: Any) -> str:
+    return "not set" if value is None else str(value)

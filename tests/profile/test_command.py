@@ -1,0 +1,267 @@
+"""`loaderkit profile`: what it prints and writes, its exit codes, and what is known before the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from loaderkit.cli import main
+from loaderkit.profile.model import Report
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setattr("loaderkit.cli.profiling._HEADSPACE_S", 0.5)  # enough to see that there are rates
+
+
+@pytest.fixture
+def pipeline(photos: Path, tmp_path: Path) -> Path:
+    """60 photographs in 15 batches of 4."""
+    description = {
+        "name": "small",
+        "source": {"kind": "files", "url": str(photos), "include": "**/*.jpg", "label": "parent"},
+        "stages": ["read", "decode", {"center_crop": {"size": 16}}, {"batch": {"size": 4}}],
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(description))
+    return path
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Path:
+    """Items that take 4 ms of waiting each, by one worker: more workers are faster, whatever the machine does besides."""
+    path = tmp_path / "waiting.yaml"
+    path.write_text(
+        "# Tokens of the archive.\n"
+        "name: waiting\n"
+        'source: {kind: dataset, object: "of_pipelines:waiting", args: {seconds: 0.004}}  # slow\n'
+        "stages:\n"
+        "  - read   # an item at a time\n"
+        "  - batch: {size: 4}\n"
+        "prefetch:\n"
+        "  concurrency: 1   # as it was on the laptop\n"
+    )
+    return path
+
+
+def test_the_verdict_comes_first_and_fits_80_columns(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(pipeline), "--steps", "20", "--step-time", "1ms"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0].startswith("small: the loop waited ")
+    assert all(len(line) <= 80 for line in lines)
+    assert "\x1b" not in captured.out
+    for title in ("Where the time goes", "Slowest samples", "The first batch", "Headspace"):
+        assert title in lines
+    assert captured.err == ""
+
+
+def test_json_on_stdout_is_the_report_alone(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(pipeline), "--steps", "20", "--json", "-"]) == 0
+    report = Report.from_json(capsys.readouterr().out)
+    assert (report.name, report.num_batches, report.steps.num_steps) == ("small", 21, 20)
+    assert report.first_batch is not None
+    assert report.first_batch.import_s is not None
+    assert report.first_batch.import_s > 0
+    assert report.headspace is not None
+    assert report.headspace.consumer is None
+
+
+def test_out_gets_report_text_and_patch(waiting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "profiles"
+    assert main(["profile", str(waiting), "--steps", "12", "--out", str(out)]) == 0
+    found = {path.suffix: path for path in out.iterdir()}
+    report = Report.from_json(found[".json"].read_text())
+    assert found[".txt"].read_text().startswith("waiting: the loop waited")
+    assert [setting.key for setting in report.verdict.settings] == ["prefetch.concurrency"]
+    subprocess.run(["patch", "-p0", "-i", found[".patch"]], cwd="/", check=True, capture_output=True)
+    text = waiting.read_text()
+    assert yaml.safe_load(text)["prefetch"]["concurrency"] == report.verdict.settings[0].value > 1
+    assert "# as it was on the laptop" in text
+
+
+class TestFailIf:
+    def test_exits_with_1_and_the_figure(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["profile", str(waiting), "--steps", "8", "--fail-if", "stall>5%", "--fail-if", "stall>100%"]) == 1
+        assert capsys.readouterr().err.startswith("failed: stall is ")
+
+    def test_exits_with_0_where_it_does_not_hold(self, waiting: Path) -> None:
+        assert main(["profile", str(waiting), "--steps", "8", "--fail-if", "samples_per_s<0.01"]) == 0
+
+    @pytest.mark.parametrize("condition", ["stall", "stahl>5%", "stall>much"])
+    def test_a_wrong_condition_exits_with_2_before_the_run(
+        self, condition: str, pipeline: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["profile", str(pipeline), "--fail-if", condition]) == 2
+        captured = capsys.readouterr()
+        assert condition in captured.err
+        assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--json", "nowhere/report.json"],
+        ["--json", "."],
+        ["--out", "small.yaml"],
+        ["--out", "small.yaml/below"],
+        ["--steps", "3", "--seconds", "3"],
+        ["--step-time", "1ms", "--consumer", "of_pipelines:step"],
+        ["--step-time", "soon"],
+        ["--consumer", "of_pipelines:missing"],
+        ["--consumer", "no_such_module:step"],
+        ["--consumer", "of_pipelines:not_callable"],
+        ["--consumer", "step"],
+    ],
+)
+def test_wrong_use_is_known_before_the_run(
+    options: list[str], pipeline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", str(pipeline), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+
+
+def test_an_unwritable_folder_is_known_before_the_run(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(pipeline), "--json", "/proc/report.json"]) == 2  # root may write anywhere else
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_consumer_is_called_with_every_batch(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(waiting), "--steps", "8", "--consumer", "of_pipelines:step", "--json", "-"]) == 0
+    headspace = Report.from_json(capsys.readouterr().out).headspace
+    assert headspace is not None
+    assert headspace.consumer is not None
+    assert headspace.factor is not None
+    assert headspace.factor < 1
+
+
+def test_a_consumer_that_fails_leaves_a_report(
+    waiting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    assert main(["profile", str(waiting), "--consumer", "of_pipelines:failing", "--json", str(path)]) == 1
+    assert Report.from_json(path.read_text()).partial == "ended by ArithmeticError: the loss is not a number"
+    assert "the loss is not a number" in capsys.readouterr().err
+
+
+INTERRUPTING = """
+import os, signal
+
+count = 0
+
+def step(batch):
+    global count
+    count += 1
+    if count == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_ctrl_c_writes_what_was_seen(waiting: Path, tmp_path: Path) -> None:
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    path = tmp_path / "report.json"
+    options = ["--consumer", "interrupting:step", "--json", str(path)]
+    command = [sys.executable, "-m", "loaderkit", "profile", str(waiting), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGINT
+    report = Report.from_json(path.read_text())
+    assert report.partial == "interrupted"
+    assert report.num_batches == 5
+    assert "partial: interrupted" in done.stdout.splitlines()[0]
+    assert done.stderr.strip().endswith("the report is on 5 batches")
+
+
+def test_cold_files_are_measured(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(pipeline), "--steps", "8", "--cold", "--json", "-"]) == 0
+    headspace = Report.from_json(capsys.readouterr().out).headspace
+    assert headspace is not None
+    assert headspace.warm is not None
+    assert headspace.cold is not None
+    assert headspace.fetch_percent is not None
+    assert headspace.preprocess_percent == pytest.approx(100 - headspace.fetch_percent)
+
+
+def test_cold_says_why_it_cannot(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(waiting), "--steps", "8", "--cold", "--json", "-"]) == 0
+    headspace = Report.from_json(capsys.readouterr().out).headspace
+    assert headspace is not None
+    assert headspace.cold is None
+    assert "data set of Python objects" in headspace.cold_note
+
+
+def test_predictions_and_the_verdict_are_checked(
+    waiting: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loaderkit.cli.profiling._VERIFY_S", 10.0)
+    monkeypatch.setattr("loaderkit.cli.profiling._CHECK_S", 4.0)
+    assert main(["profile", str(waiting), "--steps", "30", "--what-if", "--verify", "--json", "-"]) == 0
+    report = Report.from_json(capsys.readouterr().out)
+    assert report.verdict.check is not None
+    assert report.verdict.check.stage == "read"
+    assert report.verdict.check.expected_percent > 40
+    rows = {row.name: row for row in report.what_if}
+    doubled = rows["2 workers instead of 1"]
+    assert doubled.speedup > 1.5
+    assert doubled.measured is not None
+    assert rows["half the latency of the store"].measured is None
+    assert all(row.can_run == bool(row.settings) for row in rows.values())
+
+
+class TestTune:
+    def run(self, path: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> Any:
+        assert main(["tune", str(path), "--seconds", "8", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def test_writes_what_is_faster_with_comments(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        mode = waiting.stat().st_mode
+        found = self.run(waiting, "--write", capsys=capsys)
+        text = waiting.read_text()
+        assert found["speedup"] > 1
+        assert yaml.safe_load(text)["prefetch"]["concurrency"] > 1
+        lines = text.splitlines()
+        assert lines[0].startswith("# Tuned by `loaderkit tune` on ")
+        assert "#   prefetch.concurrency: " in text
+        assert {"# Tokens of the archive.", "  - read   # an item at a time"} <= set(lines)
+        assert waiting.stat().st_mode == mode
+        assert [path.name for path in waiting.parent.iterdir() if path.name.startswith(".")] == []
+
+    def test_shows_and_does_not_write(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = waiting.read_text()
+        assert main(["tune", str(waiting), "--seconds", "8"]) == 0
+        out = capsys.readouterr().out
+        assert "+  concurrency: " in out
+        assert "--write puts this into the file" in out
+        assert waiting.read_text() == before
+
+    def test_where_training_is_the_limit_the_file_stays(
+        self, pipeline: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = pipeline.read_text()
+        assert main(["tune", str(pipeline), "--write", "--seconds", "6", "--step-time", "60ms"]) == 0
+        assert "the file stays as it is" in capsys.readouterr().out
+        assert pipeline.read_text() == before
+
+
+def test_help_names_no_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--what-if" in out
+    assert "--verify" in out

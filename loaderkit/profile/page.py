@@ -6,7 +6,6 @@ report ──charts──> Vega-Lite descriptions ─┐
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,9 @@ import yaml
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.case import say_seconds
 from loaderkit.profile.charts import charts, legend
+from loaderkit.profile.compare import say
 from loaderkit.profile.model import Report
+from loaderkit.profile.ranks import Merged
 
 
 def why_no_html() -> str | None:
@@ -28,19 +29,20 @@ def why_no_html() -> str | None:
     return None
 
 
-def to_html(report: Report, baseline: Mapping[str, Any] | None = None) -> str:
-    """The page. `baseline`: a comparison with an earlier report, as `comparison.to_dict()` gives it. Raises ConfigError where
-    `loaderkit[profile]` is not installed."""
+def to_html(report: Report, ranks: Merged | None = None) -> str:
+    """The page; with `ranks` of the whole job, of which `report` is one. Raises ConfigError where `loaderkit[profile]` is not
+    installed."""
     jinja2, _ = _libraries()
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("loaderkit.profile", ""), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"s": _s, "percent": _percent, "number": _number, "yaml": _yaml}
+    environment.filters |= {"s": _s, "ms": _ms, "percent": _percent, "number": _number, "yaml": _yaml}
     drawn = charts(report)
     found: str = environment.get_template("report.html.j2").render(
         report=report,
-        baseline=baseline,
+        compared=[(row, say(row)) for row in report.baseline.rows] if report.baseline is not None else [],
+        ranks=ranks,
         parts=_parts(report),
         waits=_waits(report),
         first=_first(report),
@@ -106,6 +108,10 @@ def _first(report: Report) -> list[tuple[str, float, float]]:
 
 def _s(seconds: float | None) -> str:
     return "-" if seconds is None else say_seconds(seconds)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:+.1f} ms"
 
 
 def _percent(share: float | None) -> str:

@@ -2,8 +2,9 @@
 
     python -m profiles.noise [--runs 12] [--steps 80] [--out profiles]
 
-Runs alternate between a pipeline and one whose samples take 15 % longer, so that what else the machine does falls on both. Every run is compared with the next one of its own kind (these should not be told apart:
-5 % may) and with the one between (these should).
+Runs alternate between a pipeline and one whose samples take 15 % longer, so that what else the machine does falls on both.
+Every run is compared with the next one of its own kind (these should not be told apart: 5 % may) and with the one between
+(these should).
 """
 
 from __future__ import annotations

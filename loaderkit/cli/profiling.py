@@ -132,7 +132,7 @@ def profile(
     if merge or (pipeline := _one(given)).suffix == ".json":
         if measures:
             raise typer.BadParameter(
-                "a report that is there is only shown: nothing is measured, recorded or set", param_hint="P"
+                "a report is only shown again: nothing is measured, recorded or set", param_hint="P"
             )
         _show_again(given, outputs, conditions, merge=merge)
         return

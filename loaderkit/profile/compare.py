@@ -23,7 +23,7 @@ METHOD = (
 _MOST_DIFFERENCES = 30
 _NOTABLE_LATE = 10.0  # points
 _SAY: Mapping[Outcome, str] = {
-    "better": "yes, better", "worse": "yes, worse", "changed": "yes", "noise": "no", "unknown": "one value each: cannot say",
+    "better": "yes, better", "worse": "yes, worse", "changed": "yes", "noise": "no", "unknown": "one value each",
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ def comparison(found: Comparison) -> RenderableType:
         if row.outcome == "unknown" and row.name.endswith("of a sample"):
             continue  # in the JSON and the page
         said = say(row)
-        table.add_row(said.name, said.before, said.after, said.change, said.interval, said.outcome.partition(":")[0])
+        table.add_row(said.name, said.before, said.after, said.change, said.interval, said.outcome)
     lines = [Text(f"- {line}") for line in found.differences]
     return Group(
         Text(""),

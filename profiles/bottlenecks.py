@@ -28,7 +28,7 @@ from loaderkit.config import PipelineConfig
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.loader import to_config
 from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.stretch import Stretch
+from loaderkit.prefetch.stretch import Stretch, stretched
 from loaderkit.types import Connector
 
 NUM_OBJECTS = 400
@@ -298,7 +298,9 @@ def _concurrency(config: PipelineConfig) -> int:
 def _with_transfer(recipe: Recipe, run: Any) -> Engine:
     assembly = Assembly(recipe)
     assembly.stages = [
-        replace(stage, run=lambda batch, context: run(batch)) if stage.kind == "transfer" else stage
+        stretched(replace(stage, run=lambda batch, context: run(batch)), recipe.stretch)
+        if stage.kind == "transfer"
+        else stage
         for stage in assembly.stages
     ]
     return assembly.make_engine(time.perf_counter)

@@ -152,8 +152,9 @@ def profile(
         if ended_by is None:
             make, config = maker(pipeline, assignments), described(pipeline, assignments)
             report = _measure(report, make, step, config, wanted)
-    except KeyboardInterrupt as error:  # what there is, is shown
-        ended_by, report = error, report.model_copy(update={"partial": "interrupted after the loop"})
+    except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
+        ended_by, report = error, report.model_copy(update={"partial": f"{why} after the loop"})
     report = compared(report, outputs)
     deliver(report, outputs, pipeline, recording.trace_json)
     if step is None and not outputs.is_on_stdout:

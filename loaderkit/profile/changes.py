@@ -10,6 +10,7 @@ from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.profile.demands import Demand, Model, PoolModel
 from loaderkit.profile.model import Report, Setting
 from loaderkit.profile.patch import value_of, workers_settings
+from loaderkit.schema import format_bytes
 
 _MOST_WORKERS = 128
 _RESIZING = frozenset({"resize", "random_resized_crop", "center_crop", "random_crop"})
@@ -58,9 +59,13 @@ def _depth(model: Model, report: Report, config: PipelineConfig) -> Iterator[Cha
         return
     for wanted in (2 * batches, batches // 2):
         if wanted >= max(1, model.processes):
-            changed = replace(model, samples_ahead=model.samples_ahead * wanted / batches)
+            changed = replace(model, batches_ahead=float(wanted))
             setting = Setting(key="prefetch.batches", before=value_of(config, "prefetch.batches"), value=wanted)
             yield Change(f"{wanted} batches ahead instead of {batches}", changed, (setting,))
+    if model.batches_in_memory < batches:
+        memory = format_bytes(-(-batches * int(report.memory["batch_bytes"]) // 2**20) * 2**20)
+        setting = Setting(key="prefetch.memory", before=value_of(config, "prefetch.memory"), value=memory)
+        yield Change("memory for all batches ahead", replace(model, batches_in_memory=float(batches)), (setting,))
 
 
 def _executors(model: Model, config: PipelineConfig) -> Iterator[Change]:
@@ -80,7 +85,7 @@ def _executors(model: Model, config: PipelineConfig) -> Iterator[Change]:
         yield Change("executor: inline", replace(model, is_inline=True), (now.model_copy(update={"value": "inline"}),))
     if executor == "inline":
         pool = PoolModel(num_cpus(), model.stages)
-        changed = replace(model, is_inline=False, pools=(pool,), samples_ahead=float("inf"))
+        changed = replace(model, is_inline=False, pools=(pool,))
         yield Change("executor: thread", changed, (now.model_copy(update={"value": "thread"}),))
 
 

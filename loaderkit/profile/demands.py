@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 from loaderkit.profile.model import Report, StageRow
 
@@ -41,6 +43,14 @@ class PoolModel:
         return sum(stage.service_s for stage in self.stages)
 
 
+class Stragglers(NamedTuple):
+    """One sample in `every` takes `seconds` in a pool, and batches come in order: the others wait for it."""
+
+    pool: int
+    seconds: float
+    every: float
+
+
 @dataclass(frozen=True)
 class Model:
     """A pipeline and its loop, as far as throughput goes. Demands in s a sample."""
@@ -55,8 +65,16 @@ class Model:
     loop_has_gil: bool = True  # the loop's thread shares the lock with the workers
     serial_stage: str | None = None  # a stage of which only one worker gets on at a time
     serial_s: float = 0.0
-    samples_ahead: float = float("inf")  # in work at most: batches ahead, or what memory holds
+    batch: float = 1.0  # samples of one
+    batches_ahead: float = float("inf")
+    batches_in_memory: float = float("inf")
+    stragglers: Stragglers | None = None
     is_inline: bool = False
+
+    @property
+    def samples_ahead(self) -> float:
+        """In work at most: what is wanted ahead, or what memory holds."""
+        return self.batch * min(self.batches_ahead, self.batches_in_memory)
 
     @property
     def stages(self) -> tuple[Demand, ...]:
@@ -70,15 +88,16 @@ def model_of(report: Report) -> Model | None:
         return None
     verdict, tuning = report.verdict, report.tuning
     rows = report.stages
+    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
+    serial_s = 1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0
     pools = tuple(
-        PoolModel(own[0].workers, tuple(_demand(row) for row in own))
+        PoolModel(own[0].workers, tuple(_demand(row, serial_s if row.name == serial else None) for row in own))
         for own in ([row for row in rows if row.pool == number] for number in sorted({row.pool for row in rows}))
     )
     cpu_s = sum(row.cpu_s / row.num_items for row in rows)
     batch = samples / report.num_batches
     processes = int(tuning.get("processes", 1))
     is_process = tuning.get("executor") == "process"
-    serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
     return Model(
         pools=pools,
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
@@ -89,14 +108,20 @@ def model_of(report: Report) -> Model | None:
         processes=processes,
         loop_has_gil=not is_process,
         serial_stage=serial,
-        serial_s=1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0,
-        samples_ahead=_samples_ahead(report, batch),
+        serial_s=serial_s,
+        batch=batch,
+        batches_ahead=float(tuning.get("batches") or 1),
+        batches_in_memory=_batches_in_memory(report),
+        stragglers=_stragglers(report) if verdict.kind == "stragglers" else None,
         is_inline=tuning.get("executor") == "inline",
     )
 
 
-def _demand(row: StageRow) -> Demand:
-    return Demand(row.name, row.kind, row.cpu_s / row.num_items, row.io_s / row.num_items)
+def _demand(row: StageRow, serial_s: float | None) -> Demand:
+    """Where only one worker gets on at a time, it is what that one takes: the others' waiting for it is no demand."""
+    cpu_s = row.cpu_s / row.num_items
+    wait_s = row.io_s / row.num_items if serial_s is None else max(0.0, serial_s - cpu_s)
+    return Demand(row.name, row.kind, cpu_s, wait_s)
 
 
 def _loop_cpu_s(report: Report) -> float:
@@ -117,9 +142,17 @@ def _cpus(report: Report) -> float:
     return min(float(report.machine.cpus), used) if delayed else float(report.machine.cpus)
 
 
-def _samples_ahead(report: Report, batch: float) -> float:
-    depth = float(report.tuning.get("batches") or 1)
+def _batches_in_memory(report: Report) -> float:
     batch_bytes = report.memory.get("batch_bytes") or 0
-    if batch_bytes:
-        depth = min(depth, max(1, report.memory["budget_bytes"] // batch_bytes))
-    return depth * batch
+    return float(max(1, report.memory["budget_bytes"] // batch_bytes)) if batch_bytes else float("inf")
+
+
+def _stragglers(report: Report) -> Stragglers | None:
+    """How long they take is what the slowest took, and how often they come is what they add to the mean."""
+    row = next(row for row in report.stages if row.name == report.verdict.stage)
+    slow = [item.seconds for item in report.slowest if item.stage == row.name and item.num_together == 1]
+    if not slow or row.p50_s is None:
+        return None
+    seconds = median(slow)
+    extra_s = row.busy_s / row.num_items - row.p50_s
+    return Stragglers(row.pool, seconds, seconds / extra_s) if 0 < extra_s < seconds else None

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.cold import evict
 from loaderkit.profile.driving import Step
@@ -110,6 +112,8 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
             step(batch)
             num_batches += 1
             num_samples += num_samples_of(batch)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()  # what the step has started is part of it
         windows.append(Window(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
     return rate_of(windows)
 

@@ -7,6 +7,7 @@ No center can do more than one second of work a second, so with demands D in s a
     X <= processes / (demand under the lock)      Python's lock
     X <= 1 / D                                    what only one worker can use at a time: a link, a lock of the user's
     X <= samples in work / response time          batches ahead        (Little's law)
+    X <= n / (straggler + what is not ahead of it) one in n is slow, and batches come in order
     X <= 1 / compute time                         the loop itself
 
 Denning and Buzen, ACM Computing Surveys 10(3), 1978; Lazowska, Zahorjan, Graham and Sevcik, "Quantitative System Performance",
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from loaderkit.profile.demands import Model
+from loaderkit.profile.demands import Model, Stragglers
 
 
 class Prediction(NamedTuple):
@@ -48,6 +49,8 @@ def bounds(model: Model) -> dict[str, float]:
         found["gil"] = model.processes / model.gil_s
     if model.serial_stage is not None and model.serial_s > 0:
         found[f"{model.serial_stage}, one at a time"] = 1.0 / model.serial_s
+    if model.stragglers is not None:
+        found["stragglers"] = _past_stragglers(model, model.stragglers)
     response_s = sum(pool.service_s for pool in model.pools)
     if response_s > 0:
         found["batches ahead"] = model.samples_ahead / response_s
@@ -64,6 +67,14 @@ def predict(model: Model, base: Model | None = None, measured: float | None = No
         if model.compute_s > 0:
             rate = min(rate, 1.0 / model.compute_s)
     return Prediction(rate, limit, 100.0 * max(0.0, 1.0 - rate * model.compute_s))
+
+
+def _past_stragglers(model: Model, slow: Stragglers) -> float:
+    """While one sample keeps its batch waiting, the other workers get as far as batches are read ahead, and no further."""
+    pool = model.pools[slow.pool]
+    usual_s = max(0.0, pool.service_s - slow.seconds / slow.every)
+    behind_s = max(0.0, slow.every - model.samples_ahead) * usual_s / pool.workers
+    return slow.every / (slow.seconds + behind_s)
 
 
 def cpus_to_be_had(model: Model) -> float:

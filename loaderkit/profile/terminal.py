@@ -78,7 +78,7 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     yield rows
     if report.patch:
         yield Text("")
-        yield Text("To set:" if len(verdict.settings) > 1 else "Setting:", style="bold")
+        yield Text("To set:", style="bold")
         yield Text(report.patch.rstrip())
 
 

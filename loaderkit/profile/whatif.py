@@ -8,14 +8,14 @@ from contextlib import ExitStack
 
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import LoaderkitError
-from loaderkit.profile.changes import Change, changes
+from loaderkit.profile.changes import changes
 from loaderkit.profile.demands import model_of
 from loaderkit.profile.driving import Step
 from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
 from loaderkit.profile.model import Measured, Report, WhatIf
 from loaderkit.profile.predict import bounds, predict
 
-_ROUNDS = 3
+_ROUNDS = 5
 _NOTHING = 0.01
 _LEAST_S = 2.0  # for one change, both sides together
 
@@ -39,7 +39,7 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
                 speedup=found.samples_per_s / measured,
                 limit=found.limit,
                 note=change.note,
-                can_run=_can_run(change, report),
+                can_run=bool(change.settings),
             )
         )
     rows = [row for row in rows if row.can_run or abs(row.speedup - 1) > _NOTHING]
@@ -58,10 +58,6 @@ def steady_rate(report: Report) -> float:
 def _start_s(report: Report) -> float:
     first = report.first_batch
     return 0.0 if first is None else first.workers_s + sum(first.by_stage.values())
-
-
-def _can_run(change: Change, report: Report) -> bool:
-    return bool(change.settings) and "note" not in report.config
 
 
 def verify(make: Make, step: Step, rows: Sequence[WhatIf], *, seconds: float) -> list[WhatIf]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaderkit.profile.demands import Demand, Model, PoolModel
+from loaderkit.profile.demands import Demand, Model, PoolModel, Stragglers
 from loaderkit.profile.predict import bounds, predict
 
 demands = st.floats(1e-5, 1e-1)
@@ -28,7 +28,8 @@ def models(draw: st.DrawFn) -> Model:
         cpus=draw(st.floats(1, 64)),
         others_cpus=draw(st.floats(0, 4)),
         gil_s=draw(st.sampled_from([0.0, 1e-3])),
-        samples_ahead=draw(st.floats(1, 1000)),
+        batches_ahead=draw(st.floats(1, 1000)),
+        stragglers=draw(st.sampled_from([None, Stragglers(0, 0.3, 50.0)])),
     )
 
 
@@ -59,9 +60,16 @@ def test_the_lock_is_one_a_process() -> None:
 
 def test_batches_ahead_bound_what_workers_can_do() -> None:
     pools = (PoolModel(8, (Demand("read", "read", 0.0, 0.01),)),)
-    model = Model(pools, compute_s=1e-4, loop_cpu_s=0.0, cpus=8, samples_ahead=2)
+    model = Model(pools, compute_s=1e-4, loop_cpu_s=0.0, cpus=8, batch=2, batches_ahead=4, batches_in_memory=1)
     assert predict(model).samples_per_s == pytest.approx(200)
     assert predict(model).limit == "batches ahead"
+
+
+def test_a_straggler_holds_up_what_is_not_ahead_of_it() -> None:
+    pools = (PoolModel(2, (Demand("read", "read", 0.0, 0.003),)),)  # 1 ms, and one in 50 takes 100 ms
+    model = Model(pools, 1e-4, 0.0, cpus=8, batch=8, batches_ahead=4, stragglers=Stragglers(0, 0.1, 50.0))
+    assert predict(model).samples_per_s == pytest.approx(50 / (0.1 + 18 * 0.001 / 2))
+    assert predict(replace(model, batches_ahead=8)).samples_per_s == pytest.approx(500)
 
 
 def test_inline_is_one_after_the_other() -> None:

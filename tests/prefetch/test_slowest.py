@@ -1,0 +1,58 @@
+"""The record of slow samples: the slowest are in it, whatever their order, and it stays small."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loaderkit.prefetch.accounts import Account, States
+from loaderkit.prefetch.slowest import SlowItems, slowest
+from loaderkit.types import Chunk, Destination
+
+
+def chunk_of(*samples: int) -> Chunk:
+    indices = np.array(samples, np.int64)
+    destination = Destination(epoch=3, step=0, positions=indices, indices=indices)
+    return Chunk(destination, 0, len(samples), 3, indices)
+
+
+@given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=200, unique=True))
+def test_the_slowest_are_kept(durations: list[float]) -> None:
+    items = SlowItems(2)
+    for sample, seconds in enumerate(durations):
+        chunk = chunk_of(sample)
+        chunk.slowest = (seconds, 0)
+        items.note(1, chunk, 1.0, float(sample))
+        assert chunk.slowest is None
+    kept = [(slow.seconds, slow.sample) for slow in items.kept(1)]
+    assert kept == sorted(((seconds, sample) for sample, seconds in enumerate(durations)), reverse=True)[:16]
+    assert items.kept(0) == ()
+
+
+def test_a_chunk_done_by_one_call_counts_as_a_whole() -> None:
+    items = SlowItems(1)
+    items.note(0, chunk_of(7, 8, 9, 10), 0.5, 1.0)
+    (slow,) = items.kept(0)
+    assert (slow.seconds, slow.each_s, slow.sample, slow.num_together, slow.epoch) == (2.0, 0.5, 7, 4, 3)
+
+
+def test_several_workers_are_merged() -> None:
+    workers = [SlowItems(1) for _ in range(3)]
+    for number, items in enumerate(workers):
+        for n in range(20):
+            items.note(0, chunk_of(100 * number + n), 1.0 + n + number / 10, 0.0)
+    merged = slowest(slow for items in workers for slow in items.kept(0))
+    assert len(merged) == 16
+    assert [slow.sample for slow in merged[:3]] == [219, 119, 19]
+
+
+def test_an_account_notes_what_its_stage_says() -> None:
+    now = iter(range(1000))
+    account = Account(States(1), lambda: float(next(now)), first_state=1)
+    account.enter(0)
+    chunk = chunk_of(4, 5)
+    chunk.slowest = (0.75, 1)
+    account.served(0, 2, 0, chunk)
+    (slow,) = account.slow_items.kept(0)
+    assert (slow.seconds, slow.sample, slow.num_together) == (0.75, 5, 1)

@@ -26,6 +26,7 @@ from loaderkit.profile.model import Report
 _STEP_S = 0.004
 _SAMPLE_S = 0.6e-3
 _SLOWER = 1.15
+_SEVERAL = 5
 
 
 class Slow:
@@ -65,27 +66,49 @@ def main() -> None:
     alike: list[str] = []
     unlike: list[str] = []
     changes: list[float] = []
-    before: list[Report] = []
+    alike_of_several: list[str] = []
+    unlike_of_several: list[str] = []
+    before: tuple[list[Report], list[Report]] = ([], [])
     for _ in range(args.runs):
         runs = [one_run(_SAMPLE_S, args.steps), one_run(_SLOWER * _SAMPLE_S, args.steps)]
-        unlike.append(compare_reports(*runs).rows[0].outcome)
-        changes.append(compare_reports(*runs).rows[0].change or 0.0)
-        alike += [compare_reports(old, new).rows[0].outcome for old, new in zip(before, runs, strict=False)]
-        before = runs
-    num_false = sum(outcome != "noise" for outcome in alike)
-    num_found = sum(outcome == "worse" for outcome in unlike)
-    text = (
-        f"{args.steps} steps a run, {os.cpu_count()} CPUs.\n"
-        f"The same pipeline twice: told apart in {num_false} of {len(alike)} pairs.\n"
-        f"Samples {100 * (_SLOWER - 1):.0f} % slower: said to be slower in {num_found} of {len(unlike)} pairs, "
-        f"by {np.median(changes):.1f} % of the throughput in the median.\n"
-    )
+        quick, slow = runs
+        found = compare_reports([quick], slow).rows[0]
+        unlike.append(found.outcome)
+        changes.append(found.change or 0.0)
+        for kind, run in zip(before, runs, strict=True):
+            alike += [compare_reports(kind[-1:], run).rows[0].outcome] if kind else []
+            alike_of_several += (
+                [compare_reports(kind[-_SEVERAL:], run).rows[0].outcome] if len(kind) >= _SEVERAL else []
+            )
+        if len(before[0]) >= _SEVERAL:
+            unlike_of_several.append(compare_reports(before[0][-_SEVERAL:], slow).rows[0].outcome)
+        for kind, run in zip(before, runs, strict=True):
+            kind.append(run)
+    text = f"{args.steps} steps a run, {os.cpu_count()} CPUs, samples that take 15 % longer in the slower kind.\n\n"
+    text += "| compared with | same, told apart | slower, said to be slower |\n|---|---|---|\n"
+    for name, same, other in (
+        ("one run before", alike, unlike),
+        (f"{_SEVERAL} runs before", alike_of_several, unlike_of_several),
+    ):
+        num_false, num_found = sum(one != "noise" for one in same), sum(one == "worse" for one in other)
+        text += f"| {name} | {num_false} of {len(same)} | {num_found} of {len(other)} |\n"
+    text += f"\nThe slower kind's throughput differs by {np.median(changes):.1f} % in the median.\n"
     print(text, end="")
     if args.out is not None:
         stem = args.out / f"noise-{os.cpu_count()}cpu-{datetime.now(UTC):%Y-%m-%d}"
         stem.with_suffix(".md").write_text(text)
         stem.with_suffix(".json").write_text(
-            json.dumps({"steps": args.steps, "alike": alike, "unlike": unlike, "changes": changes}, indent=1) + "\n"
+            json.dumps(
+                {
+                    "steps": args.steps,
+                    "alike": alike,
+                    "unlike": unlike,
+                    "alike_of_several": alike_of_several,
+                    "unlike_of_several": unlike_of_several,
+                    "changes": changes,
+                }
+            )
+            + "\n"
         )
 
 

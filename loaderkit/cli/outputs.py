@@ -27,11 +27,11 @@ class Outputs:
     html: Path | None
     trace: Path | None
     folder: Path | None
-    baseline: Report | None
+    baseline: list[Report]
 
 
 def open_outputs(
-    json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: Path | None
+    json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: list[Path]
 ) -> Outputs:
     """Raises BadParameter for what cannot be written or read."""
     from loaderkit.textfiles import why_not_writable
@@ -52,7 +52,7 @@ def open_outputs(
 
         if (reason := why_no_html()) is not None:
             raise typer.BadParameter(reason, param_hint="--html")
-    earlier = None if baseline is None else read_report(baseline, "--baseline")
+    earlier = [read_report(one, "--baseline") for one in baseline]
     return Outputs(path, json_path == "-", html, trace, folder, earlier)
 
 
@@ -75,7 +75,7 @@ def compared(report: Report, outputs: Outputs) -> Report:
     """The report, with what it says against the one before."""
     from loaderkit.profile.compare import compare_reports
 
-    if outputs.baseline is None:
+    if not outputs.baseline:
         return report
     return report.model_copy(update={"baseline": compare_reports(outputs.baseline, report)})
 

@@ -99,10 +99,10 @@ def profile(
         ),
     ] = None,
     baseline: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Compare with this earlier report, a JSON file: does it differ by more than noise?",
+            help="Compare with this earlier report, a JSON file: does it differ by more than noise? Several are better.",
             show_default=False,
         ),
     ] = None,
@@ -127,7 +127,7 @@ def profile(
     conditions = [_condition(text) for text in fail_if or ()]
     if merge and (baseline, trace, out, fail_if, assignments) != (None,) * 5:
         raise typer.BadParameter("--merge takes no other options than --json and --html", param_hint="--merge")
-    outputs = open_outputs(json_path, html, trace, out, baseline)
+    outputs = open_outputs(json_path, html, trace, out, baseline or [])
     measures = any((steps, seconds, step_time, consumer, cold, what_if, verify, trace, assignments))
     if merge or (pipeline := _one(given)).suffix == ".json":
         if measures:

@@ -8,17 +8,23 @@ report after  ──steps──> windows ─┘
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from loaderkit.prefetch.case import say_seconds
 from loaderkit.profile.model import ComparedFigure, Comparison, Outcome, Report, Step
-from loaderkit.profile.noise import LEAST_STEPS, Difference, compare, steady
+from loaderkit.profile.noise import LEAST_STEPS, Difference, against, steady
 
 METHOD = (
-    "Steps behind the warm-up in 20 windows, and in 5; Welch's t interval of 95 % of the difference of their means, the wider "
-    "one. It knows the noise within each run, not what a machine does differently from one hour to the next: to see that, "
-    "compare two runs of the same."
+    "Steps behind the warm-up in 20 windows, and in 5; Welch's t interval of 95 % of the difference of their means, "
+    "the wider one. "
+)
+_ONE = (
+    "It knows the noise within each run, not what differs from run to run on a machine that others use: give several earlier "
+    "reports of the same for that, --baseline a.json --baseline b.json."
+)
+_SEVERAL = (
+    "It is at least as wide as the prediction interval for one more run like the earlier ones, from how these differ."
 )
 _MOST_DIFFERENCES = 30
 _NOTABLE_LATE = 10.0  # points
@@ -46,48 +52,57 @@ def say(row: ComparedFigure) -> Said:
     return Said(row.name, _say(row.before, row.unit), _say(row.after, row.unit), change, interval, _SAY[row.outcome])
 
 
-def compare_reports(before: Report, after: Report) -> Comparison:
-    """Side by side."""
+def compare_reports(before: Sequence[Report], after: Report) -> Comparison:
+    """Side by side. `before` are one or several reports of the same, the last one last."""
     rows = list(_figures(before, after))
     return Comparison(
-        made_at=before.made_at,
+        made_at=before[-1].made_at,
+        num_runs=len(before),
         summary=_summary(rows),
         rows=rows,
-        differences=list(_differences(before, after))[:_MOST_DIFFERENCES],
-        method=METHOD,
+        differences=list(_differences(before[-1], after))[:_MOST_DIFFERENCES],
+        method=METHOD + (_ONE if len(before) == 1 else _SEVERAL),
     )
 
 
-def _figures(before: Report, after: Report) -> Iterator[ComparedFigure]:
-    one, other = steady(before.steps.steps), steady(after.steps.steps)
-    is_known = min(len(one), len(other)) >= LEAST_STEPS
-    sizes = [report.num_samples / max(1, report.num_batches) for report in (before, after)]
-    longer: Outcome = "worse" if sizes[0] == sizes[1] else "changed"  # of a step: another batch size may be why
+def _figures(before: Sequence[Report], after: Report) -> Iterator[ComparedFigure]:
+    ones, other = [steady(report.steps.steps) for report in before], steady(after.steps.steps)
+    is_known = min(map(len, [*ones, other])) >= LEAST_STEPS
+    size, new_size = _mean_of([_batch_size(report) for report in before]) or 0.0, _batch_size(after)
+    longer: Outcome = "worse" if size == new_size else "changed"  # of a step: another batch size may be why
 
-    times = [_mean_step(steps) if steps else None for steps in (one, other)]
-    step = compare(one, other, _log_step) if is_known else None
+    def both(value: Callable[[Sequence[Step]], float]) -> tuple[float | None, float | None]:
+        return _mean_of([value(one) if one else None for one in ones]), value(other) if other else None
+
+    time, new_time = both(_mean_step)
+    step = against(ones, other, _log_step) if is_known else None
     speed = None
-    if step is not None and min(sizes) > 0:  # shorter steps are faster, and so are larger batches
-        shift = math.log(sizes[1] / sizes[0])
+    if step is not None and min(size, new_size) > 0:  # shorter steps are faster, and so are larger batches
+        shift = math.log(new_size / size)
         speed = Difference(shift - step.mean, shift - step.high, shift - step.low)
-    rates = [size / time if time else None for size, time in zip(sizes, times, strict=True)]
-    yield _ratio("samples/s", "per_s", rates[0], rates[1], speed, more_is="better")
+    rates = (size / time if time else None, new_size / new_time if new_time else None)
+    yield _ratio("samples/s", "per_s", *rates, speed, more_is="better")
+    yield _points("waiting for data", *both(_share), against(ones, other, _share) if is_known else None)
+    yield _ratio("a step", "seconds", time, new_time, step, more_is=longer)
+    logs = against(ones, other, _log_compute) if is_known and all(map(_computes, [*ones, other])) else None
+    yield _ratio("computing, of a step", "seconds", *both(_mean_compute), logs, more_is=longer)
 
-    shares = [_share(steps) if steps else None for steps in (one, other)]
-    yield _points("waiting for data", shares[0], shares[1], compare(one, other, _share) if is_known else None)
-    yield _ratio("a step", "seconds", times[0], times[1], step, more_is=longer)
-
-    computing = [_mean_compute(steps) if steps else None for steps in (one, other)]
-    logs = compare(one, other, _log_compute) if is_known and _computes(one) and _computes(other) else None
-    yield _ratio("computing, of a step", "seconds", computing[0], computing[1], logs, more_is=longer)
-
-    yield _single("a step, p99", before.steps.p99_s, after.steps.p99_s)
-    firsts = [report.first_batch.total_s if report.first_batch else None for report in (before, after)]
-    yield _single("the first batch", firsts[0], firsts[1])
-    old = {row.name: row.p50_s for row in before.stages}
+    yield _single("a step, p99", _mean_of([report.steps.p99_s for report in before]), after.steps.p99_s)
+    firsts = [report.first_batch.total_s if report.first_batch else None for report in (*before, after)]
+    yield _single("the first batch", _mean_of(firsts[:-1]), firsts[-1])
     for row in after.stages:
-        if row.name in old:
-            yield _single(f"{row.name}, p50 of a sample", old[row.name], row.p50_s)
+        old = [one.p50_s for report in before for one in report.stages if one.name == row.name]
+        if old:
+            yield _single(f"{row.name}, p50 of a sample", _mean_of(old), row.p50_s)
+
+
+def _batch_size(report: Report) -> float:
+    return report.num_samples / max(1, report.num_batches)
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _computes(steps: Sequence[Step]) -> bool:

@@ -224,7 +224,8 @@ class ComparedFigure(Part):
 class Comparison(Part):
     """A report against an earlier one."""
 
-    made_at: str = Field(description="the earlier report")
+    made_at: str = Field(description="the earlier report, or the last of several")
+    num_runs: int = Field(description="how many earlier reports there are; figures before are their means")
     summary: str
     rows: list[ComparedFigure]
     differences: list[str] = Field(description="what else was different: settings, the machine, the limit")

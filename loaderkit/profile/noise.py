@@ -65,6 +65,22 @@ def compare(one: Sequence[T], other: Sequence[T], value: Callable[[Sequence[T]],
     return max(found, key=lambda difference: difference.high - difference.low)
 
 
+def against(ones: Sequence[Sequence[T]], other: Sequence[T], value: Callable[[Sequence[T]], float]) -> Difference:
+    """`value` of `other`, minus that of one earlier run or of several on average.
+
+    Of several the interval also holds what differs from run to run, which the windows of one run cannot know: it is at least
+    the prediction interval for one more run of the same kind. Where noise comes at several levels, the highest one has to be
+    repeated (Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013).
+    """
+    found = [compare(one, other, value) for one in ones]
+    mean = statistics.fmean(difference.mean for difference in found)
+    half = max(difference.high - difference.low for difference in found) / 2
+    if len(ones) > 1:
+        values = [value(one) for one in ones]
+        half = max(half, student_t(len(ones) - 1) * statistics.stdev(values) * math.sqrt(1 + 1 / len(ones)))
+    return Difference(mean, mean - half, mean + half)
+
+
 def welch(one: Values, other: Values) -> Difference:
     """The difference of two means. Both have at least two values."""
     mean = statistics.fmean(other) - statistics.fmean(one)

@@ -23,12 +23,17 @@ def comparison(found: Comparison) -> RenderableType:
     lines = [Text(f"- {line}") for line in found.differences]
     return Group(
         Text(""),
-        Text(f"Against the run of {found.made_at}", style="bold"),
+        Text(title(found), style="bold"),
         Text(found.summary[:1].upper() + found.summary[1:] + "."),
         table,
         *([Text("What was different:"), *lines] if lines else []),
         Text(found.method, style="dim"),
     )
+
+
+def title(found: Comparison) -> str:
+    """What is compared with."""
+    return f"Against {'the run' if found.num_runs == 1 else f'{found.num_runs} runs, the last one'} of {found.made_at}"
 
 
 def merged(found: Merged) -> RenderableType:

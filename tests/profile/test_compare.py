@@ -114,7 +114,7 @@ def test_a_faster_run_is_said_to_be_faster(make_report: MakeReport) -> None:
     before = make_report(correlated(rng, 100, 0.100, 0.1))
     config = {**before.config, "prefetch": {"concurrency": 4}, "stages": ["read", {"decode": {"workers": 3}}, "batch"]}
     after = make_report(correlated(rng, 100, 0.050, 0.1), config=config)
-    found = compare_reports(before, after)
+    found = compare_reports([before], after)
     rows = {row.name: row for row in found.rows}
     assert rows["samples/s"].outcome == "better"
     assert rows["samples/s"].change == pytest.approx(100, abs=25)
@@ -126,27 +126,41 @@ def test_a_faster_run_is_said_to_be_faster(make_report: MakeReport) -> None:
         line.startswith("prefetch.concurrency: ") and line.endswith("before, 4 now") for line in found.differences
     )
     assert "stages.decode.workers: default before, 3 now" in found.differences
-    back = compare_reports(after, before)
+    back = compare_reports([after], before)
     assert back.rows[0].outcome == "worse"
     assert say(back.rows[0]).change.startswith("-")
+
+
+def test_several_runs_before_tell_what_differs_from_run_to_run(make_report: MakeReport) -> None:
+    """Runs on a machine that others use: within each of them steps are alike, and between them they are not."""
+    rng = random.Random(4)
+    num_false = {1: 0, 4: 0}
+    for _ in range(60):
+        runs = [make_report(correlated(rng, 60, 0.05 * rng.lognormvariate(0, 0.08), 0.03)) for _ in range(5)]
+        for num_before in num_false:
+            found = compare_reports(runs[4 - num_before : 4], runs[4])
+            assert found.num_runs == num_before
+            num_false[num_before] += found.rows[0].outcome != "noise"
+    assert num_false[1] >= 20  # one run before cannot know
+    assert num_false[4] <= 6
 
 
 def test_a_larger_batch_is_not_slower_because_its_steps_are_longer(make_report: MakeReport) -> None:
     rng = random.Random(2)
     before = make_report(correlated(rng, 100, 0.05, 0.05))
     after = make_report(correlated(rng, 100, 0.08, 0.05), num_samples=50 * 64)
-    rows = {row.name: row for row in compare_reports(before, after).rows}
+    rows = {row.name: row for row in compare_reports([before], after).rows}
     assert rows["samples/s"].outcome == "better"
     assert rows["a step"].outcome == "changed"
 
 
 def test_too_few_steps_are_said_to_be_too_few(make_report: MakeReport) -> None:
     report = make_report([Step(at_s=0.0, compute_s=0.01, stall_s=0.01)] * 5)
-    found = compare_reports(report, report)
+    found = compare_reports([report], report)
     assert "too few steps" in found.summary
     assert {row.outcome for row in found.rows} == {"unknown"}
     empty = make_report([])
-    assert "too few steps" in compare_reports(empty, report).summary
+    assert "too few steps" in compare_reports([empty], report).summary
 
 
 def test_the_rank_whose_data_come_late_is_the_straggler(make_report: MakeReport) -> None:

@@ -3,8 +3,8 @@
     python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/ and shards/, as `loaderkit demo` makes them
     python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
 
-In profiles/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `slow-store` and `imagenet-s3` is
-SeaweedFS on this machine, every request of which takes 20 ms longer.
+In profiles/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS on
+this machine, with 20 ms more for every request; `database` is no shipped pipeline, but rows that are asked for one at a time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from io import StringIO
 from pathlib import Path
@@ -32,6 +34,7 @@ FOLDER = ROOT / "profiles" / "reports"
 PAGE = ROOT / "docs" / "reading-a-report.md"
 _EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DOTALL)
 _LATENCY_S = 0.02
+_IMAGES, _CACHE = Path("/tmp/imagenet"), Path("/tmp/imagenet-cache")  # reports name them
 
 
 class Run(NamedTuple):
@@ -43,15 +46,35 @@ class Run(NamedTuple):
     arguments: tuple[str, ...]
 
 
-_FEW = ("--set", "prefetch.concurrency=2")
+_TABLE = """name: database
+source: {kind: dataset, object: "profiles.reports:Table", args: {answer_s: 0.01}}
+stages: [read, {batch: {size: 32}}]
+prefetch: {concurrency: 2}
+"""
+
+
+class Table:
+    """Rows of a table, each asked of a database that answers after a while."""
+
+    def __init__(self, answer_s: float) -> None:
+        self._answer_s = answer_s
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        time.sleep(self._answer_s)
+        return {"row": index}
+
+
 RUNS = (
     Run("imagenet-files", "imagenet-files", False, ("--step-time", "40ms", "--cold", "--what-if", "--verify")),
     Run("imagenet-files-waits-for-nothing", "imagenet-files", False, ("--step-time", "600ms", "--steps", "20")),
     Run("imagenet-tar", "imagenet-tar", False, ("--step-time", "40ms", "--cold")),
     Run("imagenet-dali", "imagenet-dali", False, ("--step-time", "40ms")),
     Run("imagenet-s3", "imagenet-s3", True, ("--step-time", "40ms")),
-    Run("slow-store", "imagenet-files", True, ("--step-time", "40ms", "--what-if", *_FEW)),
-    Run("slow-store-changed", "imagenet-files", True, ("--step-time", "40ms", "--baseline", "slow-store.json")),
+    Run("database", "database", False, ("--step-time", "40ms", "--what-if", "--verify")),
+    Run("database-changed", "database", False, ("--step-time", "40ms", "--baseline", "database.json")),
 )
 
 
@@ -60,7 +83,7 @@ def make(images: Path, names: list[str]) -> None:
     FOLDER.mkdir(exist_ok=True)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        link = Path("/tmp/imagenet")
+        link = _IMAGES
         link.unlink(missing_ok=True)
         link.symlink_to(images.resolve())
         stack.callback(link.unlink)
@@ -75,19 +98,25 @@ def make(images: Path, names: list[str]) -> None:
             server = Seaweed(work / "weed")
             stack.callback(server.stop)
             upload(server, images, "imagenet")
+            shutil.rmtree(_CACHE, ignore_errors=True)
+            stack.callback(shutil.rmtree, _CACHE, ignore_errors=True)
             environment |= {
                 "AWS_ENDPOINT_URL": stack.enter_context(delay(server.port, _LATENCY_S)),
                 "AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret",
-                "AWS_EC2_METADATA_DISABLED": "true", "IMAGENET_CACHE": str(work / "cache"),
+                "AWS_EC2_METADATA_DISABLED": "true", "IMAGENET_CACHE": str(_CACHE),
             }  # fmt: skip
         for run in runs:
             more = {"IMAGENET": "s3://imagenet"} if run.is_remote else {}
             arguments = list(run.arguments)
-            if run.name == "slow-store-changed":
-                before = Report.from_json((FOLDER / "slow-store.json").read_text())
+            if run.name == "database-changed":
+                before = Report.from_json((FOLDER / "database.json").read_text())
                 for setting in before.verdict.settings:
                     arguments += ["--set", f"{setting.key}={setting.value}"]
-            command = [sys.executable, "-m", "loaderkit", "profile", str(ROOT / "pipelines" / f"{run.pipeline}.yaml")]
+            pipeline = ROOT / "pipelines" / f"{run.pipeline}.yaml"
+            if run.pipeline == "database":
+                pipeline = work / "database.yaml"
+                pipeline.write_text(_TABLE)
+            command = [sys.executable, "-m", "loaderkit", "profile", str(pipeline)]
             print(run.name, *arguments, flush=True)
             subprocess.run(
                 [*command, *arguments, "--json", f"{run.name}.json"],

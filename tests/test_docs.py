@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from of_stores import upload
-from profiles.reports import FOLDER, PAGE, filled, text_of
 from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.profile.model import Report
+from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md"]

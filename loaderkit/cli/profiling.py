@@ -50,7 +50,7 @@ class Wanted:
 
 
 def profile(
-    given: Annotated[
+    pipeline: Annotated[
         list[Path],
         typer.Argument(
             metavar="P", help="A pipeline's YAML file; or a report's JSON file, to be shown again.", show_default=False
@@ -129,34 +129,34 @@ def profile(
         raise typer.BadParameter("--merge takes no other options than --json and --html", param_hint="--merge")
     outputs = open_outputs(json_path, html, trace, out, baseline or [])
     measures = any((steps, seconds, step_time, consumer, cold, what_if, verify, trace, assignments))
-    if merge or (pipeline := _one(given)).suffix == ".json":
+    if merge or (path := _one(pipeline)).suffix == ".json":
         if measures:
             raise typer.BadParameter(
                 "a report is only shown again: nothing is measured, recorded or set", param_hint="P"
             )
-        _show_again(given, outputs, conditions, merge=merge)
+        _show_again(pipeline, outputs, conditions, merge=merge)
         return
     step = open_step(step_time, consumer)
-    if checkpoint_config(pipeline, assignments) is not None:
-        raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches: use `run`", param_hint="P")
+    if checkpoint_config(path, assignments) is not None:
+        raise typer.BadParameter(f"{path} restores a checkpoint, which has no batches: use `run`", param_hint="P")
     from loaderkit.loader import Loader  # torch, too
 
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
-    parts = open_parts(pipeline, assignments)
+    parts = open_parts(path, assignments)
     wanted = Wanted(_subset(parts), cold, what_if, verify)
     with Loader(parts) as loader:
         recording, ended_by = _record(loader, step, limits, import_s, trace=trace is not None)
     report = recording.result
     try:
         if ended_by is None:
-            make, config = maker(pipeline, assignments), described(pipeline, assignments)
+            make, config = maker(path, assignments), described(path, assignments)
             report = _measure(report, make, step, config, wanted)
     except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
         ended_by, report = error, report.model_copy(update={"partial": f"{why} after the loop"})
     report = compared(report, outputs)
-    deliver(report, outputs, pipeline, recording.trace_json)
+    deliver(report, outputs, path, recording.trace_json)
     if step is None and not outputs.is_on_stdout:
         console.tell("\nThe loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")
     if isinstance(ended_by, KeyboardInterrupt):

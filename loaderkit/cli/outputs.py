@@ -109,7 +109,7 @@ def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json:
         texts[outputs.html] = to_html(report)
     _write(texts)
     if patch is not None and outputs.folder is not None:
-        console.say(f"to apply the change: patch -p0 < {stem}.patch")
+        console.say(f"to apply the change: patch {pipeline} < {stem}.patch")
 
 
 def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> None:

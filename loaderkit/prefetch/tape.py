@@ -1,6 +1,6 @@
 """A recording of what every worker did with which chunk, and what the loop waited for: bounded, and off unless asked for.
 
-Off, it costs a comparison where an account changes its state; on, about a third of a microsecond there. What is kept are the
+Off, it costs a comparison where an account changes its state; on, less than a microsecond there. What is kept are the
 last entries of each worker. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
 """
 

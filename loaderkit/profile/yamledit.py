@@ -25,7 +25,7 @@ def edited(text: str, settings: Sequence[Setting]) -> str:
 
 
 def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
-    """The change as a unified diff that `patch -p0` takes; None where there is nothing to set, or no text to change."""
+    """The change as a unified diff that `patch PATH` takes; None where there is nothing to set, or no text to change."""
     if not settings:
         return None
     before = path.read_text(encoding="utf-8")

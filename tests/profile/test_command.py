@@ -89,7 +89,7 @@ def test_out_gets_report_text_and_patch(waiting: Path, tmp_path: Path, capsys: p
     report = Report.from_json(found[".json"].read_text())
     assert found[".txt"].read_text().startswith("waiting: the loop waited")
     assert [setting.key for setting in report.verdict.settings] == ["prefetch.concurrency"]
-    subprocess.run(["patch", "-p0", "-i", found[".patch"]], cwd="/", check=True, capture_output=True)
+    subprocess.run(["patch", waiting, found[".patch"]], check=True, capture_output=True)
     text = waiting.read_text()
     assert yaml.safe_load(text)["prefetch"]["concurrency"] == report.verdict.settings[0].value > 1
     assert "# as it was on the laptop" in text

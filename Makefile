@@ -13,7 +13,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml $(wildcard loaderkit/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[s3,dali,webdataset,demo,dev]"
+	$(BIN)/pip install --quiet --editable ".[s3,dali,webdataset,profile,demo,dev]"
 	touch $(STAMP)
 
 demo: venv

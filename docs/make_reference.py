@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from loaderkit.cli.app import app
 from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.profile import model as report
+from loaderkit.profile import ranks
 from loaderkit.registry import SOURCES, STAGES
 from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.stores import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
@@ -184,10 +185,12 @@ def render() -> str:
 
 def report_parts() -> str:
     """The report's JSON: a table for every object in it."""
-    models = [model for model in vars(report).values() if isinstance(model, type) and issubclass(model, report.Part)]
+    known = [*vars(report).values(), ranks.RankRow, ranks.Merged]
+    models = [model for model in known if isinstance(model, type) and issubclass(model, report.Part)]
     parts = [
         "What `loaderkit profile --json` writes and `report.to_dict()` of `with loader.profile() as report` returns. The whole is "
-        f"`Report`, `schema_version` {report.SCHEMA_VERSION}; new keys may come without a new version.\n"
+        f"`Report`, `schema_version` {report.SCHEMA_VERSION}; new keys may come without a new version. `profile --merge --json` writes "
+        "`Merged`.\n"
     ]
     for model in [report.Report, *(model for model in models if model not in (report.Part, report.Report))]:
         rows = [
@@ -208,6 +211,8 @@ def json_type(annotation: Any) -> str:
         return f"list of {json_type(parts[0])}"
     if origin is dict or annotation is dict:
         return "object"
+    if origin is typing.Literal:
+        return " \\| ".join(f"`{part}`" for part in parts)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"`{annotation.__name__}`"
     names = {int: "integer", float: "number", str: "text", bool: "true \\| false", Any: "any", type(None): "null"}

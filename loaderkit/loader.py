@@ -22,6 +22,7 @@ from loaderkit.pipeline import Pipeline
 from loaderkit.prefetch.executor import Executor
 from loaderkit.prefetch.monitor import Monitor, Series
 from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.tape import Recording
 from loaderkit.quarantine import BadSamples
 from loaderkit.sizes import Sizes, make_tuner
 from loaderkit.sources.checkpoint import CheckpointArgs
@@ -95,6 +96,7 @@ class Loader:
         self._monitor: Monitor | None = None
         self._stopping = threading.Lock()
         self._steps: StepLog | None = None  # of the profile that is under way
+        self._recordings: list[Recording] | None = None  # of engines that have ended; None: nothing is recorded
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -131,6 +133,8 @@ class Loader:
             self._engine = engine = self._parts.make_executor()
             self._stands = None
             self._sizes.attach(engine)
+            if self._recordings is not None:
+                engine.record()
             self._monitor = self._make_monitor(engine)
             self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
             if self._monitor is not None:
@@ -179,6 +183,8 @@ class Loader:
         engine, monitor = self._engine, self._monitor  # another thread's `close` may come in between
         if engine is not None:
             self._last_stats = self.stats()
+            if self._recordings is not None:
+                self._recordings.append(engine.recorded())
             if monitor is not None:
                 monitor.stop()
             self._sizes.detach()
@@ -283,7 +289,7 @@ class Loader:
         It begins anew with every run, as the counters do: after an error, say. Empty with `executor: inline`."""
         return self._series.to_list()
 
-    def profile(self, *, import_s: float | None = None) -> Profile:
+    def profile(self, *, import_s: float | None = None, trace: bool = False) -> Profile:
         """A report on whatever loop runs in its `with` block: why it waits, what to change. See docs/guide.md.
 
         with loader.profile() as report:
@@ -292,10 +298,11 @@ class Loader:
         print(report)
 
         `import_s`: how long the program took until it had imported what it needs, to be shown with the first batch.
+        `trace`: record what every worker did with every chunk, for `report.save_trace(path)`.
         """
         from loaderkit.profile.recording import Profile
 
-        return Profile(self.as_subject(), import_s)
+        return Profile(self.as_subject(), import_s, trace=trace)
 
     def as_subject(self) -> Subject:
         """This loader as a report sees it."""
@@ -308,6 +315,8 @@ class Loader:
             stats=self.stats,
             series=self.series,
             watch=self._watch,
+            record=self._record,
+            recorded=self._recorded,
             source=parts.source,
             schedule=parts.schedule,
             list_s=parts.list_s,
@@ -318,6 +327,15 @@ class Loader:
         if steps is not None and self._steps is not None:
             raise RuntimeError("this loader is being profiled already: end that block first")
         self._steps = steps
+
+    def _record(self) -> None:
+        self._recordings = []
+        if self._engine is not None:
+            self._engine.record()
+
+    def _recorded(self) -> list[Recording]:
+        found, self._recordings = self._recordings or [], None
+        return found if self._engine is None else [*found, self._engine.recorded()]
 
     def to_yaml(self) -> str:
         """The description as it runs now, with the sizes that the tuner or `resize` has arrived at."""

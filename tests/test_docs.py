@@ -13,9 +13,11 @@ from of_stores import upload
 from seaweed import Seaweed
 
 import loaderkit
+from loaderkit.profile.model import Report
+from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/recipes.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/recipes.md", "docs/reading-a-report.md"]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 README_PIPELINE = next(text for kind, text in FENCE.findall((ROOT / "README.md").read_text()) if kind == "yaml")
 
@@ -49,7 +51,7 @@ def test_examples_run(page: str, folder: Path) -> None:
             (folder / name).write_text(text.replace("size: 64,", "size: 16,"))
             with loaderkit.build(folder / name) as loader:
                 assert len(list(loader)) == len(loader)
-        else:
+        elif kind != "text":  # what a command has printed: the test of the reports does
             assert kind == "sh"
             for line in text.splitlines():
                 if line.startswith("loaderkit "):
@@ -71,6 +73,15 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_the_reference_is_up_to_date() -> None:
     ran = subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", "--check"])
     assert ran.returncode == 0, "run: python docs/make_reference.py"
+
+
+def test_reports_on_the_page_are_those_that_were_made() -> None:
+    page = PAGE.read_text()
+    assert filled(page) == page, "run: python -m profiles.reports --render"
+    for path in FOLDER.glob("*.json"):
+        assert path.with_suffix(".txt").read_text() == text_of(Report.from_json(path.read_text())), path
+        assert len(max(path.with_suffix(".txt").read_text().splitlines(), key=len)) <= 80
+    assert page.count("```text") == 12
 
 
 def test_the_make_targets_the_readme_names_exist() -> None:

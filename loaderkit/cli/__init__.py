@@ -4,7 +4,7 @@ app.py        the commands' names, and what becomes of their errors: exit codes 
 options.py    what several commands take
 console.py    where the result and the messages go
 running.py    `run`                 describing.py  `check`, `explain`
-indexing.py   `index`               profiling.py   `profile`
+indexing.py   `index`               profiling.py   `profile`; trying.py, outputs.py: what it runs, and where its report goes
 tuning.py     `tune`                trying.py      what those two share
 restoring.py  `restore`, `manifest`
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from loaderkit.cli import console
-from loaderkit.cli.options import Assignments, Debug, PipelineFile, checkpoint_config, open_parts
+from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_parts
+from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
 from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from loaderkit.profile.driving import Step
     from loaderkit.profile.experiments import Make
     from loaderkit.profile.model import Report
+    from loaderkit.profile.recording import Profile
 
 _NUM_STEPS = 60
 _MOST_S = 45.0  # for the steps, if nobody says how many they are to be
@@ -49,17 +49,13 @@ class Wanted:
     verify: bool
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where the report goes: known to be writable before the run."""
-
-    json: Path | None  # None: nowhere, or stdout
-    is_on_stdout: bool
-    folder: Path | None
-
-
 def profile(
-    pipeline: PipelineFile,
+    pipeline: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="P", help="A pipeline's YAML file; or a report's JSON file, to be shown again.", show_default=False
+        ),
+    ],
     *,
     steps: Annotated[
         int | None,
@@ -82,6 +78,18 @@ def profile(
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the report as JSON; - is stdout.", show_default=False),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report as one HTML page with charts.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record what every worker does, for ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -90,6 +98,18 @@ def profile(
             show_default=False,
         ),
     ] = None,
+    baseline: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Compare with this earlier report, a JSON file: does it differ by more than noise? Several are better.",
+            show_default=False,
+        ),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option("--merge", help="P are the JSON reports of all ranks of a job: find the straggler."),
+    ] = False,
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -105,26 +125,38 @@ def profile(
     if steps is not None and seconds is not None:
         raise typer.BadParameter("give a number of steps or of seconds, not both", param_hint="--steps / --seconds")
     conditions = [_condition(text) for text in fail_if or ()]
-    outputs = _outputs(json_path, out)
+    if merge and (baseline, trace, out, fail_if, assignments) != (None,) * 5:
+        raise typer.BadParameter("--merge takes no other options than --json and --html", param_hint="--merge")
+    outputs = open_outputs(json_path, html, trace, out, baseline or [])
+    measures = any((steps, seconds, step_time, consumer, cold, what_if, verify, trace, assignments))
+    if merge or (path := _one(pipeline)).suffix == ".json":
+        if measures:
+            raise typer.BadParameter(
+                "a report is only shown again: nothing is measured, recorded or set", param_hint="P"
+            )
+        _show_again(pipeline, outputs, conditions, merge=merge)
+        return
     step = open_step(step_time, consumer)
-    if checkpoint_config(pipeline, assignments) is not None:
-        raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches: use `run`", param_hint="P")
+    if checkpoint_config(path, assignments) is not None:
+        raise typer.BadParameter(f"{path} restores a checkpoint, which has no batches: use `run`", param_hint="P")
     from loaderkit.loader import Loader  # torch, too
 
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
-    parts = open_parts(pipeline, assignments)
+    parts = open_parts(path, assignments)
     wanted = Wanted(_subset(parts), cold, what_if, verify)
     with Loader(parts) as loader:
-        report, ended_by = _record(loader, step, limits, import_s)
+        recording, ended_by = _record(loader, step, limits, import_s, trace=trace is not None)
+    report = recording.result
     try:
         if ended_by is None:
-            make, config = maker(pipeline, assignments), described(pipeline, assignments)
+            make, config = maker(path, assignments), described(path, assignments)
             report = _measure(report, make, step, config, wanted)
     except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
         ended_by, report = error, report.model_copy(update={"partial": f"{why} after the loop"})
-    _deliver(report, outputs, pipeline)
+    report = compared(report, outputs)
+    deliver(report, outputs, path, recording.trace_json)
     if step is None and not outputs.is_on_stdout:
         console.tell("\nThe loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")
     if isinstance(ended_by, KeyboardInterrupt):
@@ -134,20 +166,43 @@ def profile(
     _check(report, conditions)
 
 
+def _one(given: list[Path]) -> Path:
+    if len(given) > 1:
+        raise typer.BadParameter("one pipeline at a time; the reports of several ranks need --merge", param_hint="P")
+    return given[0]
+
+
+def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition], *, merge: bool) -> None:
+    """What reports that are there say: one, against another one perhaps, or those of all ranks together."""
+    from loaderkit.profile.ranks import merge as merged
+
+    reports = [read_report(path, "P") for path in given]
+    if not merge:
+        report = compared(reports[0], outputs)
+        deliver(report, outputs, None, None)
+        _check(report, conditions)
+        return
+    try:
+        found = merged(reports)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--merge") from None
+    deliver_merged(found, reports, outputs)
+
+
 def _record(
-    loader: Loader, step: Step | None, limits: Limits, import_s: float | None
-) -> tuple[Report, BaseException | None]:
-    """The report on a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
+    loader: Loader, step: Step | None, limits: Limits, import_s: float | None, *, trace: bool
+) -> tuple[Profile, BaseException | None]:
+    """A recording of a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
     from loaderkit.profile.driving import drive, endless, resting
 
-    recording = loader.profile(import_s=import_s)
+    recording = loader.profile(import_s=import_s, trace=trace)
     ended_by: BaseException | None = None
     try:
         with progress("steps", limits.num_steps) as show, recording:
             drive(endless(loader), step or resting(0.0), num_steps=limits.num_steps, seconds=limits.seconds, show=show)
     except (Exception, KeyboardInterrupt) as error:
         ended_by = error
-    return recording.result, ended_by
+    return recording, ended_by
 
 
 def _subset(parts: Parts) -> Any:
@@ -207,55 +262,6 @@ def _check(report: Report, conditions: list[Condition]) -> None:
         console.say(f"failed: {condition.say(report)}")
     if holding:
         raise typer.Exit(1)
-
-
-# ------------------------------------------------------------------------------------------------- where it goes
-
-
-def _outputs(json_path: str | None, out: Path | None) -> Outputs:
-    from loaderkit.textfiles import why_not_writable
-
-    path = None if json_path in (None, "-") else Path(str(json_path))
-    if path is not None and (reason := why_not_writable(path)) is not None:
-        raise typer.BadParameter(reason, param_hint="--json")
-    if out is not None:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise typer.BadParameter(f"{out} cannot be made: {error.strerror}", param_hint="--out") from None
-        if (reason := why_not_writable(out / "report.json")) is not None:
-            raise typer.BadParameter(reason, param_hint="--out")
-    return Outputs(path, json_path == "-", out)
-
-
-def _deliver(report: Report, outputs: Outputs, pipeline: Path) -> None:
-    from loaderkit.profile.terminal import render, to_text
-    from loaderkit.profile.yamledit import diff_of
-    from loaderkit.textfiles import write_atomically
-
-    patch = diff_of(pipeline, report.verdict.settings)
-    if outputs.is_on_stdout:
-        sys.stdout.write(report.to_json())
-    else:
-        console.stdout().print(render(report))
-    texts: dict[Path, str] = {}
-    if outputs.json is not None:
-        texts[outputs.json] = report.to_json()
-    if outputs.folder is not None:
-        stem = f"{_file_name(report.name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        texts |= {outputs.folder / f"{stem}.json": report.to_json(), outputs.folder / f"{stem}.txt": to_text(report)}
-        if patch is not None:
-            texts[outputs.folder / f"{stem}.patch"] = patch
-    for path, text in texts.items():
-        write_atomically(path, text)
-    if texts:
-        console.say(f"written: {', '.join(map(str, texts))}")
-    if patch is not None and outputs.folder is not None:
-        console.say(f"to apply the change: patch {pipeline} < {outputs.folder / stem}.patch")
-
-
-def _file_name(name: str) -> str:
-    return "".join(character if character.isalnum() or character in "-_." else "-" for character in name)
 
 
 def _seconds_since_start() -> float | None:

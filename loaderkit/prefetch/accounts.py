@@ -17,6 +17,7 @@ from threading import get_ident
 from time import thread_time
 
 from loaderkit.prefetch.slowest import SlowItems
+from loaderkit.prefetch.tape import Entry, Item
 from loaderkit.types import Chunk
 
 Clock = Callable[[], float]
@@ -134,6 +135,7 @@ class Account:
         "_sequence",
         "_thread",
         "is_wanted",
+        "item",
         "marks",
         "num_stages",
         "open_state",
@@ -141,6 +143,7 @@ class Account:
         "slow_items",
         "stages",
         "state_s",
+        "tape",
     )
 
     def __init__(self, states: States, clock: Clock, *, first_state: int, since_s: float | None = None) -> None:
@@ -159,6 +162,8 @@ class Account:
         self.open_state = first_state
         self.since_s = clock() if since_s is None else since_s
         self.marks: deque[tuple[float, int]] = deque([(self.since_s, first_state)], maxlen=_RING_LENGTH)
+        self.tape: deque[Entry] | None = None  # while it is recorded
+        self.item: Item | None = None  # what the stages are at, for the tape
 
     def enter(self, state: int) -> float:
         """End what the worker was doing and begin `state`; returns the time. To be called by the worker itself."""
@@ -175,6 +180,8 @@ class Account:
         self.since_s = now
         self.marks.append((now, state))
         self._sequence += 1
+        if self.tape is not None:
+            self.tape.append((now, state, self.item if state < self.num_stages else None))
         if is_stage:
             off_cpu_s = now - since_s - (cpu_now - cpu_before)
             if off_cpu_s > _LOOK_S:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loaderkit.errors import ClosedError, ConfigError, StageError
-from loaderkit.prefetch import stalls, wire
+from loaderkit.prefetch import stalls, tape, wire
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.share import Share
@@ -60,6 +60,7 @@ class Courier:
         self._num_underway = 0  # sent, and not taken yet
         self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
         self._has_told_specs = False
+        self._pages: list[tape.Track] = []  # of a recording that is being asked for
         self._engine.seek(epoch, position)
 
     # -------------------------------------------------------------------------------------------------- sending
@@ -154,6 +155,16 @@ class Courier:
         self._engine.waits.begin(waiting_since_s)
         found = self._engine.stats({}, 0, at_s)
         return replace(found, num_ready=found.num_ready + self._num_underway)
+
+    def record(self) -> None:
+        """Keep what the workers do from now on."""
+        self._engine.record()
+
+    def recorded(self, number: int) -> tuple[int, tape.Track | None]:
+        """How many pages there are of what was kept, and one of them. With the first one asked for, nothing more is kept."""
+        if number == 0:
+            self._pages = tape.pages(self._engine.recorded().tracks)
+        return len(self._pages), self._pages[number] if number < len(self._pages) else None
 
     def report(self) -> Report:
         """Where the chunks of the awaited batch are, and what the threads do."""

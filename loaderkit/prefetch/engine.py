@@ -26,6 +26,7 @@ from loaderkit.prefetch.plan import Plan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
 from loaderkit.prefetch.stats import Stats, collect
+from loaderkit.prefetch.tape import WHOLE, Handover, Recording, cut, new_tape, tape_length
 from loaderkit.prefetch.turns import Ticket, Turns
 from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
@@ -111,6 +112,7 @@ class Engine:
         may_serve_itself = self_service and not inline and len(pools) == 1
         self._batch = next((number for number, stage in enumerate(stages) if stage.kind == "batch"), None)
         self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
+        self._tape_length = 0  # of what is recorded of each worker
         self._is_started = False
         self._is_closed = False
         self._has_ended = False
@@ -125,7 +127,9 @@ class Engine:
             return
         self._is_started = True
         if self.inline:
-            self.pools[0].accounts.append(Account(self.states, self.clock, first_state=self.states.blocked))
+            account = Account(self.states, self.clock, first_state=self.states.blocked)
+            self._record(account)
+            self.pools[0].accounts.append(account)
             return
         with self._sizing:
             try:
@@ -207,6 +211,7 @@ class Engine:
         self, pool: Pool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
     ) -> None:
         account = Account(self.states, self.clock, first_state=self.states.starved, since_s=since_s)
+        self._record(account)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(
             target=self._work,
@@ -236,7 +241,11 @@ class Engine:
             raise
         assert destination.last_chunk is not None
         way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
-        self.waits.end(self.attribute(begin, end, way))
+        causes = self.attribute(begin, end, way)
+        self.waits.end(causes)
+        if self.waits.tape is not None:
+            batch = (destination.epoch, destination.end, len(destination))
+            self.waits.tape.append(Handover(begin, end, *batch, causes))
         if destination.error is None:
             self.num_delivered += 1
             self.num_samples += len(destination)
@@ -301,6 +310,33 @@ class Engine:
     def stats(self, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
         """The accounts up to now, or to a moment ago; for any thread."""
         return collect(self, tuning, run, at_s)
+
+    def record(self) -> None:
+        """Keep what workers and loop do from now on, as much as `tape` says."""
+        with self._sizing:
+            self._tape_length = tape_length(sum(pool.num_workers for pool in self.pools))
+            self.waits.record(self._tape_length)
+            for pool in self.pools:
+                for account in pool.accounts:
+                    self._record(account)
+
+    def _record(self, account: Account) -> None:
+        if self._tape_length:
+            account.tape = new_tape(self._tape_length, self.clock(), account.open_state)
+
+    def recorded(self) -> Recording:
+        """What was kept; nothing more is. For any thread."""
+        self._tape_length = 0
+        names = (*self._stage_names, "starved", "blocked", "idle")
+        found = []
+        for pool in self.pools:
+            stages = "+".join(self._stage_names[number] for number in pool.plan.stages)
+            for number, account in enumerate(pool.accounts):
+                tape, account.tape = account.tape, None
+                if tape is not None:
+                    name = "in the loop's thread" if self.inline else f"{stages} {number}"
+                    found.append(cut(tape, self._pid, name, names, self.clock()))
+        return Recording(found, self.waits.recorded())
 
     def seek(self, epoch: int, position: int) -> None:
         """Drop everything read ahead and go on from another place, unless that is where the plan already stands."""
@@ -453,6 +489,8 @@ class Engine:
             self._run_batch_stages(pool, account, item)
             return item
         destination = item.destination
+        if account.tape is not None:
+            account.item = (destination.epoch, destination.end, item.lo, item.hi)
         try:
             for number in pool.plan.sample_stages:
                 if destination.cancelled:
@@ -472,6 +510,8 @@ class Engine:
         return landed
 
     def _run_batch_stages(self, pool: Pool, account: Account, destination: Destination) -> None:
+        if account.tape is not None:
+            account.item = (destination.epoch, destination.end, WHOLE, WHOLE)
         try:
             if destination.result is None and destination.error is None:
                 # To pad is the work of `batch`, though `normalize` may have come since.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.tape import Recording
 from loaderkit.types import Delivery
 
 
@@ -28,6 +29,12 @@ class Executor(Protocol):
 
     def stats(self, tuning: dict[str, Any], run: int) -> Stats:
         """The accounts up to now."""
+
+    def record(self) -> None:
+        """Keep what workers and loop do from now on."""
+
+    def recorded(self) -> Recording:
+        """What was kept since `record`; nothing more is."""
 
     def close(self, join_s: float = 10.0) -> None:
         """Stop everything; what does not stop within `join_s` is left or ended by force. Idempotent."""

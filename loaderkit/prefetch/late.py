@@ -6,6 +6,7 @@ results over. What is read ahead is bounded where the batches come from: they le
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.receiver import Arrived, Receiver
 from loaderkit.prefetch.stats import StageStats, add_accounts
+from loaderkit.prefetch.tape import WHOLE, Track, cut, new_tape, tape_length
 from loaderkit.types import BatchContext, Stage
 
 _PATIENCE_S = 1.0
@@ -29,10 +31,13 @@ class LateStages:
         self._clock = clock
         self._states = States(len(stages))
         self._account: Account | None = None
+        self._is_recorded = False
 
     def follow(self, receiver: Receiver) -> LateInbox:
         """Start the thread that takes from `receiver`."""
         self._account = Account(self._states, self._clock, first_state=self._states.starved)
+        if self._is_recorded:
+            self.record()
         return LateInbox(receiver, self, self._account)
 
     def rows(self, now: float) -> list[StageStats]:
@@ -42,11 +47,29 @@ class LateStages:
             add_accounts(rows, (rows[0], rows[-1]), [self._account], self._states, now)
         return rows
 
+    def record(self) -> None:
+        """Keep what the thread does from now on."""
+        self._is_recorded = True
+        if self._account is not None:
+            self._account.tape = new_tape(tape_length(1), self._clock(), self._account.open_state)
+
+    def recorded(self) -> list[Track]:
+        """What was kept; nothing more is."""
+        self._is_recorded = False
+        account = self._account
+        if account is None or account.tape is None:
+            return []
+        tape, account.tape = account.tape, None
+        stages = [stage.name for stage in self._stages]
+        names = (*stages, "starved", "blocked", "idle")
+        return [cut(tape, os.getpid(), f"{'+'.join(stages)} 0", names, self._clock())]
+
     def run(self, arrived: Arrived, account: Account) -> Arrived:
         """Run the stages on a batch in place; their time becomes part of its way, and their error its own."""
         batch = arrived.batch
         segments = list(batch.segments)
         since_s, cause, error = batch.done_s, stalls.WAKEUP, batch.error
+        account.item = (batch.epoch, batch.end, WHOLE, WHOLE)
         for number, stage in enumerate(self._stages):
             if error is not None:
                 break

@@ -27,6 +27,7 @@ from loaderkit.prefetch.receiver import Arrived
 from loaderkit.prefetch.remote import Host, Job
 from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.stats import Stats, merged
+from loaderkit.prefetch.tape import Handover, Recording, tape_length
 from loaderkit.prefetch.watch import Patience
 
 _JOIN_S = 10.0
@@ -185,7 +186,10 @@ class ProcessEngine:
             *batch.segments,
             stalls.Segment(batch.done_s, end, stalls.WAKEUP),
         ]
-        self._waits.end(stalls.charge(segments, begin, end))
+        causes = stalls.charge(segments, begin, end)
+        self._waits.end(causes)
+        if self._waits.tape is not None:
+            self._waits.tape.append(Handover(begin, end, batch.epoch, batch.end, len(batch), causes))
 
     # ------------------------------------------------------------------------------------------------- any thread
 
@@ -219,6 +223,18 @@ class ProcessEngine:
             },
             tuning={**tuning, "pids": [host.pid for host in self._hosts if host.pid is not None]},
         )
+
+    def record(self) -> None:
+        """Keep what workers and loop do from now on."""
+        self._waits.record(tape_length(1))
+        for host in self._hosts:
+            host.record()
+
+    def recorded(self) -> Recording:
+        """What was kept; nothing more is."""
+        may_ask = not self._is_closed and os.getpid() == self._pid
+        tracks = [track for host in self._hosts for track in host.recorded()] if may_ask else []
+        return Recording(tracks, self._waits.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
         """End the processes; batches that were delivered stay valid. Idempotent, from any thread and any state."""

@@ -26,6 +26,7 @@ from loaderkit.prefetch.link import Link
 from loaderkit.prefetch.receiver import Arrived, Inbox, Receiver, relay
 from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.stats import StageStats, Stats, blank
+from loaderkit.prefetch.tape import Track, joined
 from loaderkit.prefetch.watch import Report
 from loaderkit.types import Stage
 
@@ -166,6 +167,19 @@ class Host:
             inbox.give_back()
 
     # --------------------------------------------------------------------------------------------------- reports
+
+    def record(self) -> None:
+        """Keep what its workers do from now on."""
+        self.tell("record")
+        if self._late is not None:
+            self._late.record()
+
+    def recorded(self) -> list[Track]:
+        """What was kept; nothing more is. What the process does not tell, as it has ended, is missing."""
+        found: list[Track] = []
+        while (answer := self._ask("recorded", len(found))) is not None and answer[1] is not None:
+            found.append(answer[1])
+        return [*joined(found), *(self._late.recorded() if self._late is not None else ())]
 
     def report(self) -> Report:
         """Why its next batch is not there yet."""

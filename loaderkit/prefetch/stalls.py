@@ -8,10 +8,12 @@ executed meanwhile; after it had landed it is `wakeup`. The parts sum to the wai
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from loaderkit.prefetch.accounts import Account, Clock
+from loaderkit.prefetch.tape import Handover
 
 START = "start"
 MEMORY = "memory"
@@ -31,10 +33,11 @@ class Waits:
     Its thread writes both at once, so that no reader finds a wait twice, or not at all while it is being charged.
     """
 
-    __slots__ = ("_state",)
+    __slots__ = ("_state", "tape")
 
     def __init__(self) -> None:
         self._state: tuple[dict[str, float], float | None] = ({}, None)
+        self.tape: deque[Handover] | None = None  # while it is recorded
 
     @property
     def ended_s(self) -> dict[str, float]:
@@ -56,6 +59,15 @@ class Waits:
         for cause, seconds in causes.items():
             ended[cause] = ended.get(cause, 0.0) + seconds
         self._state = (ended, None)
+
+    def record(self, num_handovers: int) -> None:
+        """Keep the last so many waits from now on."""
+        self.tape = deque(maxlen=num_handovers)
+
+    def recorded(self) -> list[Handover]:
+        """What was kept; nothing more is."""
+        tape, self.tape = self.tape, None
+        return [] if tape is None else list(tape.copy())
 
     def read(self, clock: Clock) -> tuple[dict[str, float], float | None, float]:
         """What ended, since when there is a wait, and a time at which both were so; for any thread."""

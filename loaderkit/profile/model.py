@@ -6,7 +6,7 @@ None was not measured. `schema_version` grows when a field changes its meaning o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -205,6 +205,33 @@ class WhatIf(Part):
     measured: Measured | None = None
 
 
+Outcome = Literal["better", "worse", "changed", "noise", "unknown"]
+
+
+class ComparedFigure(Part):
+    """A figure of two runs."""
+
+    name: str
+    unit: Literal["per_s", "percent", "seconds"]
+    before: float | None
+    after: float | None
+    change: float | None = Field(description="of per_s and seconds: in percent of before; of percent: in points")
+    low: float | None = Field(description="of the 95 % interval of the change; null: one value each, no interval")
+    high: float | None
+    outcome: Outcome = Field(description="noise: no larger than that; unknown: one value each, so nobody can say")
+
+
+class Comparison(Part):
+    """A report against an earlier one."""
+
+    made_at: str = Field(description="the earlier report, or the last of several")
+    num_runs: int = Field(description="how many earlier reports there are; figures before are their means")
+    summary: str
+    rows: list[ComparedFigure]
+    differences: list[str] = Field(description="what else was different: settings, the machine, the limit")
+    method: str
+
+
 class Machine(Part):
     """Where it was measured."""
 
@@ -245,6 +272,7 @@ class Report(Part):
     patch: str | None = Field(
         None, description="YAML to put in the place of what stands in the file; null: nothing to set"
     )
+    baseline: Comparison | None = Field(None, description="against an earlier report; null: none was given")
     series: list[dict[str, Any]] = Field(
         description="how the accounts developed; as loader.series(), from the report's begin"
     )

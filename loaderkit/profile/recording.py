@@ -17,6 +17,7 @@ from typing import Any
 from loaderkit.config import PipelineConfig
 from loaderkit.order import Schedule
 from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.tape import Recording
 from loaderkit.profile.attribute import Facts, make_report
 from loaderkit.profile.model import Report
 from loaderkit.profile.others import CpuTimes, cpu_times, others_cpus
@@ -34,6 +35,8 @@ class Subject:
     stats: Callable[[], Stats]
     series: Callable[[], list[dict[str, Any]]]
     watch: Callable[[StepLog | None], None]
+    record: Callable[[], None]  # what workers do is kept from now on
+    recorded: Callable[[], list[Recording]]
     source: Source
     schedule: Schedule
     list_s: float
@@ -58,8 +61,10 @@ class FirstBatchLog(StepLog):
 class Profile:
     """A report in the making. When its block is over, all that `Report` has can be asked of it: `report.verdict`, ..."""
 
-    def __init__(self, subject: Subject, import_s: float | None = None) -> None:
+    def __init__(self, subject: Subject, import_s: float | None = None, *, trace: bool = False) -> None:
         self._subject = subject
+        self._is_traced = trace
+        self._recordings: list[Recording] = []
         self._import_s = import_s
         self._begin: Stats | None = None
         self._log: FirstBatchLog | None = None
@@ -73,6 +78,8 @@ class Profile:
         self._cpus = cpu_times()
         self._log = FirstBatchLog(self._subject.stats)
         self._subject.watch(self._log)
+        if self._is_traced:
+            self._subject.record()
         return self
 
     def __exit__(
@@ -81,6 +88,8 @@ class Profile:
         assert self._log is not None
         self._log.close()
         self._subject.watch(None)
+        if self._is_traced:
+            self._recordings = self._subject.recorded()
         partial = None
         if kind is not None:
             partial = "interrupted" if issubclass(kind, KeyboardInterrupt) else f"ended by {kind.__name__}: {error}"
@@ -123,6 +132,23 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the report as JSON, in one piece. Raises OSError."""
         write_atomically(Path(path), self.result.to_json())
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write what workers and loop did as a trace for ui.perfetto.dev, in one piece; needs `loader.profile(trace=True)`.
+
+        Raises RuntimeError without that, or while the block is not over; OSError.
+        """
+        write_atomically(Path(path), self.trace_json())
+
+    def trace_json(self) -> str:
+        """The trace that `save_trace` writes."""
+        from loaderkit.profile.tracefile import to_json
+
+        report = self.result
+        if not self._is_traced:
+            raise RuntimeError("nothing was recorded for a trace: use loader.profile(trace=True)")
+        assert self._log is not None
+        return to_json(report, self._recordings, self._log.begin_s, self._log.end_s)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -1,0 +1,144 @@
+"""Where the report of `profile` goes: known to be writable before the run, and written after it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from loaderkit.cli import console
+
+if TYPE_CHECKING:
+    from loaderkit.profile.model import Report
+    from loaderkit.profile.ranks import Merged
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files, and whether JSON takes stdout. `baseline` is what the report is to be compared with."""
+
+    json: Path | None  # None: nowhere, or stdout
+    is_on_stdout: bool
+    html: Path | None
+    trace: Path | None
+    folder: Path | None
+    baseline: list[Report]
+
+
+def open_outputs(
+    json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: list[Path]
+) -> Outputs:
+    """Raises BadParameter for what cannot be written or read."""
+    from loaderkit.textfiles import why_not_writable
+
+    path = None if json_path in (None, "-") else Path(str(json_path))
+    for one, option in ((path, "--json"), (html, "--html"), (trace, "--trace")):
+        if one is not None and (reason := why_not_writable(one)) is not None:
+            raise typer.BadParameter(reason, param_hint=option)
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{folder} cannot be made: {error.strerror}", param_hint="--out") from None
+        if (reason := why_not_writable(folder / "report.json")) is not None:
+            raise typer.BadParameter(reason, param_hint="--out")
+    if html is not None:
+        from loaderkit.profile.page import why_no_html
+
+        if (reason := why_no_html()) is not None:
+            raise typer.BadParameter(reason, param_hint="--html")
+    earlier = [read_report(one, "--baseline") for one in baseline]
+    return Outputs(path, json_path == "-", html, trace, folder, earlier)
+
+
+def read_report(path: Path, option: str) -> Report:
+    """A report that was written as JSON. Raises BadParameter."""
+    from loaderkit.profile.model import Report
+
+    try:
+        return Report.from_json(path.read_bytes())
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}", param_hint=option) from None
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(
+            f"{path} is no report that `loaderkit profile --json` has written: {reason}", param_hint=option
+        ) from None
+
+
+def compared(report: Report, outputs: Outputs) -> Report:
+    """The report, with what it says against the one before."""
+    from loaderkit.profile.compare import compare_reports
+
+    if not outputs.baseline:
+        return report
+    return report.model_copy(update={"baseline": compare_reports(outputs.baseline, report)})
+
+
+def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json: Callable[[], str] | None) -> None:
+    """Show it and write it. `pipeline` is the file that a patch would be for; `trace_json` makes the trace."""
+    from loaderkit.profile.tables import comparison
+    from loaderkit.profile.terminal import render, to_text
+    from loaderkit.profile.yamledit import diff_of
+
+    patch = diff_of(pipeline, report.verdict.settings) if pipeline is not None else None
+    if outputs.is_on_stdout:
+        sys.stdout.write(report.to_json())
+    else:
+        console.stdout().print(render(report))
+        if report.baseline is not None:
+            console.stdout().print(comparison(report.baseline))
+    texts: dict[Path, str] = {}
+    if outputs.json is not None:
+        texts[outputs.json] = report.to_json()
+    if outputs.trace is not None and trace_json is not None:
+        texts[outputs.trace] = trace_json()
+    if outputs.folder is not None:
+        stem = outputs.folder / f"{_file_name(report.name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
+        if patch is not None:
+            texts[Path(f"{stem}.patch")] = patch
+    if outputs.html is not None:
+        from loaderkit.profile.page import to_html
+
+        texts[outputs.html] = to_html(report)
+    _write(texts)
+    if patch is not None and outputs.folder is not None:
+        console.say(f"to apply the change: patch {pipeline} < {stem}.patch")
+
+
+def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> None:
+    """Show and write what the reports of all ranks say together; the page shows the rank that waits longest besides."""
+    from loaderkit.profile.tables import merged
+
+    if outputs.is_on_stdout:
+        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+    else:
+        console.stdout().print(merged(found))
+    texts: dict[Path, str] = {}
+    if outputs.json is not None:
+        texts[outputs.json] = found.model_dump_json(indent=2) + "\n"
+    if outputs.html is not None:
+        from loaderkit.profile.page import to_html
+
+        worst = max(found.ranks, key=lambda row: row.extra_s).rank
+        texts[outputs.html] = to_html(next(report for report in reports if report.rank == worst), found)
+    _write(texts)
+
+
+def _write(texts: dict[Path, str]) -> None:
+    from loaderkit.textfiles import write_atomically
+
+    for path, text in texts.items():
+        write_atomically(path, text)
+    if texts:
+        console.say(f"written: {', '.join(map(str, texts))}")
+
+
+def _file_name(name: str) -> str:
+    return "".join(character if character.isalnum() or character in "-_." else "-" for character in name)

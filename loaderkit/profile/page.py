@@ -1,0 +1,127 @@
+"""The report as one HTML file, which asks no network for anything: its charts' JavaScript (Vega-Lite) is inside of it.
+
+report ──charts──> Vega-Lite descriptions ─┐
+   └──────────────> report.html.j2 ────────┴──> one page; names of samples are data in it, and never markup
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from loaderkit.errors import ConfigError
+from loaderkit.prefetch.case import say_seconds
+from loaderkit.profile.charts import charts, legend
+from loaderkit.profile.compare import say
+from loaderkit.profile.model import Report
+from loaderkit.profile.ranks import Merged
+
+
+def why_no_html() -> str | None:
+    """What is missing to write HTML; None: nothing."""
+    try:
+        _libraries()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def to_html(report: Report, ranks: Merged | None = None) -> str:
+    """The page; with `ranks` of the whole job, of which `report` is one. Raises ConfigError where `loaderkit[profile]` is not
+    installed."""
+    jinja2, _ = _libraries()
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("loaderkit.profile", ""), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"s": _s, "ms": _ms, "percent": _percent, "number": _number, "yaml": _yaml}
+    drawn = charts(report)
+    found: str = environment.get_template("report.html.j2").render(
+        report=report,
+        compared=[(row, say(row)) for row in report.baseline.rows] if report.baseline is not None else [],
+        ranks=ranks,
+        parts=_parts(report),
+        waits=_waits(report),
+        first=_first(report),
+        charts=drawn,
+        legends={name: legend(spec) for name, spec in drawn.items()},
+        script=_script(),
+    )
+    return found
+
+
+def _libraries() -> tuple[ModuleType, ModuleType]:
+    try:
+        import jinja2
+        import vl_convert
+    except ImportError as error:
+        raise ConfigError(
+            f"a report as HTML needs what is not installed ({error.name}): pip install 'loaderkit[profile]', or write it as "
+            "--json"
+        ) from error
+    return jinja2, vl_convert
+
+
+@cache
+def _script() -> str:
+    """What draws the charts: 0.9 MB of JavaScript, put together in 2 s. No tag ends within it."""
+    _, vl_convert = _libraries()
+    bundle: str = vl_convert.javascript_bundle()  # window.vegaEmbed
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+# ------------------------------------------------------------------------------------------- parts of the page
+
+
+def _parts(report: Report) -> list[tuple[str, str, float, float]]:
+    """(what, colour class, seconds, percent) of the loop's time."""
+    steps = report.steps
+    found = (
+        ("computing", "compute", steps.compute_s),
+        ("waiting for a batch", "stall", steps.stall_s),
+        ("handing it over", "overhead", steps.overhead_s),
+        ("before, after, between", "outside", steps.outside_s),
+    )
+    whole_s = max(steps.wall_s, 1e-9)
+    return [(name, kind, seconds, max(0.0, 100 * seconds / whole_s)) for name, kind, seconds in found]
+
+
+def _waits(report: Report) -> list[tuple[str, float, float]]:
+    """(cause, seconds, percent of the waiting), the longest first."""
+    whole_s = max(report.stall.total_s, 1e-9)
+    return [(cause, s, 100 * s / whole_s) for cause, s in report.stall.by_stage.items() if s >= 0.005 * whole_s]
+
+
+def _first(report: Report) -> list[tuple[str, float, float]]:
+    """(part, seconds, percent) of the time until the first batch."""
+    first = report.first_batch
+    if first is None:
+        return []
+    named = {"import": first.import_s, "list": first.list_s, "index": first.index_s, "workers": first.workers_s}
+    found = {**named, **{f"waited for {name}": seconds for name, seconds in first.by_stage.items()}}
+    whole_s = max(first.total_s, 1e-9)
+    return [(name, s, 100 * s / whole_s) for name, s in found.items() if s]
+
+
+def _s(seconds: float | None) -> str:
+    return "-" if seconds is None else say_seconds(seconds)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:+.1f} ms"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _yaml(value: Any) -> str:
+    found: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+    return found

@@ -1,0 +1,75 @@
+"""Two runs, or the ranks of one, side by side in a terminal: readable at 80 columns and without colour."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from loaderkit.prefetch.case import say_seconds
+from loaderkit.profile.compare import say
+from loaderkit.profile.model import Comparison
+from loaderkit.profile.ranks import Merged
+
+
+def comparison(found: Comparison) -> RenderableType:
+    """Two runs."""
+    table = _table("", "before", "now", "change", "95 % interval", "beyond noise")
+    for row in found.rows:
+        if row.outcome == "unknown" and row.name.endswith("of a sample"):
+            continue  # in the JSON and the page
+        said = say(row)
+        table.add_row(said.name, said.before, said.after, said.change, said.interval, said.outcome)
+    lines = [Text(f"- {line}") for line in found.differences]
+    return Group(
+        Text(""),
+        Text(title(found), style="bold"),
+        Text(found.summary[:1].upper() + found.summary[1:] + "."),
+        table,
+        *([Text("What was different:"), *lines] if lines else []),
+        Text(found.method, style="dim"),
+    )
+
+
+def title(found: Comparison) -> str:
+    """What is compared with."""
+    return f"Against {'the run' if found.num_runs == 1 else f'{found.num_runs} runs, the last one'} of {found.made_at}"
+
+
+def merged(found: Merged) -> RenderableType:
+    """The ranks of a job."""
+    table = _table("rank", "samples/s", "waiting", "a step", "more", "95 % interval, ms", "last in", "limit")
+    for row in found.ranks:
+        interval = (
+            "" if row.low_s is None or row.high_s is None else f"{1e3 * row.low_s:+.1f} to {1e3 * row.high_s:+.1f}"
+        )
+        table.add_row(
+            f"{row.rank} {'<<' if row.is_straggler else ''}",
+            f"{row.samples_per_s:.0f}",
+            f"{row.stall_percent:.1f} %",
+            say_seconds(row.stall_s).replace(" ", ""),
+            f"{1e3 * row.extra_s:+.1f}",
+            interval,
+            f"{row.last_percent:.0f} %",
+            row.verdict.stage or "training",
+        )
+    head = f"{found.name}: {len(found.ranks)} ranks of {found.world_size}, {found.samples_per_s:.0f} samples/s together"
+    return Group(
+        Text(head, style="bold"),
+        Text(found.summary[:1].upper() + found.summary[1:] + "."),
+        Text(""),
+        table,
+        Text(
+            "a step: waiting for data in it; more: than the other ranks' median, in ms; last in: of the steps, those in which "
+            "it waited longest; <<: keeps the others waiting",
+            style="dim",
+        ),
+    )
+
+
+def _table(first: str, *numbers: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", overflow="fold")
+    return table

@@ -1,0 +1,177 @@
+"""Stall reports of the shipped pipelines, as `loaderkit profile` makes them here; docs/reading-a-report.md reads some of them.
+
+    python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/ and shards/, as `loaderkit demo` makes them
+    python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
+
+In profiles/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS on
+this machine, with 20 ms more for every request; `database` is no shipped pipeline, but rows that are asked for one at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from loaderkit.profile.model import Report
+from loaderkit.profile.tables import comparison
+from loaderkit.profile.terminal import to_text
+from profiles.stores.servers import Seaweed, delay, upload
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "profiles" / "reports"
+PAGE = ROOT / "docs" / "reading-a-report.md"
+_EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DOTALL)
+_LATENCY_S = 0.02
+_IMAGES, _CACHE = Path("/tmp/imagenet"), Path("/tmp/imagenet-cache")  # reports name them
+
+
+class Run(NamedTuple):
+    """A report to make. `images`: local files, or the bucket."""
+
+    name: str
+    pipeline: str
+    is_remote: bool
+    arguments: tuple[str, ...]
+
+
+_TABLE = """name: database
+source: {kind: dataset, object: "profiles.reports:Table", args: {answer_s: 0.01}}
+stages: [read, {batch: {size: 32}}]
+prefetch: {concurrency: 2}
+"""
+
+
+class Table:
+    """Rows of a table, each asked of a database that answers after a while."""
+
+    def __init__(self, answer_s: float) -> None:
+        self._answer_s = answer_s
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        time.sleep(self._answer_s)
+        return {"row": index}
+
+
+RUNS = (
+    Run("imagenet-files", "imagenet-files", False, ("--step-time", "40ms", "--cold", "--what-if", "--verify")),
+    Run("imagenet-files-waits-for-nothing", "imagenet-files", False, ("--step-time", "600ms", "--steps", "20")),
+    Run("imagenet-tar", "imagenet-tar", False, ("--step-time", "40ms", "--cold")),
+    Run("imagenet-dali", "imagenet-dali", False, ("--step-time", "40ms")),
+    Run("imagenet-s3", "imagenet-s3", True, ("--step-time", "40ms")),
+    Run("database", "database", False, ("--step-time", "40ms", "--what-if", "--verify")),
+    Run("database-changed", "database", False, ("--step-time", "40ms", "--baseline", "database.json")),
+)
+
+
+def make(images: Path, names: list[str]) -> None:
+    """Run them, one after the other."""
+    FOLDER.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        link = _IMAGES
+        link.unlink(missing_ok=True)
+        link.symlink_to(images.resolve())
+        stack.callback(link.unlink)
+        environment = {
+            **os.environ,
+            "IMAGENET": str(link),
+            "DECODE": "dali-cpu",
+            "LOADERKIT_CACHE_DIR": str(work / "indexes"),
+        }
+        runs = [run for run in RUNS if not names or run.name in names]
+        if any(run.is_remote for run in runs):
+            server = Seaweed(work / "weed")
+            stack.callback(server.stop)
+            upload(server, images, "imagenet")
+            shutil.rmtree(_CACHE, ignore_errors=True)
+            stack.callback(shutil.rmtree, _CACHE, ignore_errors=True)
+            environment |= {
+                "AWS_ENDPOINT_URL": stack.enter_context(delay(server.port, _LATENCY_S)),
+                "AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret",
+                "AWS_EC2_METADATA_DISABLED": "true", "IMAGENET_CACHE": str(_CACHE),
+            }  # fmt: skip
+        for run in runs:
+            more = {"IMAGENET": "s3://imagenet"} if run.is_remote else {}
+            arguments = list(run.arguments)
+            if run.name == "database-changed":
+                before = Report.from_json((FOLDER / "database.json").read_text())
+                for setting in before.verdict.settings:
+                    arguments += ["--set", f"{setting.key}={setting.value}"]
+            pipeline = ROOT / "pipelines" / f"{run.pipeline}.yaml"
+            if run.pipeline == "database":
+                pipeline = work / "database.yaml"
+                pipeline.write_text(_TABLE)
+            command = [sys.executable, "-m", "loaderkit", "profile", str(pipeline)]
+            print(run.name, *arguments, flush=True)
+            subprocess.run(
+                [*command, *arguments, "--json", f"{run.name}.json"],
+                cwd=FOLDER, env={**environment, **more}, check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+
+
+def text_of(report: Report) -> str:
+    """What the terminal shows, in lines of at most 80 characters."""
+    text = to_text(report)
+    if report.baseline is not None:
+        screen = Console(file=StringIO(), width=80, no_color=True, color_system=None)
+        screen.print(comparison(report.baseline))
+        text += screen.file.getvalue()  # type: ignore[attr-defined]
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
+def section(text: str, title: str) -> str:
+    """The part of a report's text that stands under a title, with it; "verdict" is the first one."""
+    parts = text.split("\n\n")
+    if title == "verdict":
+        return parts[0].rstrip() + "\n"
+    number = next(n for n, part in enumerate(parts) if part.startswith(title))
+    return parts[number].rstrip() + "\n"
+
+
+def filled(page: str) -> str:
+    """The page with every excerpt as the reports say it now."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, title, _ = match.groups()
+        found = section((FOLDER / f"{name}.txt").read_text(), title)
+        return f"<!-- {name}: {title} -->\n```text\n{found}```\n"
+
+    return _EXCERPT.sub(fill, page)
+
+
+def render() -> None:
+    """Write texts and excerpts from the JSON."""
+    for path in sorted(FOLDER.glob("*.json")):
+        path.with_suffix(".txt").write_text(text_of(Report.from_json(path.read_text())))
+    if PAGE.exists():
+        PAGE.write_text(filled(PAGE.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--render", action="store_true")
+    args = parser.parse_args()
+    if not args.render:
+        make(args.images, args.names)
+    render()
+
+
+if __name__ == "__main__":
+    main()

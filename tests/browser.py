@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +26,13 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 def find_chromium() -> str:
     """Its path. Raises RuntimeError, which says why there is none."""
-    found = next(filter(None, map(shutil.which, _NAMES)), None)
-    if found is not None:
-        return found
+    with open(Path(tempfile.gettempdir()) / "chromium-for-tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process installs it, the others find it
+        found = next(filter(None, map(shutil.which, _NAMES)), None)
+        return found if found is not None else _install_chromium()
+
+
+def _install_chromium() -> str:
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise RuntimeError("there is no Chromium, and no Debian whose root could install it: apt-get install chromium")
     commands = (["apt-get", "update", "-q"], ["apt-get", "install", "-qy", "--no-install-recommends", "chromium"])
@@ -99,6 +105,14 @@ class Page:
         found = self.do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def wait_for(self, condition: str) -> bool:
+        """Let the page draw until an expression is true; whether it came to be."""
+        settled = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        until_s = time.monotonic() + _ANSWER_S
+        while not self.evaluate(condition) and time.monotonic() < until_s:
+            self.evaluate(settled)
+        return bool(self.evaluate(condition))
 
     def hover(self, x: float, y: float) -> None:
         """Move the mouse there, in pixels of the window."""

@@ -79,14 +79,9 @@ def test_in_a_browser_it_shows_the_verdict_and_asks_no_network(
     path.write_text(to_html(report), encoding="utf-8")
     tab.requests.clear()
     tab.open(path, width=width, dark=dark)
-    settled = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-    drawn = "document.querySelectorAll('.chart svg').length"
     num_charts = len(charts(report))
-    for _ in range(100):
-        tab.evaluate(settled)
-        if tab.evaluate(drawn) == num_charts:
-            break
-    assert tab.evaluate(drawn) == num_charts >= 3
+    assert num_charts >= 3
+    assert tab.wait_for(f"document.querySelectorAll('.chart svg').length == {num_charts}")
     assert tab.complaints == []
     assert set(tab.requests) == {path.resolve().as_uri()}
 

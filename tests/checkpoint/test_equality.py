@@ -126,7 +126,12 @@ def test_targets_of_any_strides_and_types_are_filled(
     before = room.clone()
     given = {"memory": MemoryConnector({"x": safetensors.torch.save({"a": source})})}
     loaderkit.restore("memory://x", {"a": target}, dtype="target", connectors=given)
-    assert same(target, source.to(target_dtype))
+    wanted = source.to(target_dtype)
+    # What bits a NaN has in another type depends on how many elements are converted at a time.
+    known = ~wanted.isnan() if target_dtype != dtype else torch.ones(shape, dtype=torch.bool)
+    assert target.dtype == target_dtype
+    assert same(target[known], wanted[known])
+    assert bool(target[~known].isnan().all())
     target.copy_(torch.full([], 7, dtype=torch.int32).to(target_dtype))
     assert same(room, before), "bytes beside the target were written"
 

@@ -107,6 +107,23 @@ def test_in_a_browser_it_shows_the_verdict_and_asks_no_network(
     assert (tmp_path / "page.png").stat().st_size > 20_000
 
 
+STORED = sorted((Path(__file__).parents[2] / "profiles" / "reports").glob("*.json"))
+
+
+@pytest.mark.parametrize("stored", STORED, ids=lambda path: path.stem)
+def test_on_a_phone_nothing_is_wider_than_the_screen(stored: Path, tab: Page, tmp_path: Path) -> None:
+    report = Report.from_json(stored.read_bytes())
+    many = {name: 12_345.6 * figure for name, figure in report.throughput.items()}
+    for number, one in enumerate((report, report.model_copy(update={"throughput": many}))):
+        path = tmp_path / f"{number}.html"
+        path.write_text(to_html(one), encoding="utf-8")
+        tab.open(path, width=390)
+        assert tab.wait_for(f"document.querySelectorAll('.chart svg').length == {len(charts(one))}")
+        boxes = "[...document.querySelectorAll('main, section, .verdict, .figure, h1, p, dt, dd, pre')]"
+        assert tab.evaluate(f"Math.max(...{boxes}.map(box => box.getBoundingClientRect().right))") <= 390
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_names_of_samples_are_never_markup(report: Report, tab: Page, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(to_html(report), encoding="utf-8")

@@ -20,7 +20,8 @@ demo: venv
 	$(BIN)/loaderkit demo
 
 test: venv
-	$(BIN)/python -m pytest -m "not prove" -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m "not prove and not alone" -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m "alone and not prove"
 
 prove: SHELL := bash
 prove: venv

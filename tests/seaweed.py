@@ -15,6 +15,9 @@ from typing import Any
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 _PATIENCE_S = 60.0
+# Become the program given, which the kernel kills when the thread that started it is gone (PR_SET_PDEATHSIG), however it
+# went: a worker of pytest that crashes leaves no server behind.
+_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def find_weed() -> str | None:
@@ -57,6 +60,7 @@ class Seaweed:
         # Sockets have short names only.
         self._process = subprocess.Popen(
             [
+                sys.executable, "-c", _DIE_WITH_PARENT,
                 program, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
                 f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}",
                 "-filer.localSocket=f.sock", "-s3", f"-s3.port={self.port}", "-s3.localSocket=s3.sock",

@@ -288,8 +288,15 @@ def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> 
             os.unlink(temporary)
         with suppress(FileNotFoundError):
             os.unlink(path)
-        with open(path, "xb") as file:
-            file.write(data)
+        try:
+            with open(path, "xb") as file:
+                file.write(data)
+        except FileExistsError:  # somebody else's, whole
+            raise
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
 
 
 def _etag(mtime_ns: int, size: int) -> str:

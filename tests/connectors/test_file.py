@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,6 +239,21 @@ def test_a_mounted_bucket_cannot_rename(tmp_path: Path, monkeypatch: pytest.Monk
         connector.write("d/a.idx", data)
         assert (tmp_path / "d" / "a.idx").read_bytes() == data
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["a.idx"]
+
+
+def test_a_mounted_bucket_that_is_full_keeps_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        monkeypatch.setattr(builtins, "open", full)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def full(path: str, mode: str) -> Any:
+        Path(path).write_bytes(b"par")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(ConnectorError, match="No space left"):
+        FileConnector(tmp_path).write("a.idx", b"parts")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,10 +245,11 @@ def test_it_is_in_the_statistics(executor: str) -> None:
     assert set(found) == {"stage", "percent", "confidence", "evidence", "change", "kind"}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", DOZEN, ids=lambda case: case.name)
 def test_a_bottleneck_is_found(case: Case) -> None:
     found: list[dict[str, Any]] = []
-    while len(found) < 5:  # a machine that is busy with something else may be the bottleneck just then
+    while len(found) < 3:  # a machine that is busy with something else may be the bottleneck just then
         found.append(measure(case)["verdict"])
         if is_right(case, found[-1]):
             return

@@ -80,6 +80,7 @@ to 15 where functions there hold Python's lock; one that does not answer within 
 | `queue` | batches `ready` for the loop, and `open` (in the budget, complete or not), just now |
 | `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and Python's lock). null: not known |
 | `store` | what connectors count; below |
+| `transfer` | copies to a GPU: `num_bytes`, `copy_s` by the GPU's own clock, `bytes_per_s`, `overlap`: the share of `copy_s` in which the loop did not wait for `transfer`; empty where batches stay on the CPU |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
 | `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
 

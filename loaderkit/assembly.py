@@ -30,6 +30,7 @@ from loaderkit.prefetch.stats import StageStats
 from loaderkit.prefetch.stretch import Stretch, stretched
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.stages.batch import BatchArgs
+from loaderkit.stages.transfer import Lane
 from loaderkit.stores import StoreArgs
 from loaderkit.types import Connector, Source, Stage
 
@@ -67,6 +68,11 @@ class Assembly:
     def device(self) -> torch.device:
         """Where `transfer` brings batches."""
         return self._compiler.device
+
+    @property
+    def lane(self) -> Lane | None:
+        """The stream on which batches are copied, if that is to CUDA."""
+        return self._compiler.lane
 
     @property
     def graph(self) -> list[str]:

@@ -35,6 +35,7 @@ from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import CallArgs
+from loaderkit.stages.transfer import Lane
 from loaderkit.types import Connector, Source
 
 logger = logging.getLogger("loaderkit")
@@ -52,6 +53,7 @@ class Parts:
     fingerprint: dict[str, str]
     tuning: dict[str, Any]
     make_executor: Callable[[], Executor]
+    lane: Lane | None = None  # None: batches stay on the CPU
     list_s: float = 0.0  # what it took to list the source, but for
     index_s: float = 0.0  # the indexes of archives, which were read or built
 
@@ -154,6 +156,7 @@ def make_parts(
         _fingerprint(config, source),
         tuning,
         make_executor,
+        assembly.lane,
         list_s=list_s - indexes.seconds,
         index_s=indexes.seconds,
     )

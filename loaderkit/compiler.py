@@ -32,7 +32,7 @@ from loaderkit.stages.normalize import NormalizeArgs, finish_of, normalize, norm
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.records import read_records
 from loaderkit.stages.straight import Straight
-from loaderkit.stages.transfer import TransferArgs, resolve_device, shape, transfer
+from loaderkit.stages.transfer import Lane, TransferArgs, resolve_device, shape
 from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
 
 
@@ -54,6 +54,7 @@ class Compiler:
                 self.device = resolve_device(wanted.device)
             except RuntimeError as error:
                 raise ConfigError(f"stages.transfer.device: {error}") from error
+        self.lane = Lane(self.device) if self.device.type == "cuda" else None
         self._in_graph: list[StageConfig] = []  # stages that DALI does, `decode` first
         self._lowered = next(
             (s for s in config.stages if isinstance(s.args, DecodeArgs) and s.args.device != "cpu"), None
@@ -152,9 +153,10 @@ class Compiler:
             if self._lowered is not None and config in self._in_graph:
                 if config is self._lowered:
                     renderer = self._renderer(config)
-                    self._sample_runs.append(renderer)
+                    render = renderer if self.lane is None else partial(self.lane.run, renderer)
+                    self._sample_runs.append(render)
                     workers = None if config.args.workers == "auto" else config.args.workers
-                    found.append(Stage(config.name, config.kind, "sample", renderer, workers, renderer.close))
+                    found.append(Stage(config.name, config.kind, "sample", render, workers, renderer.close))
                 continue
             workers = None if config.args.workers == "auto" else config.args.workers
             in_slots = config is self._normalized_in_slots
@@ -263,7 +265,7 @@ class Compiler:
         if args.timeout is None:
             return function, wants_rng
         limit = self._limits[name] = TimeLimit(name, args.timeout)
-        return partial(limit, function), wants_rng
+        return partial(limit, function if self.lane is None else self.lane.bound(function)), wants_rng
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin
@@ -309,13 +311,12 @@ class Compiler:
 
     def _batch_run(self, config: StageConfig) -> Callable[[dict[str, Any], BatchContext], None]:
         act = self._batch_action(config)
+        if self.lane is not None:
+            act = partial(self.lane.run, act)
 
         def run(batch: dict[str, Any], context: BatchContext) -> None:
             try:
                 act(batch, context)
-                if self.device.type == "cuda":
-                    # What ran on the worker's stream must be there for whatever stream the consumer works on.
-                    torch.cuda.current_stream(self.device).synchronize()
             except USER_ERRORS as error:
                 reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
                 raise _batch_error(config.name, context.epoch, context.step, reason, context.keys) from error
@@ -323,12 +324,11 @@ class Compiler:
         return run
 
     def _transfer_action(self, args: TransferArgs) -> Callable[[dict[str, Any], BatchContext], None]:
-        move = transfer(self.device) if self.device.type == "cuda" else None
-        change = shape(args)
+        lane, change = self.lane, shape(args)
 
         def run(batch: dict[str, Any], context: BatchContext) -> None:
-            if move is not None:
-                move(batch)
+            if lane is not None:
+                lane.move(batch)
             if change is not None:
                 batch.update({name: change(value) for name, value in batch.items()})
 

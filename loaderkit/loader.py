@@ -159,6 +159,8 @@ class Loader:
             self._bad.note(destination)
             if destination.error is not None:
                 raise destination.error
+            if self._parts.lane is not None:
+                self._parts.lane.hand_over(destination.result)
             batch = self._output(destination.result)
         except Exception as error:
             self._stop_engine(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
@@ -282,6 +284,8 @@ class Loader:
             now = self._last_stats or self._parts.make_executor().stats(self._sizes.tuning, self._run)
         if monitor is not None:
             now = replace(now, lateness=monitor.lateness.copy())
+        if self._parts.lane is not None:
+            now = replace(now, copies=self._parts.lane.counters())
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:

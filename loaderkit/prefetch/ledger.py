@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from weakref import ref
@@ -82,21 +83,29 @@ class _Pins:
 
     def __init__(self, arena: Arena) -> None:
         self._address = arena.memory.__array_interface__["data"][0]
-        self._known: set[Extent] = set()
+        self._pinned: set[Extent] = set()
+        self._is_refused = False
         self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def add(self, blocks: tuple[Extent, ...]) -> None:
         for block in blocks:
-            if block in self._known:
+            if self._is_refused or block in self._pinned:
                 continue
-            code = self._cudart.cudaHostRegister(self._address + block.start, block.size, 0)
-            if int(code) != 0 and not self._known:
-                logger.warning(
-                    "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower", int(code)
-                )
-            self._known.add(block)
+            code = int(self._cudart.cudaHostRegister(self._address + block.start, block.size, 0))
+            if code == 0:
+                self._pinned.add(block)
+                continue
+            self._is_refused = True  # of locked memory there is no more: it would not be granted for the next one
+            logger.warning(
+                "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower, and hold up a worker",
+                code,
+            )
+            with suppress(
+                RuntimeError
+            ):  # CUDA tells of an error again at this thread's next kernel, whoever starts that
+                torch.ones(1, device="cuda")
 
     def clear(self) -> None:
-        for block in self._known:
+        for block in self._pinned:
             self._cudart.cudaHostUnregister(self._address + block.start)
-        self._known.clear()
+        self._pinned.clear()

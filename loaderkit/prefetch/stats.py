@@ -100,6 +100,7 @@ class Stats:
     slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
     """By stage: the samples that took longest, of the whole run; with `since`, those of them that came in the interval."""
     store: dict[str, float] = field(default_factory=dict)  # what connectors count; those not in _LEVELS only grow
+    copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
 
     def since(self, earlier: Stats) -> Stats:
         """What happened between `earlier` and this moment."""
@@ -122,6 +123,7 @@ class Stats:
                 name: value if name in _LEVELS else value - earlier.store.get(name, 0)
                 for name, value in self.store.items()
             },
+            copies={name: value - earlier.copies.get(name, 0) for name, value in self.copies.items()},
         )
 
     def slimmed(self) -> Stats:
@@ -188,8 +190,17 @@ class Stats:
             },
             "tuning": self.tuning,
             "store": {**self.store, **_shares(self.store)},
+            "transfer": {**self.copies, **self._overlap()},
             "verdict": verdict(self)._asdict(),
         }
+
+    def _overlap(self) -> dict[str, float]:
+        """How fast copies to the GPU were, and for how much of their time the loop did not wait for `transfer`."""
+        copy_s = self.copies.get("copy_s", 0.0)
+        if not copy_s:
+            return {}
+        waited_s = sum(self.stall_s.get(row.name, 0.0) for row in self.stages if row.kind == "transfer")
+        return {"bytes_per_s": self.copies["num_bytes"] / copy_s, "overlap": max(0.0, 1 - waited_s / copy_s)}
 
 
 def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """`transfer`: bring a batch's tensors to the training device.
 
 `auto` is the current CUDA device where there is one and the CPU otherwise; on the CPU nothing is done. To CUDA, slabs are
-pinned and copied on a stream of their own while the consumer works on earlier batches.
+pinned and copied on a stream of their own while the consumer works on earlier batches, and what follows happens there, too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -70,25 +71,75 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     return value
 
 
-def transfer(device: torch.device) -> Callable[[dict[str, Any]], None]:
-    """A batch stage that puts every tensor on the CUDA `device`, also those in lists, tuples and dicts.
+class Lane:
+    """A CUDA stream of a loader's own: what workers do from `transfer` on, they do there, beside what the loop has under way.
 
-    It returns when the copies are complete, so the pinned slab may be reused at once. The copies were allocated on the
-    side stream; `record_stream` keeps their memory until the consumer's stream is done with them.
+    A worker waits, without using the CPU, for what it has put on the stream before it lets go of the batch. So the slab that
+    was copied may be filled again at once, and a batch that is delivered may be used on any stream.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(batch: dict[str, Any]) -> None:
-        moved: list[torch.Tensor] = []
+    def __init__(self, device: torch.device) -> None:
+        """In the thread that builds the loader: tensors that its current stream still makes may be used by functions."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._lock = threading.Lock()
+        self._copies = (0, 0.0)
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            moved.append(tensor.to(device, non_blocking=True))
-            return moved[-1]
+    def run(self, act: Callable[..., None], *args: Any) -> None:
+        """Call `act` on the stream, and return when the device has done what that asked for."""
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            act(*args)
+            done.record(self._stream)
+        done.synchronize()
 
-        with torch.cuda.stream(stream):
-            batch.update({name: _with_tensors(value, move) for name, value in batch.items()})
-        stream.synchronize()
-        for tensor in moved:
-            tensor.record_stream(torch.cuda.default_stream(device))
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, to be called in another thread than `run` is, but on the same stream."""
 
-    return run
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.cuda.stream(self._stream):
+                return function(*args, **kwargs)
+
+        return call
+
+    def move(self, batch: dict[str, Any]) -> None:
+        """Put every tensor of a batch on the device, also those in lists, tuples and dicts; return when they are there."""
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        num_bytes = 0
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal num_bytes
+            found = tensor.to(self._device, non_blocking=True)
+            num_bytes += 0 if found is tensor else tensor.nbytes
+            return found
+
+        with self._lock, torch.cuda.stream(self._stream):  # nobody else's copies come between the events
+            begin.record(self._stream)
+            moved = {name: _with_tensors(value, copied) for name, value in batch.items()}
+            end.record(self._stream)
+        end.synchronize()
+        batch.update(moved)  # not before: with the last tensor that sees it a slab may be filled again
+        copy_s = begin.elapsed_time(end) / 1000
+        with self._lock:
+            self._copies = (self._copies[0] + num_bytes, self._copies[1] + copy_s)
+
+    def hand_over(self, batch: dict[str, Any]) -> None:
+        """In the loop's thread: its current stream works on the batch from here on, also after the loop has dropped it."""
+        stream = torch.cuda.current_stream(self._device)
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(
+                    stream if tensor.device == self._device else torch.cuda.current_stream(tensor.device)
+                )
+            return tensor
+
+        for value in batch.values():
+            _with_tensors(value, note)
+
+    def counters(self) -> dict[str, float]:
+        """What was copied, in bytes, and how long the device took over it, in s, by its own clock (CUDA events)."""
+        num_bytes, copy_s = self._copies
+        return {"num_bytes": num_bytes, "copy_s": copy_s}

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,7 +10,8 @@ import torch
 
 import loaderkit
 from loaderkit.errors import ConfigError
-from loaderkit.stages.transfer import resolve_device
+from loaderkit.prefetch.stats import StageStats
+from loaderkit.stages.transfer import Lane, resolve_device
 
 HAS_CUDA = torch.cuda.is_available()
 without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has CUDA")
@@ -129,6 +133,90 @@ class TestLayout:
                 assert torch.equal(one["x"], other["x"]), "whole numbers stay what they are"
 
 
+class Late:
+    """A CUDA stream, and its events, on which copies have been made only when an event behind them was waited for."""
+
+    under_way: list[weakref.ref[torch.Tensor]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.at_ms = 0.0
+
+    def wait_stream(self, stream: Any) -> None:
+        """All is done before."""
+
+    def record(self, stream: Late) -> None:
+        stream.at_ms += 2.0
+        self.at_ms = stream.at_ms
+
+    def elapsed_time(self, end: Late) -> float:
+        return end.at_ms - self.at_ms
+
+    def synchronize(self) -> None:
+        assert all(source() is not None for source in Late.under_way), "memory is let go of that is still copied from"
+        Late.under_way.clear()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Lane:
+    """A lane to the device `meta`, whose copies are late."""
+    moved = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("non_blocking"):
+            Late.under_way.append(weakref.ref(tensor))
+        return moved(tensor, *args, **kwargs)
+
+    Late.under_way = []
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Late)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Late())
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return Lane(torch.device("meta"))
+
+
+@without_cuda
+class TestLane:
+    def test_what_is_copied_is_kept_until_it_is_there(self, late: Lane) -> None:
+        batch: dict[str, Any] = {
+            "image": torch.ones(4, 3),
+            "nested": [torch.ones(5), {"x": torch.ones(2)}],
+            "text": "a",
+        }
+        late.move(batch)
+        assert Late.under_way == []
+        assert batch["image"].is_meta
+        assert batch["nested"][1]["x"].is_meta
+        assert batch["text"] == "a"
+
+    def test_what_was_copied_and_how_long_it_took(self, late: Lane) -> None:
+        late.move({"a": torch.ones(4, 3), "b": "text"})
+        late.move({"a": torch.ones(4, 3, device="meta"), "b": torch.ones(2, dtype=torch.uint8)})  # one is there already
+        assert late.counters() == {"num_bytes": 48 + 2, "copy_s": pytest.approx(0.004)}
+
+    def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
+        kept: list[torch.Tensor] = []
+
+        def act(factor: int) -> None:
+            kept.append(torch.ones(3) * factor)
+            kept[-1].to("meta", non_blocking=True)
+
+        late.run(act, 2)
+        assert Late.under_way == []
+
+
+def test_copies_in_the_statistics() -> None:
+    with loaderkit.build(pipeline()) as loader:
+        assert loader.stats().to_dict()["transfer"] == {}
+        before = replace(loader.stats(), copies={"num_bytes": 1000, "copy_s": 0.5})
+    rows = [*before.stages, StageStats("move", 1, kind="transfer")]
+    later = replace(
+        before, copies={"num_bytes": 3000, "copy_s": 1.5}, stages=rows, stall_s={"move": 0.25, "decode": 5.0}
+    )
+    found = later.since(replace(before, stages=rows, stall_s={})).to_dict()["transfer"]
+    assert found == {"num_bytes": 2000, "copy_s": 1.0, "bytes_per_s": 2000.0, "overlap": 0.75}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 def test_cuda() -> None:
@@ -146,3 +234,49 @@ def test_cuda() -> None:
             assert torch.allclose(one[name].cpu().double(), other[name].double(), rtol=0, atol=1e-6)
     # Batches kept on the device stay as they were while the slabs behind them are reused.
     assert torch.equal(found[0]["x"].cpu(), expected[0]["x"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+class TestOnTheGpu:
+    @pytest.mark.parametrize("executor", ["thread", "process"])
+    @pytest.mark.parametrize("late_loop", [False, True])
+    def test_batches_dropped_at_once_are_not_written_over(self, executor: str, late_loop: bool) -> None:
+        """The loop's stream is far behind when it has dropped a batch, and slabs and device memory are short."""
+        overrides = {"prefetch.batches": 2, "prefetch.executor": executor}
+        expected = {key: float(x.sum()) for batch in batches(pipeline()) for key, x in zip(*keyed(batch), strict=True)}
+        stream: Any = torch.cuda.Stream() if late_loop else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+        found: dict[str, torch.Tensor] = {}
+        with loaderkit.build(pipeline(device="cuda"), overrides=overrides) as loader, torch.cuda.stream(stream):
+            for _ in range(20):
+                for batch in loader:
+                    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+                    sums = batch["image"].double().sum((1, 2, 3))
+                    found |= dict(zip(batch["__key__"], sums, strict=True))
+                    del batch
+                for key, value in found.items():
+                    assert value.item() == pytest.approx(expected[key], abs=1e-3)
+            copies = loader.stats().to_dict()["transfer"]
+        assert copies["num_bytes"] > 0
+        assert 0 < copies["copy_s"] < loader.stats().wall_s
+        assert 0 <= copies["overlap"] <= 1
+
+    def test_memory_that_cannot_be_pinned(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Refuses:
+            def __getattr__(self, name: str) -> Any:
+                return lambda *args: 2
+
+        expected = batches(pipeline(device="cpu"))
+        monkeypatch.setattr(torch.cuda, "cudart", Refuses)
+        with loaderkit.build(pipeline(device="cuda"), overrides={"prefetch.executor": "process"}) as loader:
+            found = [{**batch, "image": batch["image"].cpu(), "x": batch["x"].cpu()} for batch in loader]
+        assert caplog.text.count("cannot be pinned (CUDA error 2)") == 1
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one["image"], other["image"], rtol=0, atol=1e-6)
+            assert torch.equal(one["x"], other["x"])
+
+
+def keyed(batch: dict[str, Any]) -> tuple[list[str], torch.Tensor]:
+    return batch["__key__"], batch["image"].double()

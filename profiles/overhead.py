@@ -1,8 +1,9 @@
-"""What the accounts cost: python -m profiles.overhead [--rounds 20] [--seconds 1.5] [--out profiles]
+"""What the accounts and the profiler cost: python -m profiles.overhead [--rounds 20] [--seconds 1.5] [--out profiles]
 
 CPU time a sample with accounts, statistics and the monitor against the same engine with all of that taken out, in turns in
 one process. Reported is the mean of the ratios of the pairs, and its upper 95 % confidence limit. Two works: pictures from
-files to 224 (of `profiles.peers`' data, or loaderkit's demo pictures), and one-element tensors of a data set.
+files to 224 (of `profiles.peers`' data, or loaderkit's demo pictures), and one-element tensors of a data set. And the same of a
+loop that trains a small network on the pictures, within `loader.profile()` against the same loop without it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,9 @@ class Numbers:
 
 def pictures() -> Pipeline:
     photos = default_cache_dir() / "peers" / "photos"
-    source = Pipeline.files(photos if photos.is_dir() else default_cache_dir() / "demo" / "photos", include="**/*.jpg")
+    source = Pipeline.files(
+        photos if photos.is_dir() else default_cache_dir() / "demo" / "photos", include="**/*.jpg", label="parent"
+    )
     return (
         source.read().decode().random_resized_crop(224).random_horizontal_flip().batch(64, drop_last=True).normalize()
     )
@@ -59,9 +63,6 @@ def pictures() -> Pipeline:
 
 def tensors() -> Pipeline:
     return Pipeline.dataset(Numbers(), fields=["x"]).read().batch(64, drop_last=True)
-
-
-WORKS: dict[str, Callable[[], Pipeline]] = {"pictures": pictures, "one-element tensors": tensors}
 
 
 def silenced(pipeline: Pipeline) -> Any:
@@ -89,15 +90,50 @@ def cpu_s_a_sample(batches: Iterator[Any], seconds: float) -> float:
     return (time.process_time() - cpu_s) / count
 
 
-def measure(pipeline: Pipeline, rounds: int, seconds: float) -> dict[str, Any]:
+def accounts(pipeline: Pipeline, stack: ExitStack) -> dict[str, Iterator[Any]]:
+    """Batches with accounts and without them."""
+    whole = stack.enter_context(loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2}))
+    return {"with": endless(whole), "without": endless(stack.enter_context(silenced(pipeline)))}
+
+
+def profiled(stack: ExitStack, *, trace: bool) -> dict[str, Iterator[Any]]:
+    """Steps of a loop that is profiled, and of one that is not."""
+    turns = {}
+    for name in ("with", "without"):
+        loader = stack.enter_context(loaderkit.build(pictures(), overrides={"prefetch.concurrency": 2}))
+        if name == "with":
+            stack.enter_context(loader.profile(trace=trace))
+        turns[name] = steps(endless(loader))
+    return turns
+
+
+def steps(batches: Iterator[Any]) -> Iterator[None]:
+    """Train a small network."""
+    layers = [torch.nn.Conv2d(3, 8, 5, stride=4), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(batch["image"]), batch["label"] % 10).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        yield
+
+
+WORKS: dict[str, Callable[[ExitStack], dict[str, Iterator[Any]]]] = {
+    "accounts, pictures": lambda stack: accounts(pictures(), stack),
+    "accounts, one-element tensors": lambda stack: accounts(tensors(), stack),
+    "profile, training": lambda stack: profiled(stack, trace=False),
+    "profile with a trace, training": lambda stack: profiled(stack, trace=True),
+}
+
+
+def measure(turns: Mapping[str, Iterator[Any]], rounds: int, seconds: float) -> dict[str, Any]:
     ratios = []
-    with loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2}) as whole, silenced(pipeline) as silent:
-        turns = {"with": endless(whole), "without": endless(silent)}
-        for number in range(rounds + 1):
-            order = list(turns) if number % 2 else list(turns)[::-1]
-            took = {name: cpu_s_a_sample(turns[name], seconds) for name in order}
-            if number:  # the first warms up
-                ratios.append(took["with"] / took["without"])
+    for number in range(rounds + 1):
+        order = list(turns) if number % 2 else list(turns)[::-1]
+        took = {name: cpu_s_a_sample(turns[name], seconds) for name in order}
+        if number:  # the first warms up
+            ratios.append(took["with"] / took["without"])
     mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(rounds)
     return {"mean": mean, "median": statistics.median(ratios), "upper_limit": mean + 1.73 * error, "ratios": ratios}
 
@@ -109,9 +145,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: measure(make(), arguments.rounds, arguments.seconds) for name, make in WORKS.items()}
-    for name, one in found.items():
-        print(f"{name}: {100 * (one['mean'] - 1):+.1f} %, at most {100 * (one['upper_limit'] - 1):+.1f} %")
+    found = {}
+    for name, make in WORKS.items():
+        with ExitStack() as stack:
+            one = found[name] = measure(make(stack), arguments.rounds, arguments.seconds)
+        print(f"{name}: {100 * (one['mean'] - 1):+.1f} %, at most {100 * (one['upper_limit'] - 1):+.1f} %", flush=True)
     if arguments.out is not None:
         path = arguments.out / f"overhead-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
         facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}

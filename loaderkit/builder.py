@@ -6,6 +6,7 @@ import json
 import logging
 import operator
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -163,18 +164,27 @@ def make_parts(
 
 
 class _Timed:
-    """A function, and how long its calls took together, in s."""
+    """A function, and for how long at least one call of it was under way, in s; several threads may call it at once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._lock = threading.Lock()
+        self._num_under_way = 0
+        self._since_s = 0.0
         self.seconds = 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        begin_s = time.perf_counter()
+        with self._lock:
+            if self._num_under_way == 0:
+                self._since_s = time.perf_counter()
+            self._num_under_way += 1
         try:
             return self._function(*args, **kwargs)
         finally:
-            self.seconds += time.perf_counter() - begin_s
+            with self._lock:
+                self._num_under_way -= 1
+                if self._num_under_way == 0:
+                    self.seconds += time.perf_counter() - self._since_s
 
 
 def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[dict[str, Any]], Callable[[], Executor]]:

@@ -103,6 +103,8 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """One epoch: what is left of the one that was resumed, else the next one. Ends an earlier iteration."""
         self._check_open()
+        if self._steps is not None:
+            self._steps.turns()
         epoch, position = self._next
         self._iteration += 1
         self._next = (epoch + 1, 0)
@@ -135,6 +137,8 @@ class Loader:
             self._sizes.attach(engine)
             if self._recordings is not None:
                 engine.record()
+            if self._steps is not None and self._last_stats is not None:
+                self._steps.restarts()
             self._monitor = self._make_monitor(engine)
             self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
             if self._monitor is not None:

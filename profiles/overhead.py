@@ -1,7 +1,8 @@
-"""What the accounts and the profiler cost: python -m profiles.overhead [--rounds 20] [--seconds 1.5] [--out profiles]
+"""What the accounts and the profiler cost: python -m profiles.overhead [--rounds 20] [--turns 10] [--out profiles]
 
 CPU time a sample with accounts, statistics and the monitor against the same engine with all of that taken out, in turns in
-one process. Reported is the mean of the ratios of the pairs, and its upper 95 % confidence limit. Two works: pictures from
+one process: a round is so many short turns of each, as other programs come and go. Reported is the mean of the ratios of the
+rounds, and its upper 95 % confidence limit. Two works: pictures from
 files to 224 (of `profiles.peers`' data, or loaderkit's demo pictures), and one-element tensors of a data set. And the same of a
 loop that trains a small network on the pictures, within `loader.profile()` against the same loop without it.
 """
@@ -80,14 +81,26 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def cpu_s_a_sample(batches: Iterator[Any], seconds: float) -> float:
+def turn(batches: Iterator[Any], seconds: float) -> tuple[float, int]:
+    """CPU seconds, and batches. Before it begins the other one has read ahead again what was taken from it."""
     for _ in range(8):
         next(batches)
     begin_s, cpu_s, count = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - begin_s < seconds:
         next(batches)
-        count += 64
-    return (time.process_time() - cpu_s) / count
+        count += 1
+    return time.process_time() - cpu_s, count
+
+
+def cpu_s_a_batch(pair: Mapping[str, Iterator[Any]], num_turns: int, seconds: float) -> dict[str, float]:
+    """What a batch costs in one round, for each of the two."""
+    spent, count = dict.fromkeys(pair, 0.0), dict.fromkeys(pair, 0)
+    for number in range(num_turns):
+        for name in list(pair)[:: 1 if number % 2 else -1]:
+            cpu_s, num_batches = turn(pair[name], seconds)
+            spent[name] += cpu_s
+            count[name] += num_batches
+    return {name: spent[name] / count[name] for name in pair}
 
 
 def accounts(pipeline: Pipeline, stack: ExitStack) -> dict[str, Iterator[Any]]:
@@ -119,19 +132,19 @@ def steps(batches: Iterator[Any]) -> Iterator[None]:
         yield
 
 
-WORKS: dict[str, Callable[[ExitStack], dict[str, Iterator[Any]]]] = {
-    "accounts, pictures": lambda stack: accounts(pictures(), stack),
-    "accounts, one-element tensors": lambda stack: accounts(tensors(), stack),
-    "profile, training": lambda stack: profiled(stack, trace=False),
-    "profile with a trace, training": lambda stack: profiled(stack, trace=True),
+# What makes the two, and how long a turn is, in s: a few batches, or hundreds.
+WORKS: dict[str, tuple[Callable[[ExitStack], dict[str, Iterator[Any]]], float]] = {
+    "accounts, pictures": (lambda stack: accounts(pictures(), stack), 0.4),
+    "accounts, one-element tensors": (lambda stack: accounts(tensors(), stack), 0.1),
+    "profile, training": (lambda stack: profiled(stack, trace=False), 0.4),
+    "profile with a trace, training": (lambda stack: profiled(stack, trace=True), 0.4),
 }
 
 
-def measure(turns: Mapping[str, Iterator[Any]], rounds: int, seconds: float) -> dict[str, Any]:
+def measure(pair: Mapping[str, Iterator[Any]], rounds: int, turns: int, seconds: float) -> dict[str, Any]:
     ratios = []
     for number in range(rounds + 1):
-        order = list(turns) if number % 2 else list(turns)[::-1]
-        took = {name: cpu_s_a_sample(turns[name], seconds) for name in order}
+        took = cpu_s_a_batch(pair, turns, seconds)
         if number:  # the first warms up
             ratios.append(took["with"] / took["without"])
     mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(rounds)
@@ -141,19 +154,20 @@ def measure(turns: Mapping[str, Iterator[Any]], rounds: int, seconds: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
-    for name, make in WORKS.items():
+    for name, (make, seconds) in WORKS.items():
         with ExitStack() as stack:
-            one = found[name] = measure(make(stack), arguments.rounds, arguments.seconds)
+            one = found[name] = measure(make(stack), arguments.rounds, arguments.turns, seconds)
         print(f"{name}: {100 * (one['mean'] - 1):+.1f} %, at most {100 * (one['upper_limit'] - 1):+.1f} %", flush=True)
     if arguments.out is not None:
         path = arguments.out / f"overhead-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
         facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}
-        path.write_text(json.dumps({**facts, "rounds": arguments.rounds, "works": found}, indent=1) + "\n")
+        facts |= {"rounds": arguments.rounds, "turns": arguments.turns}
+        path.write_text(json.dumps({**facts, "works": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def look_at(case: Case, *, seconds: float, checks: bool) -> dict[str, Any]:
     make, step = maker(case), resting(build(case)[1])
     rows, off = what_if(report, build(case)[0].config)
     runnable = [row for row in rows if row.can_run and not (case.bottleneck in _STAYS_HERE and _moves(row.settings))]
-    tried = verify(make, step, runnable, seconds=seconds * max(1, len(runnable)))
-    check = check_verdict(make, step, report.verdict, report.stages, seconds=2 * seconds) if checks else None
+    verify(make, step, runnable, seconds=seconds * max(1, len(runnable)))
+    check = check_verdict(make, step, report, seconds=2 * seconds) if checks else None
     return {
         "case": case.name,
         "bottleneck": case.bottleneck,
@@ -87,7 +87,7 @@ def look_at(case: Case, *, seconds: float, checks: bool) -> dict[str, Any]:
         "model_error_percent": off,
         "change": try_change(case, report, seconds),
         "check": None if check is None else check.model_dump(mode="json"),
-        "what_if": [row.model_dump(mode="json") for row in tried if row.measured is not None],
+        "what_if": [row.model_dump(mode="json") for row in runnable if row.measured is not None],
     }
 
 

@@ -99,7 +99,7 @@ def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json:
     if outputs.trace is not None and trace_json is not None:
         texts[outputs.trace] = trace_json()
     if outputs.folder is not None:
-        stem = outputs.folder / f"{_file_name(report.name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        stem = _stem(outputs.folder, report)
         texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
         if patch is not None:
             texts[Path(f"{stem}.patch")] = patch
@@ -138,6 +138,15 @@ def _write(texts: dict[Path, str]) -> None:
         write_atomically(path, text)
     if texts:
         console.say(f"written: {', '.join(map(str, texts))}")
+
+
+def _stem(folder: Path, report: Report) -> Path:
+    """Where a report goes in a folder, without the ending: no other rank's, and none that is there."""
+    name = f"{_file_name(report.name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    if report.world_size > 1:
+        name += f"-rank{report.rank}"
+    names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+    return next(folder / one for one in names if not (folder / f"{one}.json").exists())
 
 
 def _file_name(name: str) -> str:

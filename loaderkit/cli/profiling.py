@@ -13,7 +13,7 @@ import typer
 from loaderkit.cli import console
 from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_parts
 from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
-from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress
+from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress, sizes_of
 
 if TYPE_CHECKING:
     from loaderkit.builder import Parts
@@ -43,6 +43,7 @@ class Limits(NamedTuple):
 class Wanted:
     """What is to be measured besides, and on which samples: a `Subset`."""
 
+    config: PipelineConfig
     subset: Any
     cold: bool
     what_if: bool
@@ -144,17 +145,18 @@ def profile(
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
     parts = open_parts(path, assignments)
-    wanted = Wanted(_subset(parts), cold, what_if, verify)
+    wanted = Wanted(described(path, assignments), _subset(parts), cold, what_if, verify)
     with Loader(parts) as loader:
         recording, ended_by = _record(loader, step, limits, import_s, trace=trace is not None)
     report = recording.result
+    found: dict[str, Any] = {}
     try:
         if ended_by is None:
-            make, config = maker(path, assignments), described(path, assignments)
-            report = _measure(report, make, step, config, wanted)
+            _measure(found, report, maker(path, assignments, sizes_of(report.config)), step, wanted)
     except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
-        ended_by, report = error, report.model_copy(update={"partial": f"{why} after the loop"})
+        ended_by, found["partial"] = error, f"{why} after the loop"
+    report = report.model_copy(update=found)
     report = compared(report, outputs)
     deliver(report, outputs, path, recording.trace_json)
     if step is None and not outputs.is_on_stdout:
@@ -221,30 +223,28 @@ def _subset(parts: Parts) -> Any:
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 
-def _measure(report: Report, make: Make, step: Step | None, config: PipelineConfig, wanted: Wanted) -> Report:
-    """The same report, with what was asked for besides."""
+def _measure(found: dict[str, Any], report: Report, make: Make, step: Step | None, wanted: Wanted) -> None:
+    """Put what was asked for besides into `found`, one part of a report after the other."""
     from loaderkit.profile.causal import check_verdict
     from loaderkit.profile.driving import resting
     from loaderkit.profile.headspace import measure_headspace
     from loaderkit.profile.whatif import verify, what_if
 
     loop = step or resting(0.0)
-    found: dict[str, Any] = {}
     with progress("headspace"):
         found["headspace"] = measure_headspace(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADSPACE_S)
     if wanted.what_if:
-        found["what_if"], found["model_error_percent"] = what_if(report, config)
+        found["what_if"], found["model_error_percent"] = what_if(report, wanted.config)
     if wanted.verify:
         with progress("checking the verdict"):
-            check = check_verdict(make, loop, report.verdict, report.stages, seconds=_CHECK_S)
+            check = check_verdict(make, loop, report, seconds=_CHECK_S)
         sure = report.verdict.confidence
         if check is not None and check.agrees is not None:
             sure = round(1 - (1 - sure) / 2, 2) if check.agrees else round(min(sure, 0.3), 2)
         found["verdict"] = report.verdict.model_copy(update={"check": check, "confidence": sure})
     if wanted.verify and wanted.what_if:
         with progress("trying changes"):
-            found["what_if"] = verify(make, loop, found["what_if"], seconds=_VERIFY_S)
-    return report.model_copy(update=found)
+            verify(make, loop, found["what_if"], seconds=_VERIFY_S)
 
 
 def _condition(text: str) -> Condition:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,12 +63,22 @@ def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConf
     return to_config(pipeline, parse_assignments(assignments or []))
 
 
-def maker(pipeline: Path, assignments: Sequence[str] | None) -> Make:
-    """What makes loaders of the pipeline with more overrides. They go on without end, and write to no quarantine file."""
+def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of workers and batches in a report's description of how the pipeline ran, as overrides: what is compared
+    with that run is to have them from its first batch on, and not to be tuned meanwhile."""
+    prefetch = config.get("prefetch", {})
+    return {
+        f"prefetch.{name}": prefetch[name] for name in ("concurrency", "batches") if type(prefetch.get(name)) is int
+    }
+
+
+def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str, Any] = MappingProxyType({})) -> Make:
+    """What makes loaders of the pipeline with `sizes` and more overrides. They go on without end, and write to no quarantine
+    file."""
     from loaderkit.builder import make_parts
     from loaderkit.loader import Loader, to_config
 
-    given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None}
+    given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None, **sizes}
 
     def make(overrides: Mapping[str, Any], stretch: Any) -> Any:
         config = to_config(pipeline, {**given, **overrides})

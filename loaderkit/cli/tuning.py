@@ -32,23 +32,36 @@ def tune(
     """Search for the workers, the batches ahead and the executor with which pipeline P is fastest; show before and after."""
     from loaderkit.textfiles import why_not_writable
 
+    if write and assignments:
+        raise typer.BadParameter(
+            "with --set another pipeline is searched than the file: put the values into it first, or leave out --write",
+            param_hint="--write",
+        )
     if write and (reason := why_not_writable(pipeline)) is not None:
         raise typer.BadParameter(reason, param_hint="--write")
     step = open_step(step_time, consumer)
     if checkpoint_config(pipeline, assignments) is not None:
         raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches to tune", param_hint="P")
+    from loaderkit.errors import LoaderkitError
     from loaderkit.profile.driving import resting
     from loaderkit.profile.tuning import tune as search
 
     make, config = maker(pipeline, assignments), described(pipeline, assignments)
     with progress("tuning"):
         found = search(make, step or resting(0.0), config, seconds=seconds, say=console.say)
+    failure: Exception | None = None
     if write and found.settings:
-        _write(pipeline, found)
+        try:
+            _write(pipeline, found)
+        except (LoaderkitError, OSError) as error:  # what was found is told nevertheless
+            failure = error
+    is_written = write and failure is None
     if as_json:
-        console.tell_json({**found.model_dump(mode="json"), "pipeline": config.name, "written": write})
+        console.tell_json({**found.model_dump(mode="json"), "pipeline": config.name, "written": is_written})
     else:
-        _tell(pipeline, found, is_written=write)
+        _tell(pipeline, found, is_written=is_written)
+    if failure is not None:
+        raise failure
 
 
 def _write(pipeline: Path, found: Tuned) -> None:

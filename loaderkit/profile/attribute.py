@@ -71,8 +71,12 @@ def make_report(facts: Facts) -> Report:
     loop_s = max(log.compute_s + log.next_s, 1e-9)
     passed = _since(end, facts.begin, loop_s)
     steady = passed
-    if facts.first is not None and end.num_batches - facts.first.num_batches >= _NUM_STEADY:
-        steady = _since(end, facts.first, loop_s - (log.first_wait_s or 0.0))
+    after_start_percent = None
+    if facts.first is not None and end.num_batches > facts.first.num_batches:
+        later = _since(end, facts.first, loop_s - (log.first_wait_s or 0.0))
+        after_start_percent = later.to_dict()["stall"]["percent"] if not facts.begin.num_batches else None
+        if later.num_batches >= _NUM_STEADY:
+            steady = later
     found = passed.to_dict()
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
     verdict = verdict_part(steady, facts.config)
@@ -87,7 +91,7 @@ def make_report(facts: Facts) -> Report:
         wall_s=loop_s,
         num_batches=passed.num_batches,
         num_samples=passed.num_samples,
-        stall=StallPart(**found["stall"]),
+        stall=StallPart(**found["stall"], after_start_percent=after_start_percent),
         throughput=found["throughput"],
         steps=steps_of(log, found["stall"]["total_s"]),
         stages=stage_rows(passed, series),

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from loaderkit.prefetch.stretch import Manner, Stretch
 from loaderkit.profile.driving import Step
 from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
-from loaderkit.profile.model import CausalCheck, StageRow, VerdictPart
+from loaderkit.profile.model import CausalCheck, Report, StageRow, VerdictPart
 
 _SHARE = 0.5
 _ROUNDS = 6
@@ -29,9 +29,11 @@ _MANNERS: Mapping[str, Manner] = {
 }
 
 
-def plan_check(verdict: VerdictPart, stages: Sequence[StageRow]) -> tuple[Stretch, float] | None:
+def plan_check(
+    verdict: VerdictPart, stages: Sequence[StageRow], inline_s: float | None = None
+) -> tuple[Stretch, float] | None:
     """What to stretch, and how much longer a sample has to take, in percent, were the verdict right. None where no stage
-    is blamed: memory, depth, start, wakeup."""
+    is blamed: memory, depth, start, wakeup. `inline_s`: the wall time, where the loop's thread does all the work itself."""
     if verdict.stage is None and verdict.kind == "training":
         busiest = max((row for row in stages if row.num_items), key=lambda row: row.busy_s, default=None)
         return None if busiest is None else (Stretch(busiest.name, _SHARE, "wait"), 0.0)
@@ -39,7 +41,11 @@ def plan_check(verdict: VerdictPart, stages: Sequence[StageRow]) -> tuple[Stretc
     manner = _MANNERS.get(verdict.kind)
     if row is None or manner is None:
         return None
-    return Stretch(row.name, _SHARE, manner), 100.0 * _SHARE * _share_of(row, manner, stages)
+    if inline_s is not None:  # loading and training take turns, and add up
+        share = (row.cpu_s if manner == "compute" else row.busy_s) / max(inline_s, 1e-9)
+    else:
+        share = _share_of(row, manner, stages)
+    return Stretch(row.name, _SHARE, manner), 100.0 * _SHARE * share
 
 
 def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> float:
@@ -51,11 +57,11 @@ def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> floa
     return row.cpu_s / max(sum(one.cpu_s for one in stages), 1e-9)
 
 
-def check_verdict(
-    make: Make, step: Step, verdict: VerdictPart, stages: Sequence[StageRow], *, seconds: float
-) -> CausalCheck | None:
+def check_verdict(make: Make, step: Step, report: Report, *, seconds: float) -> CausalCheck | None:
     """Run it as it is and stretched, in turns, for about `seconds`; None where no stage is blamed."""
-    planned = plan_check(verdict, stages)
+    stages = report.stages
+    inline_s = report.wall_s if report.tuning.get("executor") == "inline" else None
+    planned = plan_check(report.verdict, stages, inline_s)
     if planned is None:
         return None
     stretch, expected = planned

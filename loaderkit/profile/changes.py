@@ -9,7 +9,7 @@ from loaderkit.config import PipelineConfig
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.profile.demands import Demand, Model, PoolModel
 from loaderkit.profile.model import Report, Setting
-from loaderkit.profile.patch import value_of, workers_settings
+from loaderkit.profile.patch import num_processes, value_of, workers_settings
 from loaderkit.schema import format_bytes
 
 _MOST_WORKERS = 128
@@ -31,7 +31,7 @@ def changes(model: Model, report: Report, config: PipelineConfig) -> list[Change
     return [
         *_workers(model, report, config),
         *_depth(model, report, config),
-        *_executors(model, config),
+        *_executors(model, config, int(report.memory.get("batch_bytes", 0))),
         *_machine(model),
         *_store(model, report),
         *_images(model, config),
@@ -68,13 +68,13 @@ def _depth(model: Model, report: Report, config: PipelineConfig) -> Iterator[Cha
         yield Change("memory for all batches ahead", replace(model, batches_in_memory=float(batches)), (setting,))
 
 
-def _executors(model: Model, config: PipelineConfig) -> Iterator[Change]:
+def _executors(model: Model, config: PipelineConfig, batch_bytes: int) -> Iterator[Change]:
     executor = config.prefetch.executor
     now = Setting(key="prefetch.executor", before=executor, value=executor)
     if executor != "process" and not model.is_inline:
         changed = replace(model, loop_has_gil=False)
         yield Change("executor: process", changed, (now.model_copy(update={"value": "process"}),))
-        processes = max(2, num_cpus())
+        processes = num_processes(config, batch_bytes)
         if model.gil_s > 0 and config.prefetch.first_batches >= processes:
             settings = (
                 now.model_copy(update={"value": "process"}),

@@ -228,18 +228,16 @@ def _what_if(changes: Sequence[WhatIf], now_per_s: float) -> Spec | None:
             "change": change.name, "predicted": change.samples_per_s, "stall": change.stall_percent, "limit": change.limit,
         }  # fmt: skip
         if (measured := change.measured) is not None:
-            half = measured.samples_per_s * measured.interval_percent / 100
-            row |= {
-                "measured": measured.samples_per_s,
-                "low": max(0.0, measured.samples_per_s - half),
-                "high": measured.samples_per_s + half,
-            }
+            # In turns with the pipeline as it was then, which may have been slower or faster than in the loop.
+            found = measured.samples_per_s if measured.speedup is None else measured.speedup * now_per_s
+            half = found * measured.interval_percent / 100
+            row |= {"measured": found, "low": max(0.0, found - half), "high": found + half}
         rows.append(row)
     y = {"field": "change", "type": "nominal", "title": None, "sort": [change.name for change in changes]}
     x = {"type": "quantitative", "title": "samples/s"}
     tooltip = [
         _hover("change", "change", None), _hover("predicted", "predicted samples/s", ",.0f"),
-        _hover("measured", "measured samples/s", ",.0f"), _hover("stall", "waiting then, %", ".0f"),
+        _hover("measured", "found samples/s", ",.0f"), _hover("stall", "waiting then, %", ".0f"),
         _hover("limit", "limit then", None),
     ]  # fmt: skip
     return _chart(

@@ -1,6 +1,7 @@
 """`--fail-if "stall>5%"`: a condition on a report's figures, for a script that must not go on when data is late.
 
 stall > 5%        what the loop waited, of the time      utilisation < 90%     compute / total, as MLPerf Storage counts
+stall_after_start > 5%     from the first batch on
 step_p99 > 200ms  of a step: computing and waiting       samples_per_s < 2000
 """
 
@@ -16,6 +17,7 @@ from loaderkit.problems import nearest
 from loaderkit.profile.model import Report
 from loaderkit.schema import parse_seconds
 
+_BEFORE = "the first batch came before, or was the only one"
 _FORM = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|<|>)\s*(\S+(?:\s+\S+)*?)\s*")
 _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -32,6 +34,7 @@ class Figure:
 
 FIGURES: Mapping[str, Figure] = {
     "stall": Figure("percent", lambda report: report.stall.percent),
+    "stall_after_start": Figure("percent", lambda report: report.stall.after_start_percent),
     "utilisation": Figure("percent", lambda report: report.utilisation.percent if report.utilisation else None),
     "samples_per_s": Figure("number", lambda report: report.throughput["samples_per_s"]),
     "bytes_per_s": Figure("number", lambda report: report.throughput["bytes_per_s"]),
@@ -58,7 +61,8 @@ class Condition:
     def say(self, report: Report) -> str:
         """The figure, beside the bound."""
         value = FIGURES[self.figure].of(report)
-        found = "not measured: there was no whole step" if value is None else _say(self.figure, value)
+        missing = _BEFORE if self.figure in ("first_batch", "stall_after_start") else "there was no whole step"
+        found = f"not measured: {missing}" if value is None else _say(self.figure, value)
         return f"{self.figure} is {found} ({self.comparison} {_say(self.figure, self.bound)})"
 
 

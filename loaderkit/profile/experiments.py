@@ -20,6 +20,9 @@ from loaderkit.prefetch.stretch import Stretch
 from loaderkit.profile.driving import Batches, Step, endless
 from loaderkit.profile.model import Rate
 
+_LEAST_ROUNDS = 2
+LEAST_BATCHES = 2 * _LEAST_ROUNDS * 4
+"""That two variants take turns with at least: one is drained, one begins the window, and two are counted."""
 # Student's t for 95 %, both sides, by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
@@ -96,8 +99,12 @@ class Variant:
 
 
 def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float) -> None:
-    """Let every variant run in each round, in turning order."""
+    """Let every variant run in each round, in turning order. Where batches are slow, in two rounds at least, and no more than
+    begin within the time."""
+    until_s = time.perf_counter() + 2 * rounds * len(variants) * window_s
     for number in range(rounds):
+        if number >= _LEAST_ROUNDS and time.perf_counter() >= until_s:
+            return
         for variant in variants if number % 2 else variants[::-1]:
             variant.drain(window_s)
             variant.run(window_s)

@@ -6,6 +6,7 @@ cache before every pass. They are samples like any others, as the order is shuff
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.cold import evict
-from loaderkit.profile.driving import Step
+from loaderkit.profile.driving import Step, endless
 from loaderkit.profile.experiments import Looped, Make, Window, rate_of
 from loaderkit.profile.model import Headspace, Rate
 
@@ -67,14 +68,14 @@ def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -
     its end, where other samples are read as well."""
     loader.set_epoch(1)
     loader.set_epoch(0)
-    batches = iter(loader)
+    batches = endless(loader)  # an epoch may have a batch or two only
     kept = [next(batches)][:num_kept]
     before = loader.stats()
     until_s = time.perf_counter() + most_s
     num_left = subset.num_batches - 1 - int(before.tuning.get("batches", 4))
     for _ in range(max(1, num_left)):
-        batch = next(batches, None)
-        if batch is None or time.perf_counter() >= until_s:
+        batch = next(batches)
+        if time.perf_counter() >= until_s:
             break
         if len(kept) < num_kept:
             kept.append(batch)
@@ -103,13 +104,13 @@ def _cold(loader: Looped, subset: Subset, seconds: float) -> tuple[Rate | None, 
 def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
     """The step alone, on batches that are there."""
     for batch in ready[:2]:
-        step(batch)
+        step(_copied(batch))
     windows = []
     for _ in range(_NUM_WINDOWS):
         begin_s, num_batches, num_samples = time.perf_counter(), 0, 0
         while num_batches < 2 or time.perf_counter() - begin_s < seconds / _NUM_WINDOWS:
             batch = ready[num_batches % len(ready)]
-            step(batch)
+            step(_copied(batch))
             num_batches += 1
             num_samples += num_samples_of(batch)
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -118,10 +119,25 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
     return rate_of(windows)
 
 
+def _copied(batch: Any) -> Any:
+    """A batch as it was delivered: a step may take fields out of it."""
+    return dict(batch) if isinstance(batch, dict) else batch
+
+
 def num_samples_of(batch: Any) -> int:
     """Samples of a batch: a dict of fields, or a tuple of them."""
     fields = list(batch.values()) if isinstance(batch, dict) else list(batch)
     return len(fields[0]) if fields else 0
+
+
+def _say_factor(factor: float, unsure: float, pipeline: str) -> str:
+    """What it means that the pipeline is so many times as fast as training, give or take a share of that."""
+    made = f"{pipeline} makes {factor:.2f} times what training takes"
+    if factor >= 1 and factor * (1 - unsure) >= 1:
+        return f"{made}: " + ("training need never wait" if factor >= 1.1 else "there is nothing to spare")
+    if factor < 1 and factor * (1 + unsure) < 1:
+        return f"{made}: training waits {100 * (1 - factor):.0f} % of the time, whatever is read ahead"
+    return f"{made}, +- {100 * unsure:.0f} %: too noisy to say whether training has to wait"
 
 
 def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headspace:
@@ -130,15 +146,11 @@ def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) ->
     if cold is not None:
         fetch_percent = 100.0 * max(0.0, 1.0 - cold.samples_per_s / max(warm.samples_per_s, 1e-9))
     pipeline = cold or warm
-    factor = None if consumer is None else pipeline.samples_per_s / max(consumer.samples_per_s, 1e-9)
-    parts = []
-    if factor is not None:
-        parts.append(
-            f"the pipeline makes {factor:.2f} times what training takes"
-            + (": training need never wait" if factor >= 1.1 else ": there is nothing to spare" if factor >= 1 else "")
-        )
-        if factor < 1:
-            parts.append(f"training waits {100 * (1 - factor):.0f} % of the time, whatever is read ahead")
+    factor, parts = None, []
+    if consumer is not None:
+        factor = pipeline.samples_per_s / max(consumer.samples_per_s, 1e-9)
+        unsure = math.hypot(pipeline.interval_percent, consumer.interval_percent) / 100
+        parts.append(_say_factor(factor, unsure, "with cold data the pipeline" if cold is not None else "the pipeline"))
     if fetch_percent is not None:
         parts.append(f"of a cold sample's time {fetch_percent:.0f} % is fetching, the rest preprocessing")
     return Headspace(

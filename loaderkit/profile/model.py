@@ -61,6 +61,9 @@ class StallPart(Part):
     total_s: float
     percent: float = Field(description="of the time between the first wait and the last")
     by_stage: dict[str, float] = Field(description="seconds by stage, or start, memory, wakeup; the longest first")
+    after_start_percent: float | None = Field(
+        None, description="the same of the time from the first batch on; null: only one batch, or it came before"
+    )
 
 
 class StageRow(Part):
@@ -186,9 +189,10 @@ class Measured(Part):
     """What came of a change when it was made."""
 
     samples_per_s: float
+    speedup: float | None = Field(None, description="over the pipeline as it is, in turns with which it was measured")
     stall_percent: float
-    interval_percent: float
-    error_percent: float = Field(description="of the predicted throughput, in shares of the measured one")
+    interval_percent: float = Field(description="half the width of the 95 % interval, of that")
+    error_percent: float = Field(description="of the predicted speed-up, in shares of the measured one")
 
 
 class WhatIf(Part):

@@ -6,6 +6,7 @@ executor. A faster store, cheaper images or a cheaper function are for people to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from loaderkit.prefetch.verdict import Verdict
 from loaderkit.profile.model import Setting, VerdictPart
 from loaderkit.schema import format_bytes
 
-_MOST_BATCHES = 64
+_MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
 _PAGE = 2**20
 
 
@@ -40,7 +41,7 @@ def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list
 
 
 def _deeper(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    return [_set(config, "prefetch.batches", min(_MOST_BATCHES, 2 * case.num_wanted))]
+    return [_set(config, "prefetch.batches", 2 * case.num_wanted)]
 
 
 def _more_memory(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
@@ -67,7 +68,7 @@ _CHANGES: Mapping[str, Callable[[Case, Verdict, PipelineConfig], list[Setting]]]
     "stragglers": _deeper,
     "depth": _deeper,
     "memory": _more_memory,
-    "gil": lambda case, verdict, config: several_processes(config),
+    "gil": lambda case, verdict, config: several_processes(config, int(case.stats.memory.get("batch_bytes", 0))),
     "wakeup": _other_process,
 }
 
@@ -92,9 +93,21 @@ def workers_settings(
     return [_set(config, "prefetch.concurrency", concurrency + workers - before)]
 
 
-def several_processes(config: PipelineConfig) -> list[Setting]:
-    """Loading in processes of its own, one a CPU, each with its own lock of Python's; empty if that is so already."""
-    prefetch, processes = config.prefetch, max(2, num_cpus())
+def num_processes(config: PipelineConfig, batch_bytes: int) -> int:
+    """How many processes to load in: one a CPU of this rank's, as far as `memory`, which they share out, holds two batches
+    for each; at least two."""
+    ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cpus = num_cpus() // max(1, int(ranks_here) if ranks_here.isdigit() else 1)
+    fitting = config.prefetch.memory // (2 * batch_bytes) if batch_bytes else _MOST_PROCESSES
+    return max(2, min(cpus, fitting, _MOST_PROCESSES))
+
+
+def several_processes(config: PipelineConfig, batch_bytes: int) -> list[Setting]:
+    """Loading in processes of its own, each with its own lock of Python's; empty if that is so already, or if `memory` holds
+    no two batches for each."""
+    prefetch, processes = config.prefetch, num_processes(config, batch_bytes)
+    if 2 * processes * batch_bytes > prefetch.memory:
+        return []
     if prefetch.executor == "process" and prefetch.processes >= processes:
         return []
     found = [_set(config, "prefetch.executor", "process"), _set(config, "prefetch.processes", processes)]

@@ -49,6 +49,10 @@ class FirstBatchLog(StepLog):
     def __init__(self, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock)
         self._stats = stats
+
+    def restarts(self) -> None:
+        """The accounts begin anew, with another first batch."""
+        super().restarts()
         self.first: Stats | None = None
 
     def gets(self) -> None:

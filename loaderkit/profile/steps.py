@@ -15,14 +15,21 @@ class StepLog:
     """Sums over all steps, and single ones, thinned out when there are too many. One thread writes.
 
     outside ──asks──> waiting ──gets──> computing ──asks──> waiting ──ends──> outside
+                                            └──────────turns, close──────────────┘
 
     A step begins when the loop has got a batch: it computes until it asks for the next one, and is over when it gets that.
-    What the loop did with a batch after which it asked for no other cannot be told from what came later: it is `outside`.
+    What the loop did with a batch after which it asked for no other cannot be told from what came later, such as a
+    validation after `break`: it is `outside`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.begin_s = self.end_s = self._mark_s = clock()
+        self.end_s = self._mark_s = clock()
+        self.restarts()
+
+    def restarts(self) -> None:
+        """An error has ended what was before, and the accounts begin anew: so do the sums, from when it last asked."""
+        self.begin_s = self._mark_s
         self._computed_s: float | None = None  # in the step that is under way; None: there is none
         self._is_computing = False
         self.num_batches = self.num_steps = 0
@@ -58,10 +65,14 @@ class StepLog:
         self.next_s += self._pass()
         self._count(0.0)
 
-    def close(self) -> None:
-        """Nothing more is noted."""
+    def turns(self) -> None:
+        """The loop begins another pass over the data, whatever became of the last one."""
         self.outside_s += self._pass()
         self._is_computing = False
+
+    def close(self) -> None:
+        """Nothing more is noted."""
+        self.turns()
         self.end_s = self._mark_s
 
     def kept(self) -> list[tuple[float, float, float]]:

@@ -13,6 +13,7 @@ from loaderkit.prefetch.case import say_seconds
 from loaderkit.profile.model import Headspace, Rate, Report, SlowItem, StageRow, WhatIf
 
 _BAR = 20
+_WORTH_TELLING = 5.0  # percent of the time
 
 
 def to_text(report: Report, width: int = 80) -> str:
@@ -62,6 +63,9 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
     head = f"{report.name}: the loop waited {report.stall.percent:.1f} % of {say_seconds(report.wall_s)}"
     if report.partial:
         head += f" (partial: {report.partial})"
+    later = report.stall.after_start_percent
+    if later is not None and report.stall.percent - later >= _WORTH_TELLING:
+        head += f", {later:.1f} % after the start"
     yield Text(head, style="bold")
     sure = f"{100 * verdict.confidence:.0f} % sure"
     if verdict.stage is None:
@@ -177,7 +181,7 @@ def say_rate(rate: Rate) -> str:
 
 def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
     is_measured = any(row.measured is not None for row in rows)
-    names = ("change", "samples/s", "faster", "stall", *(("measured", "error") if is_measured else ("limit then",)))
+    names = ("change", "samples/s", "faster", "stall", *(("found", "error") if is_measured else ("limit then",)))
     table = _table(*names)
     for row in rows:
         found = [row.name, f"{row.samples_per_s:.0f}", f"{row.speedup:.2f}x", f"{row.stall_percent:.0f} %"]
@@ -186,7 +190,9 @@ def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
         elif row.measured is None:
             found += ["", ""]
         else:
-            found += [f"{row.measured.samples_per_s:.0f}", f"{row.measured.error_percent:+.0f} %"]
+            measured = row.measured
+            faster = f"{measured.samples_per_s:.0f}/s" if measured.speedup is None else f"{measured.speedup:.2f}x"
+            found += [faster, f"{measured.error_percent:+.0f} %"]
         table.add_row(*found)
     notes = [f"{row.name}: {row.note}" for row in rows if row.note]
     return Group(table, *(Text(note, style="dim") for note in notes))

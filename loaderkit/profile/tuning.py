@@ -17,11 +17,12 @@ from pydantic import Field
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import LoaderkitError
 from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.prefetch.stats import Stats
 from loaderkit.prefetch.tuner import LADDER
 from loaderkit.profile.driving import Step, drive, endless
-from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments import LEAST_BATCHES, Make, Variant, in_turns, ratio_of
 from loaderkit.profile.model import Part, Rate, Setting
-from loaderkit.profile.patch import value_of
+from loaderkit.profile.patch import num_processes, value_of
 
 _SEARCH, _REFINE, _COMPARE = 0.45, 0.35, 0.2
 _TRIAL_S = 4.0  # at least, for a change against the best so far
@@ -59,14 +60,16 @@ class Tuned(Part):
 def tune(
     make: Make, step: Step, config: PipelineConfig, *, seconds: float, say: Callable[[str], object] = lambda text: None
 ) -> Tuned:
-    """Search for about `seconds`. What is slower than the file, or no faster as far as can be told, is not proposed."""
+    """Search for about `seconds`; longer only where that is less than some thirty batches take. What is slower than the file,
+    or no faster as far as can be told, is not proposed."""
     begin_s = time.perf_counter()
-    best, decisions = _search(make, step, config, seconds * _SEARCH)
+    best, found = _search(make, step, config, seconds * _SEARCH)
     say(f"the tuner came to {_say(best)}")
     trials: list[Trial] = []
-    until_s = begin_s + seconds * (_SEARCH + _REFINE)
-    for change in _changes(config, best):
-        if time.perf_counter() + _TRIAL_S > until_s:
+    least_s = LEAST_BATCHES * found.wall_s / max(found.num_batches, 1)  # for any comparison of two loaders
+    until_s = begin_s + min(seconds * (_SEARCH + _REFINE), seconds - least_s)
+    for change in _changes(config, best, int(found.memory.get("batch_bytes", 0))):
+        if time.perf_counter() + max(_TRIAL_S, least_s) > until_s:
             break
         trial = _try(make, step, best, {**best, **change}, _TRIAL_S)
         trials.append(trial.model_copy(update={"settings": change}))
@@ -87,7 +90,7 @@ def tune(
         stall_after_percent=new.stall_percent,
         speedup=ratio,
         interval=half,
-        decisions=decisions,
+        decisions=list(found.tuning.get("decisions", ())),
         trials=trials,
         seconds=time.perf_counter() - begin_s,
     )
@@ -97,22 +100,22 @@ def _is_faster(ratio: float, half: float) -> bool:
     return ratio >= _GAIN and ratio - half > 1.0
 
 
-def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> tuple[Overrides, list[dict[str, Any]]]:
-    """What the tuner arrives at while the loop runs."""
+def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> tuple[Overrides, Stats]:
+    """What the tuner arrives at while the loop runs, and the accounts of that."""
     given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
     if config.prefetch.executor == "inline":
         given["prefetch.executor"] = "thread"
     with make(given, None) as loader:
         drive(endless(loader), step, seconds=seconds)
-        tuning = loader.stats().tuning
-    found = {**given, "prefetch.concurrency": tuning["concurrency"], "prefetch.batches": tuning["batches"]}
-    return found, list(tuning.get("decisions", ()))
+        found = loader.stats()
+    sizes = {"prefetch.concurrency": found.tuning["concurrency"], "prefetch.batches": found.tuning["batches"]}
+    return {**given, **sizes}, found
 
 
-def _changes(config: PipelineConfig, best: Mapping[str, Any]) -> list[Overrides]:
+def _changes(config: PipelineConfig, best: Mapping[str, Any], batch_bytes: int) -> list[Overrides]:
     """What the tuner does not try: other executors, workers that have a number, and the nearest other sizes."""
     found: list[Overrides] = []
-    processes = max(2, num_cpus())
+    processes = num_processes(config, batch_bytes)
     executor = best.get("prefetch.executor", config.prefetch.executor)
     if executor == "thread":
         found.append({"prefetch.executor": "process"})

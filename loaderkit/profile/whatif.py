@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 from loaderkit.config import PipelineConfig
@@ -60,19 +59,17 @@ def _start_s(report: Report) -> float:
     return 0.0 if first is None else first.workers_s + sum(first.by_stage.values())
 
 
-def verify(make: Make, step: Step, rows: Sequence[WhatIf], *, seconds: float) -> list[WhatIf]:
-    """The same rows, with what was measured of those that can run here, as far as the time goes; each in turns with the
-    pipeline as it is."""
+def verify(make: Make, step: Step, rows: list[WhatIf], *, seconds: float) -> None:
+    """Put into the rows that can run here what was measured of them, one after the other, as far as the time goes; each in
+    turns with the pipeline as it is."""
     until_s = time.perf_counter() + seconds
     runnable = [row for row in rows if row.can_run]
     each_s = max(_LEAST_S, seconds / max(len(runnable), 1))
-    found = []
-    for row in rows:
-        if not row.can_run or time.perf_counter() + each_s / 2 > until_s:
-            found.append(row)
-            continue
-        found.append(_verified(make, step, row, each_s))
-    return found
+    for number, row in enumerate(rows):
+        if row.can_run and time.perf_counter() + each_s / 2 > until_s:
+            rows[number] = row.model_copy(update={"note": "not tried: no time was left"})
+        elif row.can_run:
+            rows[number] = _verified(make, step, row, each_s)
 
 
 def _verified(make: Make, step: Step, row: WhatIf, seconds: float) -> WhatIf:
@@ -90,6 +87,7 @@ def _verified(make: Make, step: Step, row: WhatIf, seconds: float) -> WhatIf:
         update={
             "measured": Measured(
                 samples_per_s=measured,
+                speedup=ratio,
                 stall_percent=after.stall_percent,
                 interval_percent=100.0 * half / max(ratio, 1e-9),
                 error_percent=100.0 * (row.speedup / max(ratio, 1e-9) - 1.0),

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from loaderkit.errors import ConfigError
+from loaderkit.parsing import parse
 from loaderkit.profile.model import Setting
 
 
@@ -31,10 +32,14 @@ def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
     before = path.read_text(encoding="utf-8")
     try:
         after = edited(before, settings)
+        wanted = parse(yaml.safe_load(before), overrides={setting.key: setting.value for setting in settings})
+        if parse(yaml.safe_load(after)) != wanted:
+            return None
     except ConfigError:
         return None
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    return "".join(difflib.unified_diff(old, new, str(path), str(path)))
+    lines = difflib.unified_diff(old, new, str(path), str(path))
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _set(text: str, key: str, value: Any) -> str:

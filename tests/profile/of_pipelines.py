@@ -33,6 +33,11 @@ def step(batch: Any) -> None:
     batch["x"].sum()
 
 
+def popping(batch: Any) -> None:
+    """A training step that takes its batch apart."""
+    batch.pop("x").sum()
+
+
 def failing(batch: Any) -> None:
     raise ArithmeticError("the loss is not a number")
 

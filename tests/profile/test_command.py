@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +97,21 @@ def test_out_gets_report_text_and_patch(waiting: Path, tmp_path: Path, capsys: p
     assert "# as it was on the laptop" in text
 
 
+def test_no_report_takes_the_place_of_another_one(
+    waiting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one job end in the same second."""
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr("loaderkit.cli.outputs.datetime", SimpleNamespace(now=lambda zone: moment))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["profile", str(waiting), "--steps", "2", "--out", str(tmp_path / "out")]) == 0
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.json"))
+    stem = "waiting-20260102-030405"
+    assert names == [f"{stem}-rank0.json", f"{stem}-rank1-2.json", f"{stem}-rank1.json"]
+
+
 class TestFailIf:
     def test_exits_with_1_and_the_figure(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["profile", str(waiting), "--steps", "8", "--fail-if", "stall>5%", "--fail-if", "stall>100%"]) == 1
@@ -159,6 +176,41 @@ def test_a_consumer_that_fails_leaves_a_report(
     assert main(["profile", str(waiting), "--consumer", "of_pipelines:failing", "--json", str(path)]) == 1
     assert Report.from_json(path.read_text()).partial == "ended by ArithmeticError: the loss is not a number"
     assert "the loss is not a number" in capsys.readouterr().err
+
+
+def test_a_consumer_may_take_its_batch_apart(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(waiting), "--steps", "8", "--consumer", "of_pipelines:popping", "--json", "-"]) == 0
+    headspace = Report.from_json(capsys.readouterr().out).headspace
+    assert headspace is not None
+    assert headspace.consumer is not None
+
+
+def test_ctrl_c_after_the_loop_keeps_what_was_measured(
+    waiting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loaderkit.profile.whatif.verify", interrupted)
+    monkeypatch.setattr("loaderkit.cli.profiling._CHECK_S", 1.0)
+    path = tmp_path / "report.json"
+    options = ["--steps", "20", "--what-if", "--verify", "--json", str(path)]
+    assert main(["profile", str(waiting), *options]) == 128 + signal.SIGINT
+    report = Report.from_json(path.read_text())
+    assert report.partial == "interrupted after the loop"
+    assert report.headspace is not None
+    assert report.verdict.check is not None
+    assert report.what_if
+
+
+def test_epochs_of_one_batch_have_rates(photos: Path, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "stages.batch.size=60", "--steps", "4", "--step-time", "1ms"]
+    assert main(["profile", str(pipeline), *options, "--json", "-"]) == 0
+    headspace = Report.from_json(capsys.readouterr().out).headspace
+    assert headspace is not None
+    assert headspace.warm is not None
+    assert headspace.warm.num_batches > 0
+    assert headspace.warm.samples_per_s > 0
 
 
 INTERRUPTING = """
@@ -242,6 +294,12 @@ class TestTune:
         assert {"# Tokens of the archive.", "  - read   # an item at a time"} <= set(lines)
         assert waiting.stat().st_mode == mode
         assert [path.name for path in waiting.parent.iterdir() if path.name.startswith(".")] == []
+
+    def test_what_is_not_the_file_is_not_written_to_it(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = waiting.read_text()
+        assert main(["tune", str(waiting), "--write", "--set", "stages.batch.size=8"]) == 2
+        assert "--set" in capsys.readouterr().err
+        assert waiting.read_text() == before
 
     def test_shows_and_does_not_write(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before = waiting.read_text()

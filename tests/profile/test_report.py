@@ -13,6 +13,7 @@ import pytest
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import StageError
 from loaderkit.profile.model import Report
 
 
@@ -104,6 +105,61 @@ def test_a_loop_that_ends_with_an_error_is_reported_on_as_partial(photos: Path) 
                 1 / (5 - number)
     assert recording.result.partial == "ended by ZeroDivisionError: division by zero"
     assert recording.num_batches == 6
+
+
+def test_what_comes_after_a_break_is_no_step(photos: Path) -> None:
+    """A validation, say: it must not pass for training that needs no data."""
+    with loaderkit.build(pictures(photos)) as loader, loader.profile() as report:
+        for _ in range(2):
+            for number, _ in enumerate(loader):
+                if number == 3:
+                    break
+            threading.Event().wait(0.2)
+    steps = report.result.steps
+    assert steps.outside_s >= 0.4
+    assert (report.num_batches, steps.num_steps) == (8, 6)
+
+
+class FailsOnce:
+    """The sixth item of ten cannot be had the first time."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index == 20 and not self._has_failed:
+            self._has_failed = True
+            raise OSError("gone for a moment")
+        return {"x": index}
+
+
+def test_after_an_error_the_report_is_on_what_came_then() -> None:
+    pipeline = Pipeline.dataset(FailsOnce()).shuffle("none").read().batch(4)
+    with loaderkit.build(pipeline) as loader, loader.profile() as report:
+        with pytest.raises(StageError):
+            for _ in loader:
+                pass
+        threading.Event().wait(0.2)
+        num_batches = len(list(loader))
+    found = report.result
+    assert (found.num_batches, found.steps.num_steps) == (num_batches, num_batches)
+    assert found.wall_s == pytest.approx(found.steps.compute_s + found.steps.stall_s + found.steps.overhead_s)
+    assert found.steps.overhead_s >= 0
+
+
+def test_the_first_batch_of_tars_has_no_negative_part(shards: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Their indexes are read by several threads at once."""
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path))
+    pipeline = Pipeline.tar(f"{shards}/*.tar").read().decode().center_crop(8).batch(4)
+    with loaderkit.build(pipeline) as loader, loader.profile() as report:
+        next(iter(loader))
+    parts = report.first_batch
+    assert parts is not None
+    assert min(parts.list_s, parts.index_s, parts.workers_s) >= 0
+    assert parts.index_s > 0
 
 
 def test_what_was_before_the_block_does_not_count(photos: Path) -> None:

@@ -30,8 +30,10 @@ epochs = st.lists(
 def test_the_parts_sum_to_the_whole(passes: list[tuple[list[tuple[float, float]], float, bool]]) -> None:
     clock = Clock()
     log = StepLog(clock)
-    waited_s = 0.0
+    waited_s = computed_s = 0.0
     for steps, pause_s, breaks in passes:
+        log.turns()
+        computed_s += sum(compute_s for _, compute_s in (steps[:-1] if breaks else steps))
         for wait_s, compute_s in steps:
             log.asks()
             clock.now_s += wait_s
@@ -45,6 +47,7 @@ def test_the_parts_sum_to_the_whole(passes: list[tuple[list[tuple[float, float]]
     log.close()
     assert log.compute_s + log.next_s + log.outside_s == pytest.approx(clock.now_s)
     assert log.next_s == pytest.approx(waited_s)
+    assert log.compute_s == pytest.approx(computed_s), "a pause after `break` is no computing"
     assert log.num_batches == sum(len(steps) for steps, _, _ in passes)
 
 

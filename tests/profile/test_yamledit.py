@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +122,17 @@ def test_what_to_yaml_writes_can_be_changed() -> None:
     text = Pipeline.files("/data").read().decode().resize(8).batch(4).to_yaml()
     after = edited(text, [Setting(key=key, value=value) for key, value in SETTINGS])
     assert parse(yaml.safe_load(after)) == parse(yaml.safe_load(text), overrides=dict(SETTINGS))
+
+
+@pytest.mark.parametrize(
+    "text", [FLOW.rstrip(), BLOCK.rstrip(), "source: {kind: files, url: /data}\nstages: [read, {batch: {size: 4}}]"]
+)
+def test_a_patch_of_a_file_without_an_end_of_line(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    wanted = [Setting(key="prefetch.executor", value="process"), Setting(key="prefetch.processes", value=3)]
+    found = diff_of(path, wanted)
+    assert found is not None
+    subprocess.run(["patch", "--quiet", str(path)], input=found, text=True, check=True)
+    prefetch = parse(yaml.safe_load(path.read_text())).prefetch
+    assert (prefetch.executor, prefetch.processes) == ("process", 3)

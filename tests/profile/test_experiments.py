@@ -1,0 +1,77 @@
+"""Experiments: how much they run at least and at most, and what their rates say."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.profile.experiments import LEAST_BATCHES, Variant, in_turns
+from loaderkit.profile.headspace import conclude
+from loaderkit.profile.model import Rate
+from loaderkit.profile.patch import num_processes, several_processes
+
+
+class Slow:
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        time.sleep(0.02)  # what is slow about it
+        return {"x": index}
+
+
+def test_slow_batches_are_compared_in_two_rounds() -> None:
+    pipeline = Pipeline.dataset(Slow()).read().batch(1)
+    taken: list[Any] = []
+    inline = {"prefetch.executor": "inline"}
+    with loaderkit.build(pipeline, overrides=inline) as one, loaderkit.build(pipeline, overrides=inline) as other:
+        variants = [Variant(one, taken.append), Variant(other, taken.append)]
+        in_turns(variants, rounds=6, window_s=1e-3)
+        assert [len(variant.windows) for variant in variants] == [2, 2]
+        assert one.stats().num_batches + other.stats().num_batches == LEAST_BATCHES
+
+
+def rate(samples_per_s: float, interval_percent: float) -> Rate:
+    return Rate(samples_per_s=samples_per_s, interval_percent=interval_percent, seconds=1.0, num_batches=8)
+
+
+@pytest.mark.parametrize(
+    ("warm", "cold", "said"),
+    [
+        (rate(200, 10), None, "the pipeline makes 2.00 times what training takes: training need never wait"),
+        (rate(50, 10), None, "0.50 times what training takes: training waits 50 % of the time"),
+        (rate(50, 300), None, "0.50 times what training takes, +- 300 %: too noisy to say"),
+        (rate(105, 40), None, "1.05 times what training takes, +- 40 %: too noisy to say"),
+        (rate(200, 1), rate(50, 1), "with cold data the pipeline makes 0.50 times"),
+    ],
+)
+def test_what_rates_say(warm: Rate, cold: Rate | None, said: str) -> None:
+    assert said in conclude(rate(100, 1), warm, cold, "").summary
+
+
+class TestProcesses:
+    def config(self, memory: str, **prefetch: Any) -> Any:
+        overrides = {"prefetch.memory": memory, **{f"prefetch.{name}": value for name, value in prefetch.items()}}
+        return Pipeline.dataset(Slow()).read().batch(4).with_overrides(overrides).config
+
+    @pytest.mark.parametrize(
+        ("cpus", "ranks", "expected"), [(2, "1", 2), (64, "1", 8), (64, "16", 4), (1, "1", 2), (6, "x", 6)]
+    )
+    def test_as_many_as_cpus_of_this_rank(
+        self, cpus: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("loaderkit.profile.patch.num_cpus", lambda: cpus)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert num_processes(self.config("2GiB"), 2**20) == expected
+
+    def test_the_memory_they_share_holds_two_batches_of_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("loaderkit.profile.patch.num_cpus", lambda: 64)
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        config = self.config("512MiB")
+        found = {one.key: one.value for one in several_processes(config, 64 * 2**20)}
+        assert found == {"prefetch.executor": "process", "prefetch.processes": 4, "prefetch.batches": 8}
+        assert several_processes(config, 256 * 2**20) == []

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 from loaderkit.cli.app import app
 from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.profile import model as report
-from loaderkit.profile import ranks
+from loaderkit.profile import ranks, restoring
 from loaderkit.registry import SOURCES, STAGES
 from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.stores import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
@@ -88,7 +88,8 @@ to 15 where functions there hold Python's lock; one that does not answer within 
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
 `queued` (by stage), `ready`, `open`, `batches`, `live_bytes`, `rss_bytes`, `late_s`.
 
-In `store`, as far as the connectors in use have them: `num_requests`, `num_retries`, `num_timeouts` (requests given up),
+In `store`, as far as the connectors in use have them: `first_byte_s` and `body_s` (of all reads together: until the first bytes came,
+and from then on), `num_requests`, `num_retries`, `num_timeouts` (requests given up),
 `num_checksum_failures`, `fetched_bytes` (from the store), `over_read_bytes` (fetched along with what was wanted; with a cache they may
 be wanted later); `ahead_bytes` (fetched ahead), `held_bytes` (of them in memory now), `num_direct_reads` and `direct_bytes` (not
 fetched ahead); `cache_hit_bytes`, `cache_missed_bytes`, `cache_hit_rate` (by bytes), `num_cache_damaged` (fetched anew),
@@ -186,12 +187,13 @@ def render() -> str:
 
 def report_parts() -> str:
     """The report's JSON: a table for every object in it."""
-    known = [*vars(report).values(), ranks.RankRow, ranks.Merged]
+    of_restores = [restoring.RestoreReport, restoring.RestoreVerdict, restoring.StageTime, restoring.ObjectRow]
+    known = [*vars(report).values(), ranks.RankRow, ranks.Merged, *of_restores]
     models = [model for model in known if isinstance(model, type) and issubclass(model, report.Part)]
     parts = [
         "What `loaderkit profile --json` writes and `report.to_dict()` of `with loader.profile() as report` returns. The whole is "
         f"`Report`, `schema_version` {report.SCHEMA_VERSION}; new keys may come without a new version. `profile --merge --json` writes "
-        "`Merged`.\n"
+        "`Merged`, and of a pipeline that restores a checkpoint it is a `RestoreReport`.\n"
     ]
     for model in [report.Report, *(model for model in models if model not in (report.Part, report.Report))]:
         rows = [

@@ -71,11 +71,14 @@ class TensorDestination(Destination):
 
 @dataclass
 class ObjectTotals:
-    """What was read of one object, and how long the reads took together."""
+    """What was read of one object, and how long that and what came after took, over all threads together."""
 
     num_bytes: int = 0
     num_reads: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # in reads
+    verify_s: float = 0.0
+    copy_s: float = 0.0  # of bytes as they are
+    cast_s: float = 0.0  # to another type, to strides, out of an archive, or to a GPU
 
 
 @dataclass
@@ -99,6 +102,14 @@ class Totals:
             totals.seconds += seconds
             self.fetched_bytes += num_bytes
             self.num_reads += 1
+
+    def note_work(self, key: str, *, verify_s: float = 0.0, copy_s: float = 0.0, cast_s: float = 0.0) -> None:
+        """What was read of an object has been worked on."""
+        with self.lock:
+            totals = self.objects.setdefault(key, ObjectTotals())
+            totals.verify_s += verify_s
+            totals.copy_s += copy_s
+            totals.cast_s += cast_s
 
 
 def gap_of(connector: Connector) -> int:

@@ -122,6 +122,7 @@ class Shards:
             checksums = self._checksums.get(run.key)
             if checksums is None:
                 continue
+            begin_s = time.perf_counter()
             span = self._span(run)
             if self._first_wrong(run, buffer, checksums, span) is not None:
                 with self._totals.lock:
@@ -136,6 +137,7 @@ class Shards:
                         "checkpoint; or, if this one was replaced on purpose, write its manifest again"
                     )
             num_bytes += span[1] - span[0]
+            self._totals.note_work(run.key, verify_s=time.perf_counter() - begin_s)
         return num_bytes
 
     def _first_wrong(self, run: Run, buffer: memoryview, checksums: Checksums, span: tuple[int, int]) -> int | None:
@@ -155,10 +157,16 @@ class Shards:
             for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
                 if run.is_direct:
                     continue
+                begin_s = time.perf_counter()
                 begin, _ = self._span(run)
                 for piece in run.pieces:
                     self._place(piece, buffer[piece.start - begin : piece.start - begin + piece.length])
                     num_bytes += piece.length
+                took_s = time.perf_counter() - begin_s
+                if run.pieces[0].target is not None:
+                    self._totals.note_work(run.key, copy_s=took_s)
+                else:
+                    self._totals.note_work(run.key, cast_s=took_s)
             if self._device.type == "cuda":
                 # The staging memory is written over by the next chunk: nothing of it may still be under way.
                 torch.cuda.current_stream(self._device).synchronize()

@@ -16,6 +16,7 @@ from loaderkit.cli import console
 if TYPE_CHECKING:
     from loaderkit.profile.model import Report
     from loaderkit.profile.ranks import Merged
+    from loaderkit.profile.restoring import RestoreReport
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json:
     if outputs.trace is not None and trace_json is not None:
         texts[outputs.trace] = trace_json()
     if outputs.folder is not None:
-        stem = _stem(outputs.folder, report)
+        stem = _stem(outputs.folder, report.name, f"-rank{report.rank}" if report.world_size > 1 else "")
         texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
         if patch is not None:
             texts[Path(f"{stem}.patch")] = patch
@@ -131,6 +132,23 @@ def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> No
     _write(texts)
 
 
+def deliver_restore(report: RestoreReport, outputs: Outputs) -> None:
+    """Show and write what was found about a restore."""
+    from loaderkit.profile.restore_text import render, to_text
+
+    if outputs.is_on_stdout:
+        sys.stdout.write(report.to_json())
+    else:
+        console.stdout().print(render(report))
+    texts: dict[Path, str] = {}
+    if outputs.json is not None:
+        texts[outputs.json] = report.to_json()
+    if outputs.folder is not None:
+        stem = _stem(outputs.folder, report.name)
+        texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
+    _write(texts)
+
+
 def _write(texts: dict[Path, str]) -> None:
     from loaderkit.textfiles import write_atomically
 
@@ -140,11 +158,9 @@ def _write(texts: dict[Path, str]) -> None:
         console.say(f"written: {', '.join(map(str, texts))}")
 
 
-def _stem(folder: Path, report: Report) -> Path:
+def _stem(folder: Path, pipeline: str, rank: str = "") -> Path:
     """Where a report goes in a folder, without the ending: no other rank's, and none that is there."""
-    name = f"{_file_name(report.name)}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    if report.world_size > 1:
-        name += f"-rank{report.rank}"
+    name = f"{_file_name(pipeline)}-{datetime.now(UTC):%Y%m%d-%H%M%S}{rank}"
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(folder / one for one in names if not (folder / f"{one}.json").exists())
 

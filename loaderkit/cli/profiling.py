@@ -12,7 +12,7 @@ import typer
 
 from loaderkit.cli import console
 from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_parts
-from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
+from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, deliver_restore, open_outputs, read_report
 from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress, sizes_of
 
 if TYPE_CHECKING:
@@ -138,8 +138,14 @@ def profile(
         _show_again(pipeline, outputs, conditions, merge=merge)
         return
     step = open_step(step_time, consumer)
-    if checkpoint_config(path, assignments) is not None:
-        raise typer.BadParameter(f"{path} restores a checkpoint, which has no batches: use `run`", param_hint="P")
+    if (restoring := checkpoint_config(path, assignments)) is not None:
+        if any((steps, seconds, step, what_if, verify, html, trace, baseline, fail_if)):
+            raise typer.BadParameter(
+                f"{path} restores a checkpoint, which has no batches: of the options --cold, --json, --out and --set apply",
+                param_hint="P",
+            )
+        _profile_restore(restoring, outputs, cold=cold)
+        return
     from loaderkit.loader import Loader  # torch, too
 
     import_s = _seconds_since_start()
@@ -166,6 +172,18 @@ def profile(
     if ended_by is not None:
         raise ended_by
     _check(report, conditions)
+
+
+def _profile_restore(config: PipelineConfig, outputs: Outputs, *, cold: bool) -> None:
+    """Read a checkpoint through, and say how near that came to what its store gives."""
+    from loaderkit.profile.restoring import profile_restore
+
+    try:
+        with progress("reading"):
+            report = profile_restore(config, cold=cold)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--cold") from None
+    deliver_restore(report, outputs)
 
 
 def _one(given: list[Path]) -> Path:

@@ -85,6 +85,10 @@ class TarConnector:
             return f"{self._inner.describe(shard_key)}!{name}"
         return self._inner.describe(key)
 
+    def counters(self) -> dict[str, float]:
+        """What the archives' store counts."""
+        return dict(getattr(self._inner, "counters", dict)())
+
     def close(self) -> None:
         """Close the connector that holds the archives."""
         self._inner.close()

@@ -155,7 +155,19 @@ class S3Connector:
             "num_timeouts": requests.num_timeouts,
             "num_checksum_failures": self.num_checksum_failures,
             "fetched_bytes": requests.fetched_bytes,
+            "first_byte_s": requests.first_byte_s,
+            "body_s": requests.body_s,
         }
+
+    def watch(self) -> None:
+        """Note from now on how long reads of each object take, for `watched`."""
+        self._requests.by_key = {}
+
+    def watched(self) -> dict[str, tuple[float, float]]:
+        """By an object's URL: seconds until the first bytes of its reads came, and from then on, all reads together."""
+        bucket = self._place.bucket
+        known = dict(self._requests.by_key or {})
+        return {f"s3://{bucket}/{key}": (first_byte_s, body_s) for key, (first_byte_s, body_s) in known.items()}
 
     def close(self) -> None:
         """Let the client and the threads go."""

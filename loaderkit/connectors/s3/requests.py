@@ -34,6 +34,8 @@ class Requests:
         self.num_requests = 0
         self.num_timeouts = 0
         self.fetched_bytes = 0
+        self.first_byte_s = self.body_s = 0.0  # of reads, all together: until the first bytes came, and from then on
+        self.by_key: dict[str, list[float]] | None = None  # key -> the same two, while a report wants to know
         self._lock = threading.Lock()
         self._hands: Hands | None = None
         self._client: Client | None = None
@@ -69,13 +71,27 @@ class Requests:
 
         def get(client: Client, call: Call[int]) -> int:
             num_read = 0
+            begin_s = first_s = time.perf_counter()
             for piece in client.stream(key, start, start + len(memory)):
+                if num_read == 0:
+                    first_s = time.perf_counter()
                 num_here = min(len(piece), len(memory) - num_read)
                 call.write(memory[num_read : num_read + num_here], np.frombuffer(piece, np.uint8, num_here))
                 num_read += num_here
+            self._note(key, first_s - begin_s, time.perf_counter() - first_s)
             return num_read
 
         return self.begin(get)
+
+    def _note(self, key: str, first_byte_s: float, body_s: float) -> None:
+        """A read has come to its end."""
+        with self._lock:
+            self.first_byte_s += first_byte_s
+            self.body_s += body_s
+            if self.by_key is not None:
+                known = self.by_key.setdefault(key, [0.0, 0.0])
+                known[0] += first_byte_s
+                known[1] += body_s
 
     def finish_get(self, call: Call[int], where: str) -> int:
         """Wait for `begin_get`'s; the number of bytes. Raises ConnectorError."""

@@ -1,0 +1,76 @@
+"""What the store itself gives: the bytes of a checkpoint read by as many threads, into memory that is used again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from loaderkit.types import Connector, ObjectInfo
+
+_PART_BYTES = 8 * 2**20
+
+
+class Bare(NamedTuple):
+    """Bytes read, and in how many seconds."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+def read_bare(
+    connector: Connector,
+    objects: Mapping[str, ObjectInfo],
+    sizes: Mapping[str, int],
+    num_threads: int,
+    *,
+    most_s: float,
+) -> Bare:
+    """Read the first `sizes[key]` bytes of every object, in parts of 8 MiB, for about `most_s` at most. Raises
+    ConnectorError."""
+    parts = [
+        (key, start, min(_PART_BYTES, size - start))
+        for key, size in sizes.items()
+        for start in range(0, size, _PART_BYTES)
+    ]
+    parts.reverse()  # taken from its end
+    counts: list[int] = []
+    errors: list[BaseException] = []
+    begin_s = 0.0
+    all_are_there = threading.Barrier(num_threads + 1)  # with their memory
+
+    def read() -> None:
+        buffer = memoryview(bytearray(_PART_BYTES))
+        try:
+            all_are_there.wait()
+            while not errors and time.perf_counter() - begin_s < most_s:
+                try:
+                    key, start, length = parts.pop()
+                except IndexError:
+                    return
+                info = objects.get(key)
+                connector.read_into(key, start, buffer[:length], etag=info.etag if info is not None else None)
+                counts.append(length)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, name=f"loaderkit-bare-{n}", daemon=True) for n in range(num_threads)]
+    try:
+        for thread in threads:
+            thread.start()
+    except BaseException:  # the system has no more of them, or Ctrl-C
+        all_are_there.abort()
+        raise
+    begin_s = time.perf_counter()
+    all_are_there.wait()
+    begin_s = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return Bare(sum(counts), time.perf_counter() - begin_s)

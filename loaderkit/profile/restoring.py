@@ -1,0 +1,274 @@
+"""A report on a restore: how fast it was beside the store's own speed, and where the time of its threads went, by object.
+
+open ──> read through ──> the same bytes bare, by as many threads
+list      accounts of       what the store gives
+          the engine
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import Field
+
+from loaderkit.checkpoint.bare import Bare, read_bare
+from loaderkit.checkpoint.filling import Filling
+from loaderkit.checkpoint.loading import TensorLoader
+from loaderkit.config import PipelineConfig
+from loaderkit.prefetch.host import host_stats
+from loaderkit.prefetch.stats import Stats
+from loaderkit.profile.attribute import machine
+from loaderkit.profile.cold import evict
+from loaderkit.profile.model import SCHEMA_VERSION, Machine, Part
+from loaderkit.types import Connector, ObjectInfo
+
+_MOST_BARE_S = 10.0
+_MOST_ROWS = 20
+_NEAR = 80.0  # percent of what the store gives: there is little to be had
+_FROM_MEMORY = 0.5
+
+
+class ObjectRow(Part):
+    """One object of the checkpoint. Seconds are those of all threads together."""
+
+    object: str
+    num_bytes: int
+    num_reads: int
+    read_s: float
+    first_byte_s: float | None = Field(description="of read_s, until the first bytes came; null: the store cannot tell")
+    body_s: float | None = Field(
+        description="and from then on; several parts may come at once, and then it is more than read_s"
+    )
+    verify_s: float = Field(description="comparing checksums")
+    copy_s: float = Field(description="from staging memory, as it is")
+    cast_s: float = Field(description="to another type, to strides, out of an archive, or to a GPU")
+    bytes_per_s: float = Field(description="of one thread while it reads")
+
+
+class StageTime(Part):
+    """One stage of the engine. Seconds of all its workers together."""
+
+    name: str
+    workers: int
+    busy_s: float
+    cpu_s: float = Field(description="of busy, on a CPU")
+    starved_s: float = Field(description="no range was left, or there was no memory for one")
+    num_bytes: int
+
+
+class RestoreVerdict(Part):
+    """What the restore waited for most, and the one change to make."""
+
+    limit: Literal["store", "read", "verify", "place", "memory", "start", "loop"]
+    evidence: str
+    change: str
+
+
+class RestoreReport(Part):
+    """All there is to say about one pass over a checkpoint."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["restore"] = "restore"
+    name: str
+    made_at: str
+    machine: Machine
+    url: str
+    format: str
+    verdict: RestoreVerdict
+    num_tensors: int
+    num_bytes: int
+    fetched_bytes: int = Field(description="more than num_bytes where gaps between tensors were read over")
+    num_reads: int
+    num_reread: int = Field(description="ranges whose checksum differed the first time")
+    verified: bool
+    threads: int
+    open_s: float = Field(description="listing, and reading the description")
+    wall_s: float = Field(description="from then until the last tensor")
+    bytes_per_s: float
+    bare_bytes_per_s: float = Field(
+        description="of the same objects right after, by as many threads, into memory used again"
+    )
+    percent_of_bare: float
+    note: str = Field(description="from where both were read, if that is known")
+    waited: dict[str, float] = Field(
+        description="the loop's waits in s by stage, or start, memory, wakeup; the longest first"
+    )
+    stages: list[StageTime]
+    objects: list[ObjectRow] = Field(description="those that took longest, at most 20")
+    num_objects: int
+    store: dict[str, Any] = Field(description="what the connector counts")
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return self.model_dump_json(indent=2) + "\n"
+
+
+def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
+    """Read a checkpoint through as `config` says, then bare. `cold`: with its files out of the page cache both times.
+
+    Raises as `loaderkit.restore`; ValueError if there are no files to be put out of the page cache.
+    """
+    begin_s = time.perf_counter()
+    with TensorLoader(config, {}, time.perf_counter) as loader:
+        open_s = time.perf_counter() - begin_s
+        connector, objects = loader.source.found.connector, loader.source.objects
+        paths = _paths(connector, objects)
+        if cold and not paths:
+            raise ValueError("the checkpoint lies in no files of this machine that could be put out of its page cache")
+        if cold:
+            evict(paths)
+        watched = _Watched(connector)
+        filling = loader.fill()
+        before, begin_s = host_stats(), time.perf_counter()
+        num_tensors = sum(len(given) for given in filling)
+        wall_s = time.perf_counter() - begin_s
+        stats = loader.stats()
+        found = {
+            "num_tensors": num_tensors,
+            "open_s": open_s,
+            "wall_s": wall_s,
+            "store": dict(getattr(connector, "counters", dict)()),
+            "objects": _rows(filling, connector, watched.by_object()),
+        }
+        hits = stats.host.minus(before).page_cache_hits
+        is_from_disk = bool(paths) and (cold or (hits is not None and hits < _FROM_MEMORY))
+        if is_from_disk:
+            evict(paths)
+        sizes = {
+            key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
+            for key, totals in filling.totals.objects.items()
+        }
+        bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
+        note = "" if not paths else "both from disk" if is_from_disk else "both from the page cache"
+        return _report(config, loader, filling, stats, bare, note, found)
+
+
+def _report(  # noqa: PLR0917
+    config: PipelineConfig,
+    loader: TensorLoader,
+    filling: Filling,
+    stats: Stats,
+    bare: Bare,
+    note: str,
+    found: dict[str, Any],
+) -> RestoreReport:
+    totals, wall_s = filling.totals, found["wall_s"]
+    bytes_per_s = totals.needed_bytes / max(wall_s, 1e-9)
+    percent = 100.0 * bytes_per_s / bare.bytes_per_s if bare.num_bytes else 0.0
+    waited = stats.to_dict()["stall"]["by_stage"]
+    rows = found.pop("objects")
+    return RestoreReport(
+        name=config.name,
+        made_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine(),
+        url=loader.source.found.name,
+        format=loader.source.found.format,
+        verdict=judge(waited, wall_s, percent, filling.engine.pools[0].num_workers),
+        num_bytes=totals.needed_bytes,
+        fetched_bytes=totals.fetched_bytes,
+        num_reads=totals.num_reads,
+        num_reread=totals.num_reread,
+        verified=bool(loader.source.checksums),
+        threads=filling.engine.pools[0].num_workers,
+        bytes_per_s=bytes_per_s,
+        bare_bytes_per_s=bare.bytes_per_s,
+        percent_of_bare=percent,
+        note=note,
+        waited=waited,
+        stages=[
+            StageTime(
+                name=row.name,
+                workers=row.workers,
+                busy_s=row.busy_s,
+                cpu_s=row.cpu_s,
+                starved_s=row.starved_s,
+                num_bytes=row.num_bytes,
+            )
+            for row in stats.stages
+        ],
+        objects=sorted(rows, key=lambda row: -(row.read_s + row.verify_s + row.copy_s + row.cast_s))[:_MOST_ROWS],
+        num_objects=len(rows),
+        **found,
+    )
+
+
+def judge(waited: Mapping[str, float], wall_s: float, percent_of_bare: float, threads: int) -> RestoreVerdict:
+    """What to change. `waited`: the loop's waits in s by cause; `percent_of_bare`: of the store's own speed."""
+    cause = max(waited, key=lambda name: waited[name], default="start")
+    share = 100.0 * sum(waited.values()) / max(wall_s, 1e-9)
+    part = 100.0 * waited.get(cause, 0.0) / max(wall_s, 1e-9)
+    evidence = (
+        f"{percent_of_bare:.0f} % of the speed of a bare read; {part:.0f} % of the time the loop waited for {cause}"
+    )
+    if percent_of_bare >= _NEAR:
+        return RestoreVerdict(limit="store", evidence=evidence, change="nothing here: a faster store, or fewer bytes")
+    if share < 100 - _NEAR:
+        change = "the loop takes tensors more slowly than they come: what it does with them is the limit"
+        return RestoreVerdict(limit="loop", evidence=f"the loop waited {share:.0f} % of the time", change=change)
+    changes: dict[str, tuple[Literal["read", "verify", "place", "memory", "start"], str]] = {
+        "read": ("read", f"prefetch.concurrency: {2 * threads}, so that more requests are under way"),
+        "verify": ("verify", "more CPUs; or source.verify: false, where the store keeps checksums of its own"),
+        "place": (
+            "place",
+            "save the types that are wanted, contiguous, as safetensors: then bytes are read to where they stay",
+        ),
+        "memory": ("memory", "more prefetch.memory, or a loop that lets go of tensors sooner"),
+        "wakeup": ("start", "tensors are small: fewer and larger ones, or loaderkit.restore(url, into=...)"),
+        "start": ("start", "the checkpoint is small: to open it takes longer than to read it"),
+    }
+    limit, change = changes.get(cause, changes["start"])
+    return RestoreVerdict(limit=limit, evidence=evidence, change=change)
+
+
+class _Watched:
+    """How long a store took until the first bytes of an object came, and for the rest, where its connector can tell."""
+
+    def __init__(self, connector: Connector) -> None:
+        while not hasattr(connector, "watch") and (inner := _inside(connector)) is not None:
+            connector = inner
+        self._store: Any = connector if hasattr(connector, "watch") else None
+        if self._store is not None:
+            self._store.watch()
+
+    def by_object(self) -> dict[str, tuple[float, float]]:
+        """By what `describe` calls an object; members of an archive have the times of the archive."""
+        return {} if self._store is None else self._store.watched()
+
+
+def _inside(connector: Connector) -> Connector | None:
+    """The connector that another one stands before."""
+    return getattr(connector, "inner", None) or getattr(connector, "_inner", None)
+
+
+def _rows(filling: Filling, connector: Connector, watched: Mapping[str, tuple[float, float]]) -> list[ObjectRow]:
+    rows = []
+    for key, totals in filling.totals.objects.items():
+        name = connector.describe(key)
+        first_byte_s, body_s = watched.get(name.partition("!")[0], (None, None))
+        rows.append(
+            ObjectRow(
+                object=name,
+                num_bytes=totals.num_bytes,
+                num_reads=totals.num_reads,
+                read_s=totals.seconds,
+                first_byte_s=first_byte_s,
+                body_s=body_s,
+                verify_s=totals.verify_s,
+                copy_s=totals.copy_s,
+                cast_s=totals.cast_s,
+                bytes_per_s=totals.num_bytes / max(totals.seconds, 1e-9),
+            )
+        )
+    return rows
+
+
+def _paths(connector: Connector, objects: Mapping[str, ObjectInfo]) -> list[str]:
+    """The files that a checkpoint lies in; none where it lies in a store."""
+    if getattr(connector, "is_remote", False):
+        return []
+    paths = sorted({connector.describe(key).partition("!")[0] for key in objects})
+    return paths if all(os.path.isfile(path) for path in paths) else []

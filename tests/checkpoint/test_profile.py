@@ -1,0 +1,131 @@
+"""`loaderkit profile` of a checkpoint pipeline: what it says, and that its figures fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from of_states import pack
+from of_stores import upload
+from seaweed import Seaweed
+
+import loaderkit
+from loaderkit.checkpoint import write_manifest
+from loaderkit.cli import main
+from loaderkit.pipeline import Pipeline
+from loaderkit.profile.restore_text import to_text
+from loaderkit.profile.restoring import RestoreReport, judge, profile_restore
+
+PIPELINE = Path(__file__).parents[2] / "pipelines" / "restore.yaml"
+CPU = "stages.transfer.device=cpu"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two shards, one with large tensors and one with small ones, and their checksums."""
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    shards = {"large.safetensors": {"big": torch.randn(3_000_000), "other": torch.randn(700_000)}}
+    shards["small.safetensors"] = {f"layer.{n}": torch.randn(300, n + 1) for n in range(20)}
+    for name, tensors in shards.items():
+        safetensors.torch.save_file(tensors, place / name)
+    write_manifest(place)
+    monkeypatch.setenv("CHECKPOINT", str(place))
+    monkeypatch.chdir(tmp_path)
+    return place
+
+
+def fits_together(report: RestoreReport) -> None:
+    assert report.num_tensors == 22
+    assert report.fetched_bytes >= report.num_bytes > 0
+    assert sum(row.num_bytes for row in report.objects) == report.fetched_bytes
+    assert sum(row.num_reads for row in report.objects) == report.num_reads
+    assert sum(report.waited.values()) <= report.wall_s
+    assert report.bytes_per_s == pytest.approx(report.num_bytes / report.wall_s)
+    assert report.percent_of_bare == pytest.approx(100 * report.bytes_per_s / report.bare_bytes_per_s)
+    busy = {row.name: row.busy_s for row in report.stages}
+    assert sum(row.read_s for row in report.objects) <= busy["read"] + 1e-3
+    assert sum(row.verify_s for row in report.objects) <= busy.get("verify", 0.0) + 1e-3
+    assert sum(row.copy_s + row.cast_s for row in report.objects) <= busy["place"] + 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["null", "bfloat16"])
+def test_figures_fit_together(folder: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    assert main(["profile", str(PIPELINE), "--set", CPU, "--set", f"source.dtype={dtype}", "--json", "-"]) == 0
+    report = RestoreReport.model_validate_json(capsys.readouterr().out)
+    fits_together(report)
+    assert report.verified
+    assert {Path(row.object).name for row in report.objects} == {"large.safetensors", "small.safetensors"}
+    assert [row.name for row in report.stages] == ["read", "verify", "place"]
+    assert all(row.verify_s > 0 and row.first_byte_s is None for row in report.objects)
+    assert any(row.cast_s > 0 for row in report.objects) is (dtype == "bfloat16")
+    assert report.note == "both from the page cache"
+
+
+def test_what_people_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(PIPELINE), "--set", CPU, "--cold", "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("restore: 15 MB in ")
+    assert max(map(len, lines)) <= 80
+    found = {path.suffix: path for path in (tmp_path / "out").iterdir()}
+    report = RestoreReport.model_validate_json(found[".json"].read_text())
+    assert found[".txt"].read_text() == to_text(report)
+    assert report.note == "both from disk"
+    assert "large.safetensors" in to_text(report)
+
+
+@pytest.mark.parametrize(
+    "options", [["--what-if"], ["--steps", "3"], ["--step-time", "3ms"], ["--fail-if", "stall>5%"]]
+)
+def test_options_for_batches_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    assert main(["profile", str(PIPELINE), *options]) == 2
+    assert "--cold, --json, --out and --set apply" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["c", "c.tar"])
+def test_in_a_bucket_first_bytes_are_told_from_the_rest(
+    folder: Path, tmp_path: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    (tmp_path / "up").mkdir()
+    pack(sorted(folder.iterdir()), folder, tmp_path / "up" / "c.tar")
+    folder.rename(tmp_path / "up" / "c")
+    bucket = f"profile-{where.replace('.', '-')}"
+    upload(seaweed, tmp_path / "up", bucket)
+    config = Pipeline.checkpoint(f"s3://{bucket}/{where}").read().config
+    report = profile_restore(config, cold=False)
+    fits_together(report)
+    assert all(row.first_byte_s is not None and row.first_byte_s > 0 for row in report.objects)
+    assert report.store["first_byte_s"] > 0
+    assert report.note == ""
+    with pytest.raises(ValueError, match="no files of this machine"):
+        profile_restore(config, cold=True)
+
+
+@pytest.mark.parametrize(
+    ("waited", "percent", "limit", "said"),
+    [
+        ({"read": 0.9}, 95.0, "store", "nothing here"),
+        ({"read": 0.9}, 30.0, "read", "prefetch.concurrency: 8"),
+        ({"verify": 0.5, "read": 0.4}, 30.0, "verify", "source.verify: false"),
+        ({"place": 0.9}, 30.0, "place", "save the types that are wanted"),
+        ({"memory": 0.9}, 30.0, "memory", "prefetch.memory"),
+        ({"read": 0.1}, 30.0, "loop", "more slowly than they come"),
+        ({"start": 0.9}, 30.0, "start", "small"),
+        ({}, 0.0, "loop", "more slowly"),
+    ],
+)
+def test_verdicts(waited: dict[str, float], percent: float, limit: str, said: str) -> None:
+    found = judge(waited, 1.0, percent, 4)
+    assert found.limit == limit
+    assert said in found.change
+
+
+def test_the_same_engine_as_restore(folder: Path) -> None:
+    config: Any = Pipeline.checkpoint(str(folder)).read().config
+    report = profile_restore(config, cold=False)
+    assert report.num_bytes == sum(t.nbytes for t in loaderkit.restore(folder).values())

@@ -1,16 +1,20 @@
 """Restoring a checkpoint into existing CPU tensors, beside the formats' own readers and a bare parallel read.
 
-    python -m profiles.restore --gigabytes 5 --rounds 5 [--cold] [--tiny] [--folder /data] [--json result.json]
+    python -m profiles.restore --gigabytes 5 --rounds 5 [--cold | --s3] [--tiny] [--folder /data] [--out profiles]
 
 Contestants take turns within a round, the order changed from round to round; what is compared is the ratio within a round.
 `--cold` drops the files from the page cache before each turn (posix_fadvise); `--tiny` restores 10,000 small tensors instead.
+`--s3` reads all of it from a SeaweedFS on this machine. run:ai's streamer takes part where it is installed:
+pip install "runai-model-streamer[s3]".
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import platform
 import random
 import statistics
 import tempfile
@@ -18,7 +22,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -29,6 +36,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import loaderkit
 from loaderkit.checkpoint import StreamReader, write_manifest
 from loaderkit.checkpoint.laying import bytes_of
+from loaderkit.connectors.s3 import S3Connector
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.stores import S3Args
+from profiles.stores.servers import Seaweed
 
 State = dict[str, torch.Tensor]
 warnings.filterwarnings("ignore")
@@ -60,8 +71,82 @@ def write(folder: Path, state: State) -> dict[str, Path]:
     return paths
 
 
-def contestants(paths: dict[str, Path], into: State) -> dict[str, tuple[Callable[[], None], Path]]:
-    """name -> (what fills `into`, the directory or file it reads)."""
+Runs = dict[str, tuple[Callable[[], None], Path | None]]
+"""What fills the tensors, and the directory or file it reads, if it is one."""
+
+
+def run_ai(url: str, into: State) -> Callable[[], None] | None:
+    """run:ai's streamer, if it is installed."""
+    try:
+        streamer: Any = importlib.import_module("runai_model_streamer")
+    except ImportError:
+        print("run:ai's streamer is not installed and is left out")
+        return None
+
+    def run() -> None:
+        with streamer.SafetensorsStreamer() as stream:
+            stream.stream_file(url)
+            for name, tensor in stream.get_tensors():
+                into[name].copy_(tensor)
+
+    return run
+
+
+def in_a_bucket(server: Seaweed, paths: dict[str, Path], into: State) -> Runs:
+    """The same checkpoints uploaded, and who can read them there."""
+    client = server.boto()
+    client.create_bucket(Bucket="restore")
+    for name in ("plain", "checked", "dcp"):
+        for path in sorted(paths[name].iterdir()):
+            client.upload_file(str(path), "restore", f"{name}/{path.name}")  # in parts
+    os.environ |= {"AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    os.environ |= {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+    url = "s3://restore"
+
+    def own_dcp() -> None:
+        theirs: Any = importlib.import_module("s3torchconnector")
+        reader = importlib.import_module("s3torchconnector.dcp").S3StorageReader(
+            "us-east-1", f"{url}/dcp", s3client_config=theirs.S3ClientConfig(force_path_style=True)
+        )
+        load(dict(into), storage_reader=reader, no_dist=True)
+
+    found: dict[str, Callable[[], None] | None] = {
+        "loaderkit safetensors": lambda: _into(f"{url}/plain/model.safetensors", into),
+        "loaderkit safetensors, verified": lambda: _into(f"{url}/checked/model.safetensors", into),
+        "loaderkit dcp": lambda: _into(f"{url}/dcp", into),
+        "dcp.load with StreamReader": lambda: load(dict(into), storage_reader=StreamReader(f"{url}/dcp"), no_dist=True),
+        "run:ai streamer + copy": run_ai(f"{url}/plain/model.safetensors", into),
+        "dcp.load": own_dcp,
+        "bare reads, 16 threads": lambda: _bare_s3(into),
+    }
+    return {name: (run, None) for name, run in found.items() if run is not None}
+
+
+def _bare_s3(into: State) -> None:
+    """As many bytes, straight into the tensors."""
+    connector = S3Connector("s3://restore", S3Args())
+    targets = [bytes_of(tensor) for tensor in into.values()]
+    work, start = [], 0
+    for target in targets:
+        for lo in range(0, len(target), 8 * 2**20):
+            part = target[lo : lo + 8 * 2**20]
+            work.append((start, part))
+            start += len(part)
+
+    def read(own: list[tuple[int, memoryview]]) -> None:
+        for begin, part in own:
+            connector.read_into("plain/model.safetensors", begin, part)
+
+    threads = [threading.Thread(target=read, args=(work[n::16],)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    connector.close()
+
+
+def contestants(paths: dict[str, Path], into: State) -> Runs:
+    """All that read from local files."""
     file = paths["plain"] / "model.safetensors"
 
     def own_safetensors() -> None:
@@ -73,7 +158,7 @@ def contestants(paths: dict[str, Path], into: State) -> dict[str, tuple[Callable
         for name, tensor in torch.load(paths["pt"], mmap=True, weights_only=True).items():
             into[name].copy_(tensor)
 
-    return {
+    found: Runs = {
         "loaderkit safetensors": (lambda: _into(paths["plain"], into), file),
         "loaderkit safetensors, verified": (lambda: _into(paths["checked"], into), file),
         "loaderkit torch.save": (lambda: _into(paths["pt"], into), paths["pt"]),
@@ -87,9 +172,12 @@ def contestants(paths: dict[str, Path], into: State) -> dict[str, tuple[Callable
         "dcp.load": (lambda: load(dict(into), checkpoint_id=paths["dcp"], no_dist=True), paths["dcp"]),
         "bare preadv, 2 threads": (lambda: _bare(file, into), file),
     }
+    if (theirs := run_ai(str(file), into)) is not None:
+        found["run:ai streamer + copy"] = (theirs, file)
+    return found
 
 
-def _into(path: Path, into: State) -> None:
+def _into(path: Path | str, into: State) -> None:
     loaderkit.restore(path, into)
 
 
@@ -125,18 +213,30 @@ def drop(path: Path) -> None:
         os.close(fd)
 
 
-def measure(state: State, folder: Path, rounds: int, cold: bool) -> dict[str, list[float]]:
+def measure(state: State, folder: Path, rounds: int, *, cold: bool, s3: bool) -> dict[str, list[float]]:
     """Seconds of every contestant in every round; the first round, which warms up, is left out."""
     paths = write(folder, state)
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    runs = contestants(paths, into)
+    with ExitStack() as stack:
+        if s3:
+            os.environ |= {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
+            server = Seaweed(folder / "weed")
+            stack.callback(server.stop)
+            runs = in_a_bucket(server, paths, into)
+        else:
+            runs = contestants(paths, into)
+        return in_turns(runs, state, into, rounds, cold=cold)
+
+
+def in_turns(runs: Runs, state: State, into: State, rounds: int, *, cold: bool) -> dict[str, list[float]]:
+    """Every contestant once a round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         order = list(runs)
         random.Random(number).shuffle(order)
         for name in order:
             run, path = runs[name]
-            if cold:
+            if cold and path is not None:
                 drop(path)
             begin_s = time.perf_counter()
             run()
@@ -156,14 +256,15 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(2)
     state = make_state(args.gigabytes, args.tiny)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        seconds = measure(state, Path(folder), args.rounds, args.cold)
-    peers = [name for name in seconds if not name.startswith(("loaderkit", "dcp.load with"))]
+        seconds = measure(state, Path(folder), args.rounds, cold=args.cold, s3=args.s3)
+    peers = [name for name in seconds if not name.startswith(("loaderkit", "dcp.load with StreamReader"))]
     best = [min(seconds[name][n] for name in peers) for n in range(args.rounds)]
     rows = []
     for name, taken in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
@@ -174,8 +275,11 @@ def main() -> None:
         print(
             f"{name:<34}{statistics.median(taken):8.3f} s{speed:8.2f} GB/s  x{ratio:.2f} of best peer  x{to_dcp:.2f} of dcp"
         )
-    if args.json:
-        args.json.write_text(json.dumps({"num_bytes": num_bytes, "cold": args.cold, "rows": rows}, indent=1) + "\n")
+    if args.out:
+        what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny") if getattr(args, word))])
+        path = args.out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
+        facts = {"cpus": num_cpus(), "machine": platform.machine(), "torch": torch.__version__, "num_bytes": num_bytes}
+        path.write_text(json.dumps({**facts, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

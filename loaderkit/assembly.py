@@ -184,10 +184,11 @@ def split_recipe(recipe: Recipe, whole: Assembly) -> tuple[Recipe, list[Stage]]:
     if whole.device.type != "cuda":
         return recipe, []
     config = recipe.config
-    border = [stage.kind for stage in config.stages].index("transfer")
+    described = [stage.kind for stage in config.stages].index("transfer")
+    compiled = [stage.kind for stage in whole.stages].index("transfer")  # what DALI does is one stage there
     # `output` may name fields that the late stages make: the loader checks it again on every batch.
-    ahead = replace(config, stages=config.stages[:border], output=None)
-    return replace(recipe, config=ahead), whole.stages[border:]
+    ahead = replace(config, stages=config.stages[:described], output=None)
+    return replace(recipe, config=ahead), whole.stages[compiled:]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,10 @@ class Compiler:
         return None
 
     def _lower(self, decoding: StageConfig) -> Graph:
-        """What DALI is to do: all from `decode` to `batch`, and `normalize`, if only `transfer` stands before it."""
+        """What DALI is to do: all from `decode` to `batch`, and `normalize`, if only `transfer` stands before it.
+
+        What stands behind a `transfer` to CUDA is done there, when DALI runs in another process.
+        """
         assert isinstance(decoding.args, DecodeArgs)
         stages = self._config.stages
         first = stages.index(decoding)
@@ -85,7 +88,7 @@ class Compiler:
             kind = STAGES[stage.kind]
             assert kind.steps is not None
             described.append((stage.name, kind.steps(stage.args)))
-        behind = next((s for s in stages[self._border + 1 :] if not _keeps_values(s)), None)
+        behind = next((s for s in stages[self._border + 1 :] if not self._may_pass(s)), None)
         finish = None
         if behind is not None and isinstance(behind.args, NormalizeArgs) and behind.args.fields is None:
             self._in_graph.append(behind)
@@ -97,6 +100,11 @@ class Compiler:
         assert isinstance(batch, BatchArgs)
         device = self.device.index if decoding.args.device == "gpu" else None
         return Graph(tuple(described), finish, batch.size, device)
+
+    def _may_pass(self, stage: StageConfig) -> bool:
+        """Whether DALI may do what stands behind a stage before that stage."""
+        is_elsewhere = self.device.type == "cuda" and self._config.prefetch.executor == "process"
+        return _keeps_values(stage) and not is_elsewhere
 
     def _check_gpu(self) -> None:
         prefix = "stages.decode.device: gpu"

@@ -85,6 +85,7 @@ class Assembly:
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
         errors = config.errors
+        lane = self._compiler.early_lane
         return BatchPlan(
             source=source,
             order=order_of(config, source),
@@ -100,6 +101,7 @@ class Assembly:
             allocate=allocate,
             on_seek=self._ahead.seek if self._ahead is not None else None,
             share=self._share,
+            run=None if lane is None else lane.run,
         )
 
     def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:

@@ -62,6 +62,11 @@ class Compiler:
         self.graph = None if self._lowered is None else self._lower(self._lowered)
         self._normalized_in_slots = self._find_slot_normalize() if self.graph is None else None
 
+    @property
+    def early_lane(self) -> Lane | None:
+        """The stream for what is done before `transfer`, where that has tensors on a GPU."""
+        return self.lane if self.graph is not None and self.graph.device is not None else None
+
     def _find_slot_normalize(self) -> StageConfig | None:
         """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
         for stage in self._config.stages[self._border + 1 :]:
@@ -161,7 +166,7 @@ class Compiler:
             if self._lowered is not None and config in self._in_graph:
                 if config is self._lowered:
                     renderer = self._renderer(config)
-                    render = renderer if self.lane is None else partial(self.lane.run, renderer)
+                    render = renderer if self.early_lane is None else partial(self.early_lane.run, renderer)
                     self._sample_runs.append(render)
                     workers = None if config.args.workers == "auto" else config.args.workers
                     found.append(Stage(config.name, config.kind, "sample", render, workers, renderer.close))
@@ -221,7 +226,8 @@ class Compiler:
             function, wants_rng = self._bind(config.name, args)
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
         if isinstance(args, BatchArgs):
-            return self._batch(failed)
+            gather = self._batch(failed)
+            return gather if self.early_lane is None else partial(self.early_lane.run, gather)
         if isinstance(args, DecodeArgs) and args.scaled:
             kind, keys, run = self._scaled_decode(args)
         else:

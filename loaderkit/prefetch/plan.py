@@ -114,9 +114,11 @@ class BatchPlan:
         allocate: Callable[[int], Bytes] | None = None,
         on_seek: Callable[[int, int], None] | None = None,
         share: Share = WHOLE,
+        run: Callable[..., Any] | None = None,
     ) -> None:
         """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
-        `num_batches` and `memory_bytes` are those of the share."""
+        `num_batches` and `memory_bytes` are those of the share. `run` calls what puts a batch together: `Lane.run` where
+        stages have left parts of it on a GPU."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -132,6 +134,7 @@ class BatchPlan:
         self._allocate = allocate
         self._on_seek = on_seek
         self._share = share
+        self._run = run
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -317,6 +320,10 @@ class BatchPlan:
 
     def finish(self, destination: Destination) -> dict[str, Any]:
         """The batch of a full destination, as the user will see it but for the batch stages."""
+        found: dict[str, Any] = self._gather(destination) if self._run is None else self._run(self._gather, destination)
+        return found
+
+    def _gather(self, destination: Destination) -> dict[str, Any]:
         num_slots = len(destination)
         slots: NDArray[np.int64] | None = None
         destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))

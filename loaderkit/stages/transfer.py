@@ -86,13 +86,14 @@ class Lane:
         self._lock = threading.Lock()
         self._copies = (0, 0.0)
 
-    def run(self, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` on the stream, and return when the device has done what that asked for."""
+    def run(self, act: Callable[..., Any], *args: Any) -> Any:
+        """What `act` returns, called on the stream, when the device has done what that asked for."""
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            act(*args)
+            found = act(*args)
             done.record(self._stream)
         done.synchronize()
+        return found
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be called in another thread than `run` is, but on the same stream."""

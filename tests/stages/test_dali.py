@@ -287,59 +287,6 @@ class TestRefused:
         subprocess.run([sys.executable, "-c", program], check=True)
 
 
-class OnTheCpu:
-    """A lane whose device is the CPU."""
-
-    def __init__(self, *args: Any) -> None:
-        self.num_moved = 0
-
-    def run(self, act: Callable[..., Any], *args: Any) -> Any:
-        return act(*args)
-
-    def move(self, batch: dict[str, Any]) -> None:
-        assert batch["image"].dtype == torch.uint8, "it was normalised in the other process"
-        self.num_moved += 1
-
-    def hand_over(self, batch: dict[str, Any]) -> None:
-        """It is here already."""
-
-    def counters(self) -> dict[str, float]:
-        return {"num_bytes": self.num_moved, "copy_s": 1.0}
-
-
-class Unpinned:
-    """Shared memory that is registered with nobody."""
-
-    def __init__(self, *args: Any) -> None: ...
-
-    def add(self, blocks: tuple[Any, ...]) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-def test_what_stands_behind_a_transfer_is_done_in_the_process_that_trains(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def chain(pipeline: Pipeline) -> Pipeline:
-        return pipeline.random_resized_crop(32).random_horizontal_flip().batch(8).transfer().normalize()
-
-    pipeline = chain(source(photos).decode(device="dali-cpu"))
-    with loaderkit.build(pipeline, overrides={"stages.transfer.device": "cpu"}) as loader:
-        expected = list(loader)
-    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.compiler.Lane", OnTheCpu)
-    monkeypatch.setattr("loaderkit.prefetch.ledger._Pins", Unpinned)
-    with loaderkit.build(pipeline, overrides={"prefetch.executor": "process", "prefetch.concurrency": 2}) as loader:
-        found = list(loader)
-        assert loader.stats().to_dict()["transfer"]["num_bytes"] >= len(expected)
-        assert [pool["stages"] for pool in loader.stats().tuning["pools"]][1:] == [["transfer", "normalize"]]
-    for one, other in zip(found, expected, strict=True):
-        assert one["__key__"] == other["__key__"]
-        assert one["image"].dtype == torch.float32
-        # DALI rounds pixels to whole levels before they leave it.
-        assert (levels(one, "crop") - levels(other, "crop")).abs().max() <= 0.51
-
-
 def test_explain_shows_the_graph(photos: Path) -> None:
     with loaderkit.build(CHAINS["crop"](source(photos).decode(device="dali-cpu"))) as loader:
         assert loader.stats().to_dict()["tuning"]["graph"] == [

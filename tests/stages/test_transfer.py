@@ -197,11 +197,12 @@ class TestLane:
     def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
         kept: list[torch.Tensor] = []
 
-        def act(factor: int) -> None:
+        def act(factor: int) -> str:
             kept.append(torch.ones(3) * factor)
             kept[-1].to("meta", non_blocking=True)
+            return "done"
 
-        late.run(act, 2)
+        assert late.run(act, 2) == "done"
         assert Late.under_way == []
 
 

@@ -96,7 +96,7 @@ class Assembly:
             specs_of=self._compiler.specs_of,
             num_batches=self._share.num_batches(config.prefetch.first_batches),
             memory_bytes=self._share.num_bytes(config.prefetch.memory),
-            pinned=self.device.type == "cuda",
+            pinned_for=self.device if self.device.type == "cuda" else None,
             whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
             on_seek=self._ahead.seek if self._ahead is not None else None,

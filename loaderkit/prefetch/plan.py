@@ -109,7 +109,7 @@ class BatchPlan:
         specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
         num_batches: int,
         memory_bytes: int,
-        pinned: bool,
+        pinned_for: torch.device | None = None,
         whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
         on_seek: Callable[[int, int], None] | None = None,
@@ -117,8 +117,8 @@ class BatchPlan:
         run: Callable[..., Any] | None = None,
     ) -> None:
         """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
-        `num_batches` and `memory_bytes` are those of the share. `run` calls what puts a batch together: `Lane.run` where
-        stages have left parts of it on a GPU."""
+        `num_batches` and `memory_bytes` are those of the share. `pinned_for`: the CUDA device that slabs are copied to.
+        `run` calls what puts a batch together: `Lane.run` where stages have left parts of it on a GPU."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -129,7 +129,7 @@ class BatchPlan:
         self._specs_of = specs_of
         self._num_batches = num_batches
         self.memory_bytes = memory_bytes
-        self._pinned = pinned
+        self._pinned_for = pinned_for
         self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
         self._on_seek = on_seek
@@ -209,7 +209,7 @@ class BatchPlan:
         num_open, _ = self.room = self._room_for(self._num_batches, self.memory_bytes)
         self._check_room(num_open)
         self.slabs = SlabPool(
-            layout, num_kept=num_open + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
+            layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, share=self._share
         )
         self.specs = specs  # the last: whoever sees it may open batches
 

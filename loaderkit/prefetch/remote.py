@@ -46,7 +46,7 @@ class Job:
     num_batches: int  # ahead, by all processes together
     memory_bytes: int  # of all processes
     late_stages: Sequence[Stage] = ()
-    pinned: bool = False
+    pinned_for: torch.device | None = None  # to which the late stages copy
 
 
 class Host:
@@ -82,7 +82,7 @@ class Host:
                 link.tell(*order)
             self._early.clear()
             self._has_told_early = True
-            self._ledger = Ledger(arena, pinned=self._job.pinned)
+            self._ledger = Ledger(arena, pinned_for=self._job.pinned_for)
             receiver = Receiver(link, self._ledger)
             self._inbox = receiver if self._late is None else self._late.follow(receiver)
 
@@ -95,7 +95,7 @@ class Host:
             {
                 "job": parcel,
                 "begin": allocator.end,
-                "keep_pages": self._job.pinned,
+                "keep_pages": self._job.pinned_for is not None,
                 "epoch": epoch,
                 "position": position,
                 "log_level": logger.getEffectiveLevel(),

@@ -7,7 +7,8 @@ pinned and copied on a stream of their own while the consumer works on earlier b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -86,20 +87,27 @@ class Lane:
         self._lock = threading.Lock()
         self._copies = (0, 0.0)
 
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the stream current, and its device: in a thread of ours that is number 0, and what asks for no other device
+        would make a CUDA context there, in every rank's process."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
     def run(self, act: Callable[..., Any], *args: Any) -> Any:
         """What `act` returns, called on the stream, when the device has done what that asked for."""
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+        with self._current():
             found = act(*args)
             done.record(self._stream)
-        done.synchronize()
+            done.synchronize()
         return found
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be called in another thread than `run` is, but on the same stream."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.cuda.stream(self._stream):
+            with self._current():
                 return function(*args, **kwargs)
 
         return call
@@ -116,13 +124,14 @@ class Lane:
             num_bytes += 0 if found is tensor else tensor.nbytes
             return found
 
-        with self._lock, torch.cuda.stream(self._stream):  # nobody else's copies come between the events
-            begin.record(self._stream)
-            moved = {name: _with_tensors(value, copied) for name, value in batch.items()}
-            end.record(self._stream)
-        end.synchronize()
+        with self._current():
+            with self._lock:  # nobody else's copies come between the events
+                begin.record(self._stream)
+                moved = {name: _with_tensors(value, copied) for name, value in batch.items()}
+                end.record(self._stream)
+            end.synchronize()
+            copy_s = begin.elapsed_time(end) / 1000
         batch.update(moved)  # not before: with the last tensor that sees it a slab may be filled again
-        copy_s = begin.elapsed_time(end) / 1000
         with self._lock:
             self._copies = (self._copies[0] + num_bytes, self._copies[1] + copy_s)
 

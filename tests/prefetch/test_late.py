@@ -25,7 +25,10 @@ from loaderkit.types import BatchContext, Stage
 
 
 def late_engine(
-    late: Callable[[dict[str, Any], BatchContext], None], num_processes: int = 1, *, pinned: bool = False
+    late: Callable[[dict[str, Any], BatchContext], None],
+    num_processes: int = 1,
+    *,
+    pinned_for: torch.device | None = None,
 ) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
@@ -39,7 +42,7 @@ def late_engine(
         num_batches=4,
         memory_bytes=2**20,
         late_stages=[Stage("late", "call", "batch", late)],
-        pinned=pinned,
+        pinned_for=pinned_for,
     )
     return ProcessEngine(job, num_processes=num_processes, schedule=parts.schedule, timeout_s=60)
 
@@ -109,7 +112,9 @@ class TestOnTheGpu:
 
     def test_slabs_are_pinned(self) -> None:
         pinned: list[bool] = []
-        engine = late_engine(lambda batch, context: pinned.append(batch["filling"].is_pinned()), pinned=True)
+        engine = late_engine(
+            lambda batch, context: pinned.append(batch["filling"].is_pinned()), pinned_for=torch.device("cuda", 0)
+        )
         engine.next()
         engine.close()
         assert pinned[0]

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,6 +141,7 @@ class Late:
     """A CUDA stream, and its events, on which copies have been made only when an event behind them was waited for."""
 
     under_way: list[weakref.ref[torch.Tensor]]
+    devices: list[torch.device]  # the current one is the last
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at_ms = 0.0
@@ -149,9 +154,11 @@ class Late:
         self.at_ms = stream.at_ms
 
     def elapsed_time(self, end: Late) -> float:
+        assert Late.devices == [torch.device("meta")]
         return end.at_ms - self.at_ms
 
     def synchronize(self) -> None:
+        assert Late.devices == [torch.device("meta")]
         assert all(source() is not None for source in Late.under_way), "memory is let go of that is still copied from"
         Late.under_way.clear()
 
@@ -166,11 +173,23 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Lane:
             Late.under_way.append(weakref.ref(tensor))
         return moved(tensor, *args, **kwargs)
 
-    Late.under_way = []
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        Late.devices.append(wanted)
+        yield
+        Late.devices.pop()
+
+    @contextmanager
+    def stream(wanted: Late) -> Iterator[None]:
+        assert Late.devices == [torch.device("meta")], "its exit makes the device current that was so before"
+        yield
+
+    Late.under_way, Late.devices = [], []
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Late)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Late())
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.Tensor, "to", to)
     return Lane(torch.device("meta"))
 
@@ -204,6 +223,13 @@ class TestLane:
 
         assert late.run(act, 2) == "done"
         assert Late.under_way == []
+
+    def test_its_device_is_the_current_one(self, late: Lane) -> None:
+        seen: list[list[torch.device]] = []
+        late.run(lambda: seen.append([*Late.devices]))
+        late.bound(lambda: seen.append([*Late.devices]))()
+        assert seen == [[torch.device("meta")]] * 2
+        assert Late.devices == []
 
 
 def test_copies_in_the_statistics() -> None:
@@ -277,6 +303,31 @@ class TestOnTheGpu:
         for one, other in zip(found, expected, strict=True):
             assert torch.allclose(one["image"], other["image"], rtol=0, atol=1e-6)
             assert torch.equal(one["x"], other["x"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_another_device_is_left_alone(executor: str) -> None:
+    program = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+import torch
+import loaderkit
+from test_transfer import doubled, pipeline
+made = pipeline(device="cuda:1").call(doubled, timeout="60s")
+with loaderkit.build(made, overrides={{"prefetch.executor": {executor!r}}}) as loader:
+    for batch in loader:
+        assert batch["image"].device == torch.device("cuda", 1)
+        assert batch["image"].dtype == torch.float32
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"twice": 2 * batch["image"]}
 
 
 def keyed(batch: dict[str, Any]) -> tuple[list[str], torch.Tensor]:

@@ -223,7 +223,7 @@ class Compiler:
         if config.kind == "read":
             return self._read(failed)
         if isinstance(args, CallArgs):
-            function, wants_rng = self._bind(config.name, args)
+            function, wants_rng = self._bind(config.name, args, None)
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
         if isinstance(args, BatchArgs):
             gather = self._batch(failed)
@@ -270,7 +270,8 @@ class Compiler:
         """A user's function may keep what it is given; without one, nobody sees a stage's memory after `batch`."""
         return not any(stage.kind == "call" for stage in self._config.stages[: self._border])
 
-    def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
+    def _bind(self, name: str, args: CallArgs, lane: Lane | None) -> tuple[Callable[..., Any], bool]:
+        """The function, with its limit, and whether it wants random numbers. `lane`: the stream it is called on."""
         try:
             function, wants_rng = bind(args)
         except USER_ERRORS as error:
@@ -279,7 +280,7 @@ class Compiler:
         if args.timeout is None:
             return function, wants_rng
         limit = self._limits[name] = TimeLimit(name, args.timeout)
-        return partial(limit, function if self.lane is None else self.lane.bound(function)), wants_rng
+        return partial(limit, function if lane is None else lane.bound(function)), wants_rng
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin
@@ -363,7 +364,7 @@ class Compiler:
         if isinstance(args, TransferArgs):
             return self._transfer_action(args)
         assert isinstance(args, CallArgs)
-        function, wants_rng = self._bind(config.name, args)
+        function, wants_rng = self._bind(config.name, args, self.lane)
         keys = StageKeys(self._seed, config.name)
 
         def call_batch(batch: dict[str, Any], context: BatchContext) -> None:

@@ -232,6 +232,37 @@ class TestLane:
         assert Late.devices == []
 
 
+def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_the_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one makes of a sample is read by a worker on its own stream."""
+    bound: list[Any] = []
+
+    class Noting:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def run(self, act: Any, *args: Any) -> None: ...
+
+        def bound(self, function: Any) -> Any:
+            bound.append(function)
+            return function
+
+    def on_sample(sample: dict[str, Any]) -> None:
+        sample["at"] = "sample"
+
+    def on_batch(batch: dict[str, Any]) -> None:
+        batch["at"] = "batch"
+
+    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.compiler.Lane", Noting)
+    made = loaderkit.Pipeline.dataset(Items()).read().call(on_sample, timeout="5s").batch(8)
+    loaderkit.build(made.call(on_batch, timeout="5s").transfer().call(on_batch, timeout="5s")).close()
+    given: list[dict[str, Any]] = [{} for _ in bound]
+    for function, batch in zip(bound, given, strict=True):
+        function(batch, None)
+    assert given == [{"at": "batch"}] * 2
+
+
 def test_copies_in_the_statistics() -> None:
     with loaderkit.build(pipeline()) as loader:
         assert loader.stats().to_dict()["transfer"] == {}

@@ -29,8 +29,10 @@ class TransferArgs(StageArgs):
 
 def resolve_device(wanted: str) -> torch.device:
     """The device meant by auto, cpu, cuda or cuda:N. Raises RuntimeError, saying what there is, if it is missing."""
+    if wanted == "cpu":
+        return torch.device("cpu")  # without a look at CUDA, which would load the driver
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and not num_devices):
+    if wanted == "auto" and not num_devices:
         return torch.device("cpu")
     is_named = ":" in wanted
     number = int(wanted.partition(":")[2]) if is_named else torch.cuda.current_device() if num_devices else 0

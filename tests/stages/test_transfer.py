@@ -104,7 +104,7 @@ def nest(batch: dict[str, Any]) -> dict[str, Any]:
 class TestLayout:
     def test_tensors_in_lists_tuples_and_dicts(self) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).read().decode(fields=["image"]).batch(8).call(nest)
-        for batch in batches(stages.transfer(dtype="float16", channels_last=True)):
+        for batch in batches(stages.transfer("cpu", dtype="float16", channels_last=True)):
             first, (second, text), inner = batch["found"]
             assert {first.dtype, second.dtype, inner["pair"].left.dtype} == {torch.float16}
             assert (text, type(inner["pair"]), inner["pair"].right) == ("text", Pair, 1)
@@ -115,9 +115,9 @@ class TestLayout:
     def test_channels_last_keeps_the_values(self, position: str) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
         made = (
-            stages.transfer(channels_last=True).normalize()
+            stages.transfer("cpu", channels_last=True).normalize()
             if position == "before"
-            else stages.normalize().transfer(channels_last=True)
+            else stages.normalize().transfer("cpu", channels_last=True)
         )
         found = batches(made)
         assert all(batch["image"].is_contiguous(memory_format=torch.channels_last) for batch in found)
@@ -127,10 +127,10 @@ class TestLayout:
     def test_floats_are_cast_where_it_stands(self, position: str) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
         if position == "before":  # pixels are still uint8 then
-            found = batches(stages.transfer(dtype="bfloat16").normalize())
+            found = batches(stages.transfer("cpu", dtype="bfloat16").normalize())
             assert_equal(found, batches(pipeline()))
         else:
-            found = batches(stages.normalize().transfer(dtype="bfloat16"))
+            found = batches(stages.normalize().transfer("cpu", dtype="bfloat16"))
             assert {batch["image"].dtype for batch in found} == {torch.bfloat16}
             for one, other in zip(found, batches(pipeline()), strict=True):
                 assert torch.equal(one["image"], other["image"].to(torch.bfloat16))

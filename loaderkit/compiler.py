@@ -151,6 +151,7 @@ class Compiler:
 
         return Renderer(
             self.graph,
+            name=decoding.name,
             fields=decoding.args.fields,
             max_pixels=decoding.args.max_pixels,
             draws=lambda name, chunk: uniforms(keys[name][chunk.epoch], chunk.indices, counts[name]),

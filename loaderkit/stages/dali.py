@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, StageError
 from loaderkit.formats.jpeg import is_well_formed
 from loaderkit.images import jpeg_size, to_tensor
 from loaderkit.steps import Crop, Finish, Flip, Scale, Step, Steps, size_after
@@ -84,7 +84,7 @@ class _Job(NamedTuple):
 
 
 class Renderer:
-    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`.
+    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`.
 
     `draws(name, chunk)` gives a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes what is
     left, `plain(chunk)` does the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; what
@@ -95,6 +95,7 @@ class Renderer:
         self,
         graph: Graph,
         *,
+        name: str = "decode",
         fields: tuple[str, ...] | None,
         max_pixels: int,
         draws: Callable[[str, Chunk], NDArray[np.float64]],
@@ -104,6 +105,7 @@ class Renderer:
     ) -> None:
         self._dali = _import_dali()
         self._graph = graph
+        self._name = name
         self._fields = fields
         self._max_pixels = max_pixels
         self._draws = draws
@@ -114,7 +116,8 @@ class Renderer:
         self._has_warned = False
 
     def __call__(self, chunk: Chunk) -> None:
-        """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails."""
+        """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails. Raises StageError where
+        DALI has no memory, or the GPU fails."""
         chunk.place = None
         for field, jobs in self._jobs(chunk).items():
             self._render(chunk, field, jobs)
@@ -220,6 +223,10 @@ class Renderer:
         try:
             (output,) = pipeline.run()
         except RuntimeError as error:
+            if (complaint := _complaint(error, self._graph)) is not None:
+                del pipeline  # and its memory, which the error's frames would keep as well
+                failed = StageError(f"{self._name} failed: {complaint}", stage=self._name, epoch=chunk.epoch)
+                raise failed from error.with_traceback(None)
             self._idle.append(pipeline)  # after an error of an operator it takes the next batch as well
             return error
         rows = self._rows(output)
@@ -266,6 +273,33 @@ class Renderer:
         for name, value in sample.items():
             if type(value) is Image:
                 sample[name] = Rendered(self._finish(to_tensor(value).unsqueeze(0)), 0)
+
+
+_MEMORY = (
+    "allocation failed",
+    "bad_alloc",
+    "out of memory",
+    "cudaErrorMemoryAllocation",
+    "failure: '#5'",
+    "failure: '#15'",
+)
+
+
+def _complaint(error: RuntimeError, graph: Graph) -> str | None:
+    """What to say of an error of DALI's that no image can have caused; None if one may have.
+
+    DALI has one type for all: the text tells them apart. Numbers 5 and 15 are nvImageCodec's for what an allocator refused.
+    """
+    reason = str(error).rpartition("encountered:")[2].strip()  # before it are lines of programs, and names of folders
+    if any(text in reason for text in _MEMORY):
+        where = "the machine" if graph.device is None else f"GPU {graph.device}"
+        return (
+            f"{where} has no memory for what DALI needs for a batch of {graph.batch_size} ({reason.splitlines()[0]}): make "
+            "stages.batch.size smaller, or prefetch.batches: each batch in work has a DALI pipeline of its own"
+        )
+    if "CUDA" in reason:
+        return f"DALI cannot use the GPU any more, which is no image's fault: {reason}"
+    return None
 
 
 def _alone(chunk: Chunk, place: int, sample: Sample) -> Chunk:

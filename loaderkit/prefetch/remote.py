@@ -184,7 +184,8 @@ class Host:
     def report(self) -> Report:
         """Why its next batch is not there yet."""
         silent = Report(f"process {self.pid} is still starting, or does not answer")
-        found: Report | None = self._ask("report")
+        inbox = self._inbox
+        found: Report | None = (inbox.report() if inbox is not None else None) or self._ask("report")
         return found or silent
 
     def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
@@ -218,7 +219,7 @@ class Host:
             if isinstance(message, wire.LogMessage):
                 relay(message)
         if self._inbox is not None:
-            self._inbox.close()
+            self._inbox.close(join_s)
         if self._ledger is not None:
             self._ledger.close()
         self._inbox = self._ledger = self._found = None  # an error's traceback would keep all of it alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from of_numbers import build, numbers
+from of_numbers import build, numbers, wait_for
 
 import loaderkit
 from loaderkit.assembly import Assembly, Recipe, RemoteEngine
 from loaderkit.builder import make_parts
-from loaderkit.errors import ClosedError, WorkerDiedError
+from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
 from loaderkit.prefetch.process import ProcessEngine
 from loaderkit.prefetch.remote import Job
 from loaderkit.prefetch.share import Share
@@ -96,6 +97,32 @@ class TestLateStages:
             for _ in range(8):
                 engine.next()
         engine.close()
+
+
+def test_a_stage_that_hangs_is_named_and_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    is_in, is_free = threading.Event(), threading.Event()
+
+    def late(batch: dict[str, Any], context: BatchContext) -> None:
+        if context.first_position == 16:
+            is_in.set()
+            is_free.wait(600)
+
+    engine = late_engine(late)
+    try:
+        for _ in range(2):
+            engine.next()
+        assert is_in.wait(60)
+        engine._timeout_s, engine._raises = 0.1, True
+        with pytest.raises(StallTimeout, match="batch 2 of epoch 0, in late for") as caught:
+            engine.next()
+        assert caught.value.stage == "late"
+        assert "is_free.wait" in str(caught.value), "the stack"
+        del caught
+        engine.close(0.5)
+        assert "loaderkit-late did not stop within 0.5 s" in caplog.text
+    finally:
+        is_free.set()
+        wait_for(lambda: "loaderkit-late" not in [thread.name for thread in threading.enumerate()])
 
 
 @pytest.mark.gpu

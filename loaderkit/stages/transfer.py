@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch.nn.utils.rnn import PackedSequence
 
 from loaderkit.schema import StageArgs
 
@@ -54,7 +55,7 @@ def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        if args.channels_last and tensor.ndim == 4:
+        if args.channels_last and tensor.ndim == 4 and tensor.layout is torch.strided:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
@@ -67,11 +68,33 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
         return change(value)
     if isinstance(value, dict):
         return {name: _with_tensors(item, change) for name, item in value.items()}
+    if isinstance(value, PackedSequence):
+        data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
+        return PackedSequence(
+            data, value.batch_sizes, indices, inverse
+        )  # torch wants the sizes on the CPU, wherever the rest is
     if isinstance(value, (list, tuple)):
         items = [_with_tensors(item, change) for item in value]
         named = hasattr(value, "_fields")
         return items if isinstance(value, list) else type(value)(*items) if named else tuple(items)
     return value
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors whose memory a tensor is made of: itself, or what a sparse or nested one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    names = _DENSE_PARTS.get(tensor.layout)
+    return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
+
+
+_DENSE_PARTS = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("values", "offsets"),
+}
 
 
 class Lane:
@@ -123,7 +146,7 @@ class Lane:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal num_bytes
             found = tensor.to(self._device, non_blocking=True)
-            num_bytes += 0 if found is tensor else tensor.nbytes
+            num_bytes += 0 if found is tensor else sum(part.nbytes for part in _dense_parts(tensor))
             return found
 
         with self._current():
@@ -143,9 +166,9 @@ class Lane:
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_cuda:
-                tensor.record_stream(
-                    stream if tensor.device == self._device else torch.cuda.current_stream(tensor.device)
-                )
+                current = stream if tensor.device == self._device else torch.cuda.current_stream(tensor.device)
+                for part in _dense_parts(tensor):
+                    part.record_stream(current)
             return tensor
 
         for value in batch.values():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import loaderkit
 from loaderkit.errors import ConfigError
@@ -88,6 +89,11 @@ def test_devices_that_do_not_exist(device: object) -> None:
 def test_a_state_does_not_depend_on_the_device() -> None:
     with loaderkit.build(pipeline()) as plain, loaderkit.build(pipeline(device="auto")) as moved:
         assert plain.state_dict() == moved.state_dict()
+
+
+def pack(batch: dict[str, Any]) -> None:
+    batch["packed"] = pack_sequence([x[: 1 + n % 3] for n, x in enumerate(batch["x"])], enforce_sorted=False)
+    batch["sparse"] = batch["x"].to_sparse()
 
 
 class Pair(NamedTuple):
@@ -213,6 +219,38 @@ class TestLane:
         late.move({"a": torch.ones(4, 3, device="meta"), "b": torch.ones(2, dtype=torch.uint8)})  # one is there already
         assert late.counters() == {"num_bytes": 48 + 2, "copy_s": pytest.approx(0.004)}
 
+    def test_packed_sequences(self, late: Lane) -> None:
+        """Their sizes stay on the CPU, as torch wants them."""
+        packed = pack_sequence([torch.ones(n) for n in (2, 5, 3)], enforce_sorted=False)
+        batch: dict[str, Any] = {"packed": [packed]}
+        late.move(batch)
+        found = batch["packed"][0]
+        assert isinstance(found, PackedSequence)
+        assert found.data.is_meta
+        assert found.sorted_indices is not None
+        assert found.sorted_indices.is_meta
+        assert torch.equal(found.batch_sizes, packed.batch_sizes)
+        assert late.counters()["num_bytes"] == 10 * 4 + 2 * 3 * 8
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.parametrize(
+        ("make", "num_bytes"),
+        [
+            (lambda: torch.eye(3).to_sparse(), 2 * 3 * 8 + 3 * 4),
+            (lambda: torch.eye(3).to_sparse_csr(), (4 + 3) * 8 + 3 * 4),
+            (lambda: torch.eye(4).to_sparse_bsc((2, 2)), (3 + 2) * 8 + 2 * 4 * 4),
+            (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 5 * 4 + 3 * 8),
+        ],
+        ids=["coo", "csr", "bsc", "jagged"],
+    )
+    def test_sparse_and_nested_tensors(self, late: Lane, make: Callable[[], torch.Tensor], num_bytes: int) -> None:
+        made = make()
+        batch = {"x": made}
+        late.move(batch)
+        assert batch["x"].is_meta
+        assert batch["x"].layout is made.layout
+        assert late.counters()["num_bytes"] == num_bytes
+
     def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
         kept: list[torch.Tensor] = []
 
@@ -318,6 +356,19 @@ class TestOnTheGpu:
         assert copies["num_bytes"] > 0
         assert 0 < copies["copy_s"] < loader.stats().wall_s
         assert 0 <= copies["overlap"] <= 1
+
+    def test_packed_and_sparse(self) -> None:
+        with loaderkit.build(pipeline(device="cpu").call(pack)) as loader:
+            expected = list(loader)
+        made = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
+        with loaderkit.build(made.call(pack).transfer("cuda")) as loader:
+            for batch, other in zip(loader, expected, strict=True):
+                padded, sizes = pad_packed_sequence(batch["packed"])
+                wanted, wanted_sizes = pad_packed_sequence(other["packed"])
+                assert padded.is_cuda
+                assert torch.equal(padded.cpu(), wanted)
+                assert torch.equal(sizes, wanted_sizes)
+                assert torch.equal(batch["sparse"].to_dense().cpu(), other["sparse"].to_dense())
 
     def test_memory_that_cannot_be_pinned(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

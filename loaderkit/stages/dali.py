@@ -330,10 +330,15 @@ def _build(dali: Any, graph: Graph) -> Any:
 
     def define() -> Any:
         encoded = source("encoded", types.UINT8, 1)
-        device = "cpu" if graph.device is None else "mixed"
+        decoding = {
+            "device": "cpu" if graph.device is None else "mixed",
+            "output_type": types.RGB,
+            "adjust_orientation": False,
+            "jpeg_fancy_upsampling": True,  # of chroma: as libjpeg-turbo does it, and our own decoder
+        }
         images = None
         if not graph.decodes_crops:
-            images = fn.decoders.image(encoded, device=device, output_type=types.RGB, adjust_orientation=False)
+            images = fn.decoders.image(encoded, **decoding)
         number = 0
         mirror = 0
         last = sum(len(steps.kinds) for _, steps in graph.stages) - 1 if graph.mirrors_last else -1
@@ -345,14 +350,7 @@ def _build(dali: Any, graph: Graph) -> Any:
                         "shape": source(f"shape-{number}", types.INT32, 1),
                     }
                     if images is None:
-                        images = fn.decoders.image_slice(
-                            encoded,
-                            **window,
-                            axis_names="HW",
-                            device=device,
-                            output_type=types.RGB,
-                            adjust_orientation=False,
-                        )
+                        images = fn.decoders.image_slice(encoded, **window, axis_names="HW", **decoding)
                     else:
                         images = fn.slice(
                             images, **window, axes=[0, 1], out_of_bounds_policy="pad", fill_values=float(steps.fill)

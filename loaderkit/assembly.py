@@ -57,7 +57,9 @@ class Assembly:
         self._recipe = recipe
         self._share = share
         self._ahead = _read_ahead(recipe, share)
-        self._compiler = Compiler(recipe.config, recipe.source, self._ahead or recipe.connector)
+        self._compiler = Compiler(
+            recipe.config, recipe.source, self._ahead or recipe.connector, num_workers=recipe.num_workers
+        )
         self.stages = [stretched(stage, recipe.stretch) for stage in self._compiler.stages()]
         self.pools = [
             replace(pool, num_workers=share.num_workers(pool.num_workers))

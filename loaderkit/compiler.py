@@ -12,6 +12,7 @@ import torch
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator, uniforms
+from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import (
     FailureNamer,
@@ -39,7 +40,11 @@ from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFai
 class Compiler:
     """Turns stage configs into runnable stages that share the source, the seed and the policy for bad samples."""
 
-    def __init__(self, config: PipelineConfig, source: Source, connector: Connector | None) -> None:
+    def __init__(
+        self, config: PipelineConfig, source: Source, connector: Connector | None, *, num_workers: int
+    ) -> None:
+        """`num_workers`: threads in all, of all processes."""
+        self._num_workers = num_workers
         self._config = config
         self._source = source
         self._connector = connector
@@ -104,7 +109,15 @@ class Compiler:
         batch = stages[self._border].args
         assert isinstance(batch, BatchArgs)
         device = self.device.index if decoding.args.device == "gpu" else None
-        return Graph(tuple(described), finish, batch.size, device)
+        return Graph(tuple(described), finish, batch.size, device, self._num_dali_threads(decoding))
+
+    def _num_dali_threads(self, decoding: StageConfig) -> int:
+        """How many threads of its own a DALI pipeline gets: a chunk is a batch, so no more work at once than there are batches
+        open, and the other CPUs would do nothing."""
+        num_threads = min(self._num_workers, num_cpus())
+        workers = num_threads if decoding.args.workers == "auto" else decoding.args.workers
+        num_at_once = min(workers, self._config.prefetch.first_batches)
+        return max(1, num_threads // num_at_once)
 
     def _may_pass(self, stage: StageConfig) -> bool:
         """Whether DALI may do what stands behind a stage before that stage."""

@@ -44,8 +44,9 @@ def ours(photos: Path, decode: str, num_cpus: int, watched: list[loaderkit.Loade
     """loaderkit; its loader comes into `watched`."""
     pipeline = Pipeline.files(photos, include="**/*.jpg", label="parent").shuffle(seed=0).read().decode(device=decode)
     pipeline = pipeline.random_resized_crop(SIZE).random_horizontal_flip().batch(BATCH, drop_last=True)
+    depth = {"prefetch.batches": max(4, num_cpus // 4), "prefetch.memory": "16GiB"}
     with loaderkit.build(
-        pipeline.transfer(str(DEVICE)).normalize(), overrides={"prefetch.concurrency": num_cpus}
+        pipeline.transfer(str(DEVICE)).normalize(), overrides={"prefetch.concurrency": num_cpus, **depth}
     ) as loader:
         watched.append(loader)
         while True:

@@ -37,12 +37,14 @@ _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 
 @dataclass(frozen=True)
 class Graph:
-    """A DALI pipeline to be. `device`: None for its CPU backend, else the number of the CUDA device."""
+    """A DALI pipeline to be. `device`: None for its CPU backend, else the number of the CUDA device. `num_threads`: of its own,
+    on the CPU."""
 
     stages: tuple[tuple[str, Steps], ...]
     finish: Finish | None
     batch_size: int
     device: int | None
+    num_threads: int = 1
 
     def lines(self) -> list[str]:
         """One line an operator, for people."""
@@ -381,10 +383,10 @@ def _build(dali: Any, graph: Graph) -> Any:
             mirror=mirror,
         )
 
-    # One thread: each of loaderkit's workers runs a pipeline of its own. Depth 1: they are what works ahead.
+    # Depth 1: loaderkit's workers are what works ahead, each with a pipeline of its own.
     pipeline = dali.pipeline_def(define)(
         batch_size=graph.batch_size,
-        num_threads=1,
+        num_threads=graph.num_threads,
         device_id=graph.device,
         prefetch_queue_depth=1,
         exec_dynamic=True,

@@ -18,6 +18,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.assembly import Assembly, Recipe
 from loaderkit.builder import make_parts
+from loaderkit.compiler import Compiler
 from loaderkit.types import Chunk, Destination, FieldSpec, Rendered
 
 
@@ -109,6 +110,22 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
     batch = assembly.make_plan().finish(destination)
     assert Counting.num_calls == 2
     assert batch["image"][:, 0, 0, 0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_batches", "num_threads"),
+    [(2, 4, 1), (2, 1, 2), (16, 4, 4), (16, 5, 3), (16, 32, 1), (64, 4, 4), (3, 4, 1), (1, 4, 1)],
+)
+def test_batches_that_are_open_at_once_share_the_cpus(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_batches: int, num_threads: int
+) -> None:
+    monkeypatch.setattr("loaderkit.compiler.num_cpus", lambda: 16)
+    pipeline = source(photos).decode(device="dali-cpu").resize([8, 8]).batch(2)
+    config = pipeline.prefetch(concurrency=num_workers, batches=num_batches).config
+    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
+    compiler = Compiler(config, parts.source, parts.connector, num_workers=num_workers)
+    assert compiler.graph is not None
+    assert compiler.graph.num_threads == num_threads
 
 
 @pytest.mark.gpu

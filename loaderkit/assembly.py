@@ -57,7 +57,9 @@ class Assembly:
         self._recipe = recipe
         self._share = share
         self._ahead = _read_ahead(recipe, share)
-        self._compiler = Compiler(recipe.config, recipe.source, self._ahead or recipe.connector)
+        self._compiler = Compiler(
+            recipe.config, recipe.source, self._ahead or recipe.connector, num_workers=recipe.num_workers
+        )
         self.stages = [stretched(stage, recipe.stretch) for stage in self._compiler.stages()]
         self.pools = [
             replace(pool, num_workers=share.num_workers(pool.num_workers))
@@ -85,6 +87,7 @@ class Assembly:
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
         errors = config.errors
+        lane = self._compiler.early_lane
         return BatchPlan(
             source=source,
             order=order_of(config, source),
@@ -95,11 +98,12 @@ class Assembly:
             specs_of=self._compiler.specs_of,
             num_batches=self._share.num_batches(config.prefetch.first_batches),
             memory_bytes=self._share.num_bytes(config.prefetch.memory),
-            pinned=self.device.type == "cuda",
+            pinned_for=self.device if self.device.type == "cuda" else None,
             whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
             on_seek=self._ahead.seek if self._ahead is not None else None,
             share=self._share,
+            run=None if lane is None else lane.run,
         )
 
     def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
@@ -184,10 +188,11 @@ def split_recipe(recipe: Recipe, whole: Assembly) -> tuple[Recipe, list[Stage]]:
     if whole.device.type != "cuda":
         return recipe, []
     config = recipe.config
-    border = [stage.kind for stage in config.stages].index("transfer")
+    described = [stage.kind for stage in config.stages].index("transfer")
+    compiled = [stage.kind for stage in whole.stages].index("transfer")  # what DALI does is one stage there
     # `output` may name fields that the late stages make: the loader checks it again on every batch.
-    ahead = replace(config, stages=config.stages[:border], output=None)
-    return replace(recipe, config=ahead), whole.stages[border:]
+    ahead = replace(config, stages=config.stages[:described], output=None)
+    return replace(recipe, config=ahead), whole.stages[compiled:]
 
 
 @dataclass(frozen=True)

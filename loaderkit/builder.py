@@ -215,7 +215,7 @@ def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[d
         num_batches=prefetch.first_batches,
         memory_bytes=prefetch.memory,
         late_stages=late_stages,
-        pinned=bool(late_stages),
+        pinned_for=whole.device if late_stages else None,
     )
 
     def make_executor() -> Executor:

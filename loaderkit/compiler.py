@@ -12,6 +12,7 @@ import torch
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator, uniforms
+from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import (
     FailureNamer,
@@ -39,7 +40,11 @@ from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFai
 class Compiler:
     """Turns stage configs into runnable stages that share the source, the seed and the policy for bad samples."""
 
-    def __init__(self, config: PipelineConfig, source: Source, connector: Connector | None) -> None:
+    def __init__(
+        self, config: PipelineConfig, source: Source, connector: Connector | None, *, num_workers: int
+    ) -> None:
+        """`num_workers`: threads in all, of all processes."""
+        self._num_workers = num_workers
         self._config = config
         self._source = source
         self._connector = connector
@@ -62,6 +67,11 @@ class Compiler:
         self.graph = None if self._lowered is None else self._lower(self._lowered)
         self._normalized_in_slots = self._find_slot_normalize() if self.graph is None else None
 
+    @property
+    def early_lane(self) -> Lane | None:
+        """The stream for what is done before `transfer`, where that has tensors on a GPU."""
+        return self.lane if self.graph is not None and self.graph.device is not None else None
+
     def _find_slot_normalize(self) -> StageConfig | None:
         """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
         for stage in self._config.stages[self._border + 1 :]:
@@ -73,7 +83,10 @@ class Compiler:
         return None
 
     def _lower(self, decoding: StageConfig) -> Graph:
-        """What DALI is to do: all from `decode` to `batch`, and `normalize`, if only `transfer` stands before it."""
+        """What DALI is to do: all from `decode` to `batch`, and `normalize`, if only `transfer` stands before it.
+
+        What stands behind a `transfer` to CUDA is done there, when DALI runs in another process.
+        """
         assert isinstance(decoding.args, DecodeArgs)
         stages = self._config.stages
         first = stages.index(decoding)
@@ -85,7 +98,7 @@ class Compiler:
             kind = STAGES[stage.kind]
             assert kind.steps is not None
             described.append((stage.name, kind.steps(stage.args)))
-        behind = next((s for s in stages[self._border + 1 :] if not _keeps_values(s)), None)
+        behind = next((s for s in stages[self._border + 1 :] if not self._may_pass(s)), None)
         finish = None
         if behind is not None and isinstance(behind.args, NormalizeArgs) and behind.args.fields is None:
             self._in_graph.append(behind)
@@ -96,7 +109,20 @@ class Compiler:
         batch = stages[self._border].args
         assert isinstance(batch, BatchArgs)
         device = self.device.index if decoding.args.device == "gpu" else None
-        return Graph(tuple(described), finish, batch.size, device)
+        return Graph(tuple(described), finish, batch.size, device, self._num_dali_threads(decoding))
+
+    def _num_dali_threads(self, decoding: StageConfig) -> int:
+        """How many threads of its own a DALI pipeline gets: a chunk is a batch, so no more work at once than there are batches
+        open, and the other CPUs would do nothing."""
+        num_threads = min(self._num_workers, num_cpus())
+        workers = num_threads if decoding.args.workers == "auto" else decoding.args.workers
+        num_at_once = min(workers, self._config.prefetch.first_batches)
+        return max(1, num_threads // num_at_once)
+
+    def _may_pass(self, stage: StageConfig) -> bool:
+        """Whether DALI may do what stands behind a stage before that stage."""
+        is_elsewhere = self.device.type == "cuda" and self._config.prefetch.executor == "process"
+        return _keeps_values(stage) and not is_elsewhere
 
     def _check_gpu(self) -> None:
         prefix = "stages.decode.device: gpu"
@@ -138,6 +164,7 @@ class Compiler:
 
         return Renderer(
             self.graph,
+            name=decoding.name,
             fields=decoding.args.fields,
             max_pixels=decoding.args.max_pixels,
             draws=lambda name, chunk: uniforms(keys[name][chunk.epoch], chunk.indices, counts[name]),
@@ -153,7 +180,7 @@ class Compiler:
             if self._lowered is not None and config in self._in_graph:
                 if config is self._lowered:
                     renderer = self._renderer(config)
-                    render = renderer if self.lane is None else partial(self.lane.run, renderer)
+                    render = renderer if self.early_lane is None else partial(self.early_lane.run, renderer)
                     self._sample_runs.append(render)
                     workers = None if config.args.workers == "auto" else config.args.workers
                     found.append(Stage(config.name, config.kind, "sample", render, workers, renderer.close))
@@ -210,10 +237,11 @@ class Compiler:
         if config.kind == "read":
             return self._read(failed)
         if isinstance(args, CallArgs):
-            function, wants_rng = self._bind(config.name, args)
+            function, wants_rng = self._bind(config.name, args, None)
             return each_call(partial(call_on_sample, function), keys if wants_rng else None, self._source, failed)
         if isinstance(args, BatchArgs):
-            return self._batch(failed)
+            gather = self._batch(failed)
+            return gather if self.early_lane is None else partial(self.early_lane.run, gather)
         if isinstance(args, DecodeArgs) and args.scaled:
             kind, keys, run = self._scaled_decode(args)
         else:
@@ -256,7 +284,8 @@ class Compiler:
         """A user's function may keep what it is given; without one, nobody sees a stage's memory after `batch`."""
         return not any(stage.kind == "call" for stage in self._config.stages[: self._border])
 
-    def _bind(self, name: str, args: CallArgs) -> tuple[Callable[..., Any], bool]:
+    def _bind(self, name: str, args: CallArgs, lane: Lane | None) -> tuple[Callable[..., Any], bool]:
+        """The function, with its limit, and whether it wants random numbers. `lane`: the stream it is called on."""
         try:
             function, wants_rng = bind(args)
         except USER_ERRORS as error:
@@ -265,7 +294,7 @@ class Compiler:
         if args.timeout is None:
             return function, wants_rng
         limit = self._limits[name] = TimeLimit(name, args.timeout)
-        return partial(limit, function if self.lane is None else self.lane.bound(function)), wants_rng
+        return partial(limit, function if lane is None else lane.bound(function)), wants_rng
 
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin
@@ -349,7 +378,7 @@ class Compiler:
         if isinstance(args, TransferArgs):
             return self._transfer_action(args)
         assert isinstance(args, CallArgs)
-        function, wants_rng = self._bind(config.name, args)
+        function, wants_rng = self._bind(config.name, args, self.lane)
         keys = StageKeys(self._seed, config.name)
 
         def call_batch(batch: dict[str, Any], context: BatchContext) -> None:

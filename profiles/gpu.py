@@ -6,8 +6,9 @@ PHOTOS has one folder of JPEGs a class. In turns, one loader at a time, batches 
 on the device: loaderkit decoding on the CPU, loaderkit through DALI (`device: gpu`, or `dali-cpu` without a GPU), a DALI
 pipeline by hand with its own file reader, and torch's DataLoader with Pillow and pinned memory. Reported: img/s by themselves;
 CPUs used; how much of a GPU's time kernels ran, as the driver says; and the share of the time that a loop with a step of
-`--step-ms` of matrix products waits. On a machine without a GPU everything runs on the CPU: that says that it works, not how
-fast it is.
+`--step-ms` of matrix products waits. Of loaderkit also how fast it copies to the GPU during those steps, beside a loop of
+nothing but `copy_` from pinned memory, and in how much of that time the loop did not wait for copies. On a machine without a
+GPU everything runs on the CPU: that says that it works, not how fast it is.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ours(photos: Path, decode: str, num_cpus: int) -> Iterator[torch.Tensor]:
-    """loaderkit."""
+def ours(photos: Path, decode: str, num_cpus: int, watched: list[loaderkit.Loader]) -> Iterator[torch.Tensor]:
+    """loaderkit; its loader comes into `watched`."""
     pipeline = Pipeline.files(photos, include="**/*.jpg", label="parent").shuffle(seed=0).read().decode(device=decode)
     pipeline = pipeline.random_resized_crop(SIZE).random_horizontal_flip().batch(BATCH, drop_last=True)
+    depth = {"prefetch.batches": max(4, num_cpus // 4), "prefetch.memory": "16GiB"}
     with loaderkit.build(
-        pipeline.transfer(str(DEVICE)).normalize(), overrides={"prefetch.concurrency": num_cpus}
+        pipeline.transfer(str(DEVICE)).normalize(), overrides={"prefetch.concurrency": num_cpus, **depth}
     ) as loader:
+        watched.append(loader)
         while True:
             for batch in loader:
                 yield batch["image"]
@@ -119,14 +122,17 @@ def dataloader(photos: Path, num_cpus: int) -> Iterator[torch.Tensor]:
             yield images.to(DEVICE, non_blocking=True)
 
 
-def contestants(photos: Path) -> dict[str, Callable[[], Iterator[torch.Tensor]]]:
+Make = Callable[[list[loaderkit.Loader]], Iterator[torch.Tensor]]
+
+
+def contestants(photos: Path) -> dict[str, Make]:
     num_cpus = len(os.sched_getaffinity(0))
     through_dali = "gpu" if DEVICE.type == "cuda" else "dali-cpu"
     return {
-        "loaderkit, cpu": lambda: ours(photos, "cpu", num_cpus),
-        f"loaderkit, {through_dali}": lambda: ours(photos, through_dali, num_cpus),
-        "dali by hand": lambda: dali_by_hand(photos, num_cpus),
-        "dataloader": lambda: dataloader(photos, num_cpus),
+        "loaderkit, cpu": lambda watched: ours(photos, "cpu", num_cpus, watched),
+        f"loaderkit, {through_dali}": lambda watched: ours(photos, through_dali, num_cpus, watched),
+        "dali by hand": lambda watched: dali_by_hand(photos, num_cpus),
+        "dataloader": lambda watched: dataloader(photos, num_cpus),
     }
 
 
@@ -136,6 +142,7 @@ class Step:
     def __init__(self, step_s: float) -> None:
         self._matrix = torch.randn(2048 if DEVICE.type == "cuda" else 256, 2048, device=DEVICE)
         self._count = 1
+        self()  # the first one sets up what multiplies matrices, which takes longer than to multiply them
         while self._count < 2**20:
             begin = time.perf_counter()
             self()
@@ -150,9 +157,23 @@ class Step:
 
 
 def wait() -> None:
-    """Until the device has done everything."""
+    """Until the device has done what the loop has asked for; what loaders do ahead, on streams of their own, may go on."""
     if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
+
+
+def bare_copies(seconds: float) -> float:
+    """Bytes/s at which one batch of uint8 pictures is copied from pinned memory over and over."""
+    source = torch.zeros(BATCH, 3, SIZE, SIZE, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=DEVICE)
+    target.copy_(source)
+    since_s, num_bytes = time.perf_counter(), 0
+    while time.perf_counter() - since_s < seconds:
+        for _ in range(10):
+            target.copy_(source, non_blocking=True)
+        wait()
+        num_bytes += 10 * source.nbytes
+    return num_bytes / (time.perf_counter() - since_s)
 
 
 def busy_percent() -> float | None:
@@ -171,9 +192,10 @@ def cpu_s() -> float:
     )
 
 
-def measure(make: Callable[[], Iterator[torch.Tensor]], seconds: float, step: Step) -> dict[str, float | None]:
+def measure(make: Make, seconds: float, step: Step) -> dict[str, float | None]:
     cpu_before_s, begin_s = cpu_s(), time.perf_counter()
-    source = make()
+    watched: list[loaderkit.Loader] = []
+    source = make(watched)
     for _ in range(4):
         images = next(source)
         assert images.shape == (BATCH, 3, SIZE, SIZE), images.shape
@@ -185,6 +207,7 @@ def measure(make: Callable[[], Iterator[torch.Tensor]], seconds: float, step: St
         count += BATCH
     rate = count / (time.perf_counter() - since_s)
     busy = busy_percent()
+    before = [loader.stats() for loader in watched]
     since_s, waited_s = time.perf_counter(), 0.0
     while time.perf_counter() - since_s < seconds:
         before_s = time.perf_counter()
@@ -193,9 +216,14 @@ def measure(make: Callable[[], Iterator[torch.Tensor]], seconds: float, step: St
         waited_s += time.perf_counter() - before_s
         step()
     stalled = waited_s / (time.perf_counter() - since_s)
+    copies: dict[str, float] = {}
+    for loader, earlier in zip(watched, before, strict=True):
+        copies |= loader.stats(since=earlier).to_dict()["transfer"]
+    watched.clear()
     del source
     cpus = (cpu_s() - cpu_before_s) / (time.perf_counter() - begin_s)
-    return {"images_per_s": rate, "stalled": stalled, "cpus": cpus, "gpu_busy_percent": busy}
+    found = {"images_per_s": rate, "stalled": stalled, "cpus": cpus, "gpu_busy_percent": busy}
+    return found | {"copied_bytes_per_s": copies.get("bytes_per_s"), "copy_overlap": copies.get("overlap")}
 
 
 def main() -> None:
@@ -209,6 +237,8 @@ def main() -> None:
     step = Step(arguments.step_ms / 1e3)
     found: dict[str, list[dict[str, float | None]]] = {}
     for _ in range(arguments.rounds):
+        if DEVICE.type == "cuda":
+            found.setdefault("bare copies", []).append({"copied_bytes_per_s": bare_copies(arguments.seconds / 4)})
         for name, make in contestants(arguments.photos).items():
             found.setdefault(name, []).append(measure(make, arguments.seconds, step))
     for name, turns in found.items():

@@ -54,7 +54,7 @@ def stacked() -> Iterator[torch.Tensor]:
 
 def into_memory_that_is_reused() -> Iterator[dict[str, torch.Tensor]]:
     """The same into slabs of a pool, once nobody sees them any more."""
-    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8, pinned=False)
+    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
     order = torch.randperm(len(DATA)).tolist()
     for begin in range(0, len(order), BATCH):
         batch = pool.take()
@@ -64,7 +64,7 @@ def into_memory_that_is_reused() -> Iterator[dict[str, torch.Tensor]]:
 
 def checked() -> Iterator[dict[str, torch.Tensor]]:
     """The same, and values of another type or shape are noticed instead of being converted."""
-    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8, pinned=False)
+    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
     order = torch.randperm(len(DATA)).tolist()
     for begin in range(0, len(order), BATCH):
         batch = pool.take()
@@ -77,7 +77,7 @@ def checked() -> Iterator[dict[str, torch.Tensor]]:
 
 def with_keys() -> Iterator[dict[str, Any]]:
     """The same in the reproducible order of (seed, epoch), with the keys of the samples."""
-    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8, pinned=False)
+    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
     order = GlobalOrder(len(DATA), 0).indices(0, np.arange(len(DATA)))
     for begin in range(0, len(order), BATCH):
         indices = order[begin : begin + BATCH].tolist()

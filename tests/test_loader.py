@@ -34,7 +34,7 @@ def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, see
         .random_horizontal_flip()
         .color_jitter(brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1)
         .batch(batch_size, drop_last=drop_last)
-        .transfer("auto")
+        .transfer("cpu")
         .normalize()
     )
 

@@ -6,13 +6,14 @@ results over. What is read ahead is bounded where the batches come from: they le
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from loaderkit.prefetch import stalls
+from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.receiver import Arrived, Receiver
 from loaderkit.prefetch.stats import StageStats, add_accounts
@@ -20,7 +21,7 @@ from loaderkit.prefetch.tape import WHOLE, Track, cut, new_tape, tape_length
 from loaderkit.types import BatchContext, Stage
 
 _PATIENCE_S = 1.0
-_JOIN_S = 10.0
+logger = logging.getLogger("loaderkit")
 
 
 class LateStages:
@@ -31,6 +32,7 @@ class LateStages:
         self._clock = clock
         self._states = States(len(stages))
         self._account: Account | None = None
+        self._place = (0, 0)  # epoch and step of the batch that the thread has, or had
         self._is_recorded = False
 
     def follow(self, receiver: Receiver) -> LateInbox:
@@ -39,6 +41,19 @@ class LateStages:
         if self._is_recorded:
             self.record()
         return LateInbox(receiver, self, self._account)
+
+    def report(self, thread: threading.Thread) -> watch.Report | None:
+        """Which stage `thread` is in, on which batch, and its stack; None if it is in none."""
+        account = self._account
+        if account is None or account.open_state >= len(self._stages):
+            return None
+        stage, since_s = self._stages[account.open_state].name, account.since_s
+        epoch, step = self._place
+        return watch.Report(
+            f"awaited: batch {step} of epoch {epoch}, in {stage} for {self._clock() - since_s:.1f} s, in this process\n"
+            f"{watch.stack_of(thread)}",
+            stage,
+        )
 
     def rows(self, now: float) -> list[StageStats]:
         """The thread's time by stage."""
@@ -70,6 +85,7 @@ class LateStages:
         segments = list(batch.segments)
         since_s, cause, error = batch.done_s, stalls.WAKEUP, batch.error
         account.item = (batch.epoch, batch.end, WHOLE, WHOLE)
+        self._place = (batch.epoch, batch.step)
         for number, stage in enumerate(self._stages):
             if error is not None:
                 break
@@ -94,6 +110,7 @@ class LateInbox:
 
     def __init__(self, receiver: Receiver, stages: LateStages, account: Account) -> None:
         self._receiver = receiver
+        self._stages = stages
         self._queue: SimpleQueue[Arrived | BaseException] = SimpleQueue()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
@@ -127,11 +144,19 @@ class LateInbox:
         """See `Inbox`."""
         self._receiver.give_back()
 
-    def close(self) -> None:
-        """End the thread and drop what it has made."""
+    def report(self) -> watch.Report | None:
+        """See `Inbox`. Batches that are done are not waited for, so the thread has the awaited one, or is about to."""
+        return self._stages.report(self._thread)
+
+    def close(self, join_s: float) -> None:
+        """End the thread and drop what it has made. If it is still inside a stage after `join_s`, it is left to end by itself,
+        with a warning."""
         self._is_closed.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+            self._thread.join(join_s)
+            if self._thread.is_alive():
+                stack = watch.stack_of(self._thread)
+                logger.warning("%s did not stop within %g s: a stage hangs\n%s", self._thread.name, join_s, stack)
         while not self._queue.empty():
             self._queue.get()
         self._queue.put(EOFError())

@@ -25,10 +25,11 @@ class Ledger:
     moment it ends.
     """
 
-    def __init__(self, arena: Arena, *, pinned: bool) -> None:
+    def __init__(self, arena: Arena, *, pinned_for: torch.device | None = None) -> None:
+        """`pinned_for`: the CUDA device that batches are copied to."""
         self._arena = arena
         self._interface = arena.memory.__array_interface__
-        self._pins = _Pins(arena) if pinned else None
+        self._pins = None if pinned_for is None else _Pins(arena, pinned_for)
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._live: dict[int, tuple[Extent, ...]] = {}
         self._leases: dict[int, ref[Lease]] = {}
@@ -81,7 +82,8 @@ class Ledger:
 class _Pins:
     """Blocks registered with CUDA, so that copies from them run beside the training. Registered once, when first seen."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        self._device = device
         self._address = arena.memory.__array_interface__["data"][0]
         self._pinned: set[Extent] = set()
         self._is_refused = False
@@ -91,7 +93,8 @@ class _Pins:
         for block in blocks:
             if self._is_refused or block in self._pinned:
                 continue
-            code = int(self._cudart.cudaHostRegister(self._address + block.start, block.size, 0))
+            with torch.cuda.device(self._device):  # in a thread that receives batches it would be another one
+                code = int(self._cudart.cudaHostRegister(self._address + block.start, block.size, 0))
             if code == 0:
                 self._pinned.add(block)
                 continue
@@ -103,9 +106,10 @@ class _Pins:
             with suppress(
                 RuntimeError
             ):  # CUDA tells of an error again at this thread's next kernel, whoever starts that
-                torch.ones(1, device="cuda")
+                torch.ones(1, device=self._device)
 
     def clear(self) -> None:
-        for block in self._pinned:
-            self._cudart.cudaHostUnregister(self._address + block.start)
+        with torch.cuda.device(self._device):
+            for block in self._pinned:
+                self._cudart.cudaHostUnregister(self._address + block.start)
         self._pinned.clear()

@@ -109,14 +109,16 @@ class BatchPlan:
         specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
         num_batches: int,
         memory_bytes: int,
-        pinned: bool,
+        pinned_for: torch.device | None = None,
         whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
         on_seek: Callable[[int, int], None] | None = None,
         share: Share = WHOLE,
+        run: Callable[..., Any] | None = None,
     ) -> None:
         """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
-        `num_batches` and `memory_bytes` are those of the share."""
+        `num_batches` and `memory_bytes` are those of the share. `pinned_for`: the CUDA device that slabs are copied to.
+        `run` calls what puts a batch together: `Lane.run` where stages have left parts of it on a GPU."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -127,11 +129,12 @@ class BatchPlan:
         self._specs_of = specs_of
         self._num_batches = num_batches
         self.memory_bytes = memory_bytes
-        self._pinned = pinned
+        self._pinned_for = pinned_for
         self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
         self._on_seek = on_seek
         self._share = share
+        self._run = run
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -206,7 +209,7 @@ class BatchPlan:
         num_open, _ = self.room = self._room_for(self._num_batches, self.memory_bytes)
         self._check_room(num_open)
         self.slabs = SlabPool(
-            layout, num_kept=num_open + 2, pinned=self._pinned, allocate=self._allocate, share=self._share
+            layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, share=self._share
         )
         self.specs = specs  # the last: whoever sees it may open batches
 
@@ -317,6 +320,10 @@ class BatchPlan:
 
     def finish(self, destination: Destination) -> dict[str, Any]:
         """The batch of a full destination, as the user will see it but for the batch stages."""
+        found: dict[str, Any] = self._gather(destination) if self._run is None else self._run(self._gather, destination)
+        return found
+
+    def _gather(self, destination: Destination) -> dict[str, Any]:
         num_slots = len(destination)
         slots: NDArray[np.int64] | None = None
         destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))

@@ -11,6 +11,7 @@ from typing import Protocol
 from loaderkit.prefetch import faults, wire
 from loaderkit.prefetch.ledger import Ledger
 from loaderkit.prefetch.link import Link
+from loaderkit.prefetch.watch import Report
 from loaderkit.types import FieldSpec
 
 _MOST_NUMBERS = 10_000  # in one message: a socket takes none of more than 200 kB
@@ -39,8 +40,11 @@ class Inbox(Protocol):
     def give_back(self) -> None:
         """Tell the other process which batches nobody sees any more."""
 
-    def close(self) -> None:
-        """Let go of what has arrived. The link is closed already."""
+    def report(self) -> Report | None:
+        """Why the next batch is not there yet, if what it waits for is done here."""
+
+    def close(self, join_s: float) -> None:
+        """Let go of what has arrived; a thread that does not end within `join_s` is left. The link is closed already."""
 
 
 class Receiver:
@@ -87,7 +91,11 @@ class Receiver:
         for first in range(0, len(ended), _MOST_NUMBERS):
             self._link.tell("released", ended[first : first + _MOST_NUMBERS])
 
-    def close(self) -> None:
+    def report(self) -> Report | None:
+        """Nothing is done here."""
+        return None
+
+    def close(self, join_s: float) -> None:
         """Nothing is held here."""
 
 

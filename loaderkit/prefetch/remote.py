@@ -46,7 +46,7 @@ class Job:
     num_batches: int  # ahead, by all processes together
     memory_bytes: int  # of all processes
     late_stages: Sequence[Stage] = ()
-    pinned: bool = False
+    pinned_for: torch.device | None = None  # to which the late stages copy
 
 
 class Host:
@@ -82,7 +82,7 @@ class Host:
                 link.tell(*order)
             self._early.clear()
             self._has_told_early = True
-            self._ledger = Ledger(arena, pinned=self._job.pinned)
+            self._ledger = Ledger(arena, pinned_for=self._job.pinned_for)
             receiver = Receiver(link, self._ledger)
             self._inbox = receiver if self._late is None else self._late.follow(receiver)
 
@@ -95,7 +95,7 @@ class Host:
             {
                 "job": parcel,
                 "begin": allocator.end,
-                "keep_pages": self._job.pinned,
+                "keep_pages": self._job.pinned_for is not None,
                 "epoch": epoch,
                 "position": position,
                 "log_level": logger.getEffectiveLevel(),
@@ -184,7 +184,8 @@ class Host:
     def report(self) -> Report:
         """Why its next batch is not there yet."""
         silent = Report(f"process {self.pid} is still starting, or does not answer")
-        found: Report | None = self._ask("report")
+        inbox = self._inbox
+        found: Report | None = (inbox.report() if inbox is not None else None) or self._ask("report")
         return found or silent
 
     def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
@@ -218,7 +219,7 @@ class Host:
             if isinstance(message, wire.LogMessage):
                 relay(message)
         if self._inbox is not None:
-            self._inbox.close()
+            self._inbox.close(join_s)
         if self._ledger is not None:
             self._ledger.close()
         self._inbox = self._ledger = self._found = None  # an error's traceback would keep all of it alive

@@ -94,14 +94,14 @@ class SlabPool:
         layout: SlabLayout,
         *,
         num_kept: int,
-        pinned: bool,
+        pinned_for: torch.device | None = None,
         allocate: Callable[[int], Bytes] | None = None,
         share: Share = WHOLE,
     ) -> None:
         self.layout = layout
         self.num_allocated = 0
         self.num_kept = num_kept
-        self._pinned = pinned
+        self._pinned_for = pinned_for
         self._allocate_memory = allocate
         self._free: SimpleQueue[Slab] = SimpleQueue()
         self._share = share
@@ -148,8 +148,9 @@ class SlabPool:
     def _new_memory(self, size: int) -> Bytes:
         if self._allocate_memory is not None:
             return self._allocate_memory(size)
-        if self._pinned:
-            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+        if self._pinned_for is not None:
+            with torch.cuda.device(self._pinned_for):  # in a worker's thread it would be another one
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT
         return memory[offset : offset + size]

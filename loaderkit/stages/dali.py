@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, StageError
 from loaderkit.formats.jpeg import is_well_formed
 from loaderkit.images import jpeg_size, to_tensor
 from loaderkit.steps import Crop, Finish, Flip, Scale, Step, Steps, size_after
@@ -37,12 +37,14 @@ _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 
 @dataclass(frozen=True)
 class Graph:
-    """A DALI pipeline to be. `device`: None for its CPU backend, else the number of the CUDA device."""
+    """A DALI pipeline to be. `device`: None for its CPU backend, else the number of the CUDA device. `num_threads`: of its own,
+    on the CPU."""
 
     stages: tuple[tuple[str, Steps], ...]
     finish: Finish | None
     batch_size: int
     device: int | None
+    num_threads: int = 1
 
     def lines(self) -> list[str]:
         """One line an operator, for people."""
@@ -84,7 +86,7 @@ class _Job(NamedTuple):
 
 
 class Renderer:
-    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`.
+    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`.
 
     `draws(name, chunk)` gives a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes what is
     left, `plain(chunk)` does the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; what
@@ -95,6 +97,7 @@ class Renderer:
         self,
         graph: Graph,
         *,
+        name: str = "decode",
         fields: tuple[str, ...] | None,
         max_pixels: int,
         draws: Callable[[str, Chunk], NDArray[np.float64]],
@@ -104,6 +107,7 @@ class Renderer:
     ) -> None:
         self._dali = _import_dali()
         self._graph = graph
+        self._name = name
         self._fields = fields
         self._max_pixels = max_pixels
         self._draws = draws
@@ -114,7 +118,8 @@ class Renderer:
         self._has_warned = False
 
     def __call__(self, chunk: Chunk) -> None:
-        """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails."""
+        """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails. Raises StageError where
+        DALI has no memory, or the GPU fails."""
         chunk.place = None
         for field, jobs in self._jobs(chunk).items():
             self._render(chunk, field, jobs)
@@ -220,6 +225,10 @@ class Renderer:
         try:
             (output,) = pipeline.run()
         except RuntimeError as error:
+            if (complaint := _complaint(error, self._graph)) is not None:
+                del pipeline  # and its memory, which the error's frames would keep as well
+                failed = StageError(f"{self._name} failed: {complaint}", stage=self._name, epoch=chunk.epoch)
+                raise failed from error.with_traceback(None)
             self._idle.append(pipeline)  # after an error of an operator it takes the next batch as well
             return error
         rows = self._rows(output)
@@ -268,6 +277,33 @@ class Renderer:
                 sample[name] = Rendered(self._finish(to_tensor(value).unsqueeze(0)), 0)
 
 
+_MEMORY = (
+    "allocation failed",
+    "bad_alloc",
+    "out of memory",
+    "cudaErrorMemoryAllocation",
+    "failure: '#5'",
+    "failure: '#15'",
+)
+
+
+def _complaint(error: RuntimeError, graph: Graph) -> str | None:
+    """What to say of an error of DALI's that no image can have caused; None if one may have.
+
+    DALI has one type for all: the text tells them apart. Numbers 5 and 15 are nvImageCodec's for what an allocator refused.
+    """
+    reason = str(error).rpartition("encountered:")[2].strip()  # before it are lines of programs, and names of folders
+    if any(text in reason for text in _MEMORY):
+        where = "the machine" if graph.device is None else f"GPU {graph.device}"
+        return (
+            f"{where} has no memory for what DALI needs for a batch of {graph.batch_size} ({reason.splitlines()[0]}): make "
+            "stages.batch.size smaller, or prefetch.batches: each batch in work has a DALI pipeline of its own"
+        )
+    if "CUDA" in reason:
+        return f"DALI cannot use the GPU any more, which is no image's fault: {reason}"
+    return None
+
+
 def _alone(chunk: Chunk, place: int, sample: Sample) -> Chunk:
     """A chunk of one sample of a chunk, with its memory."""
     slot = chunk.lo + place
@@ -296,10 +332,15 @@ def _build(dali: Any, graph: Graph) -> Any:
 
     def define() -> Any:
         encoded = source("encoded", types.UINT8, 1)
-        device = "cpu" if graph.device is None else "mixed"
+        decoding = {
+            "device": "cpu" if graph.device is None else "mixed",
+            "output_type": types.RGB,
+            "adjust_orientation": False,
+            "jpeg_fancy_upsampling": True,  # of chroma: as libjpeg-turbo does it, and our own decoder
+        }
         images = None
         if not graph.decodes_crops:
-            images = fn.decoders.image(encoded, device=device, output_type=types.RGB, adjust_orientation=False)
+            images = fn.decoders.image(encoded, **decoding)
         number = 0
         mirror = 0
         last = sum(len(steps.kinds) for _, steps in graph.stages) - 1 if graph.mirrors_last else -1
@@ -311,14 +352,7 @@ def _build(dali: Any, graph: Graph) -> Any:
                         "shape": source(f"shape-{number}", types.INT32, 1),
                     }
                     if images is None:
-                        images = fn.decoders.image_slice(
-                            encoded,
-                            **window,
-                            axis_names="HW",
-                            device=device,
-                            output_type=types.RGB,
-                            adjust_orientation=False,
-                        )
+                        images = fn.decoders.image_slice(encoded, **window, axis_names="HW", **decoding)
                     else:
                         images = fn.slice(
                             images, **window, axes=[0, 1], out_of_bounds_policy="pad", fill_values=float(steps.fill)
@@ -349,10 +383,10 @@ def _build(dali: Any, graph: Graph) -> Any:
             mirror=mirror,
         )
 
-    # One thread: each of loaderkit's workers runs a pipeline of its own. Depth 1: they are what works ahead.
+    # Depth 1: loaderkit's workers are what works ahead, each with a pipeline of its own.
     pipeline = dali.pipeline_def(define)(
         batch_size=graph.batch_size,
-        num_threads=1,
+        num_threads=graph.num_threads,
         device_id=graph.device,
         prefetch_queue_depth=1,
         exec_dynamic=True,

@@ -7,11 +7,13 @@ pinned and copied on a stream of their own while the consumer works on earlier b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch.nn.utils.rnn import PackedSequence
 
 from loaderkit.schema import StageArgs
 
@@ -28,8 +30,10 @@ class TransferArgs(StageArgs):
 
 def resolve_device(wanted: str) -> torch.device:
     """The device meant by auto, cpu, cuda or cuda:N. Raises RuntimeError, saying what there is, if it is missing."""
+    if wanted == "cpu":
+        return torch.device("cpu")  # without a look at CUDA, which would load the driver
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and not num_devices):
+    if wanted == "auto" and not num_devices:
         return torch.device("cpu")
     is_named = ":" in wanted
     number = int(wanted.partition(":")[2]) if is_named else torch.cuda.current_device() if num_devices else 0
@@ -51,7 +55,7 @@ def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        if args.channels_last and tensor.ndim == 4:
+        if args.channels_last and tensor.ndim == 4 and tensor.layout is torch.strided:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
@@ -64,11 +68,33 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
         return change(value)
     if isinstance(value, dict):
         return {name: _with_tensors(item, change) for name, item in value.items()}
+    if isinstance(value, PackedSequence):
+        data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
+        return PackedSequence(
+            data, value.batch_sizes, indices, inverse
+        )  # torch wants the sizes on the CPU, wherever the rest is
     if isinstance(value, (list, tuple)):
         items = [_with_tensors(item, change) for item in value]
         named = hasattr(value, "_fields")
         return items if isinstance(value, list) else type(value)(*items) if named else tuple(items)
     return value
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors whose memory a tensor is made of: itself, or what a sparse or nested one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    names = _DENSE_PARTS.get(tensor.layout)
+    return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
+
+
+_DENSE_PARTS = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    torch.jagged: ("values", "offsets"),
+}
 
 
 class Lane:
@@ -86,19 +112,27 @@ class Lane:
         self._lock = threading.Lock()
         self._copies = (0, 0.0)
 
-    def run(self, act: Callable[..., None], *args: Any) -> None:
-        """Call `act` on the stream, and return when the device has done what that asked for."""
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Make the stream current, and its device: in a thread of ours that is number 0, and what asks for no other device
+        would make a CUDA context there, in every rank's process."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def run(self, act: Callable[..., Any], *args: Any) -> Any:
+        """What `act` returns, called on the stream, when the device has done what that asked for."""
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            act(*args)
+        with self._current():
+            found = act(*args)
             done.record(self._stream)
-        done.synchronize()
+            done.synchronize()
+        return found
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be called in another thread than `run` is, but on the same stream."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.cuda.stream(self._stream):
+            with self._current():
                 return function(*args, **kwargs)
 
         return call
@@ -112,16 +146,17 @@ class Lane:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal num_bytes
             found = tensor.to(self._device, non_blocking=True)
-            num_bytes += 0 if found is tensor else tensor.nbytes
+            num_bytes += 0 if found is tensor else sum(part.nbytes for part in _dense_parts(tensor))
             return found
 
-        with self._lock, torch.cuda.stream(self._stream):  # nobody else's copies come between the events
-            begin.record(self._stream)
-            moved = {name: _with_tensors(value, copied) for name, value in batch.items()}
-            end.record(self._stream)
-        end.synchronize()
+        with self._current():
+            with self._lock:  # nobody else's copies come between the events
+                begin.record(self._stream)
+                moved = {name: _with_tensors(value, copied) for name, value in batch.items()}
+                end.record(self._stream)
+            end.synchronize()
+            copy_s = begin.elapsed_time(end) / 1000
         batch.update(moved)  # not before: with the last tensor that sees it a slab may be filled again
-        copy_s = begin.elapsed_time(end) / 1000
         with self._lock:
             self._copies = (self._copies[0] + num_bytes, self._copies[1] + copy_s)
 
@@ -131,9 +166,9 @@ class Lane:
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_cuda:
-                tensor.record_stream(
-                    stream if tensor.device == self._device else torch.cuda.current_stream(tensor.device)
-                )
+                current = stream if tensor.device == self._device else torch.cuda.current_stream(tensor.device)
+                for part in _dense_parts(tensor):
+                    part.record_stream(current)
             return tensor
 
         for value in batch.values():

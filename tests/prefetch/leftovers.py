@@ -6,9 +6,11 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def resources() -> tuple[int, int, int, int]:
@@ -19,9 +21,18 @@ def resources() -> tuple[int, int, int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd")), maps, len(children)
 
 
+@cache
+def _open_cuda() -> None:
+    """The driver opens descriptors of its own with the first context and copy, and keeps them."""
+    if torch.cuda.is_available():
+        torch.ones(1).pin_memory().to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every test must leave threads, descriptors, mappings and processes as they were."""
+    _open_cuda()
     before = resources()
     yield
     assert resources() == before

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -135,7 +136,7 @@ class TestStdio:
 
 class TestLedger:
     def test_a_batch_ends_with_its_last_view(self, arena: Arena) -> None:
-        ledger = Ledger(arena, pinned=False)
+        ledger = Ledger(arena)
         view = torch.from_numpy(ledger.lend(7, (Extent(0, PAGE),))[:100])[3:].detach()
         assert ledger.ended() == []
         del view
@@ -144,7 +145,7 @@ class TestLedger:
     def test_behind_the_end_only_what_is_seen_stays(self, arena: Arena) -> None:
         allocator = Allocator(arena)
         blocks = [allocator.take(3 * PAGE) for _ in range(3)]
-        ledger = Ledger(arena, pinned=False)
+        ledger = Ledger(arena)
         kept = torch.from_numpy(ledger.lend(1, (blocks[1],))[blocks[1].start : blocks[1].start + 10])
         kept[:] = 5
         ledger.close()
@@ -155,7 +156,7 @@ class TestLedger:
 
     def test_memory_that_two_batches_see_outlives_the_first(self, arena: Arena) -> None:
         block = Allocator(arena).take(PAGE)
-        ledger = Ledger(arena, pinned=False)
+        ledger = Ledger(arena)
         one, other = (torch.from_numpy(ledger.lend(n, (block,))[:8]) for n in (1, 2))
         one[:] = 9
         ledger.close()
@@ -164,12 +165,52 @@ class TestLedger:
 
     def test_a_fork_gives_nothing_back(self, arena: Arena) -> None:
         block = Allocator(arena).take(PAGE)
-        ledger = Ledger(arena, pinned=False)
+        ledger = Ledger(arena)
         seen = torch.from_numpy(ledger.lend(1, (block,))[:8])
         ledger.close()
         ledger._pid += 1  # as in the child of a fork
         del seen
         assert used_bytes(arena) == PAGE
+
+    def test_blocks_are_pinned_once_and_for_the_device_they_are_copied_to(
+        self, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cuda = Cuda()
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "device", cuda.device)
+        allocator = Allocator(arena)
+        blocks = [allocator.take(PAGE), allocator.take(3 * PAGE)]
+        ledger = Ledger(arena, pinned_for=torch.device("cuda", 3))
+        for number in range(3):
+            ledger.lend(number, tuple(blocks))
+        begin = arena.memory.ctypes.data
+        assert cuda.registered == {begin + block.start: block.size for block in blocks}
+        ledger.close()
+        assert cuda.registered == {}
+
+
+class Cuda:
+    """The runtime, as far as memory is registered with it: always while device 3 is current."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.current = 0
+
+    @contextmanager
+    def device(self, wanted: torch.device) -> Iterator[None]:
+        before, self.current = self.current, wanted.index
+        yield
+        self.current = before
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert self.current == 3
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert self.current == 3
+        del self.registered[address]
+        return 0
 
 
 def values() -> dict[str, Any]:

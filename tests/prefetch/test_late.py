@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from of_numbers import build, numbers
+from of_numbers import build, numbers, wait_for
 
 import loaderkit
 from loaderkit.assembly import Assembly, Recipe, RemoteEngine
 from loaderkit.builder import make_parts
-from loaderkit.errors import ClosedError, WorkerDiedError
+from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
 from loaderkit.prefetch.process import ProcessEngine
 from loaderkit.prefetch.remote import Job
 from loaderkit.prefetch.share import Share
@@ -25,7 +26,10 @@ from loaderkit.types import BatchContext, Stage
 
 
 def late_engine(
-    late: Callable[[dict[str, Any], BatchContext], None], num_processes: int = 1, *, pinned: bool = False
+    late: Callable[[dict[str, Any], BatchContext], None],
+    num_processes: int = 1,
+    *,
+    pinned_for: torch.device | None = None,
 ) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
@@ -39,7 +43,7 @@ def late_engine(
         num_batches=4,
         memory_bytes=2**20,
         late_stages=[Stage("late", "call", "batch", late)],
-        pinned=pinned,
+        pinned_for=pinned_for,
     )
     return ProcessEngine(job, num_processes=num_processes, schedule=parts.schedule, timeout_s=60)
 
@@ -95,6 +99,32 @@ class TestLateStages:
         engine.close()
 
 
+def test_a_stage_that_hangs_is_named_and_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    is_in, is_free = threading.Event(), threading.Event()
+
+    def late(batch: dict[str, Any], context: BatchContext) -> None:
+        if context.first_position == 16:
+            is_in.set()
+            is_free.wait(600)
+
+    engine = late_engine(late)
+    try:
+        for _ in range(2):
+            engine.next()
+        assert is_in.wait(60)
+        engine._timeout_s, engine._raises = 0.1, True
+        with pytest.raises(StallTimeout, match="batch 2 of epoch 0, in late for") as caught:
+            engine.next()
+        assert caught.value.stage == "late"
+        assert "is_free.wait" in str(caught.value), "the stack"
+        del caught
+        engine.close(0.5)
+        assert "loaderkit-late did not stop within 0.5 s" in caplog.text
+    finally:
+        is_free.set()
+        wait_for(lambda: "loaderkit-late" not in [thread.name for thread in threading.enumerate()])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnTheGpu:
@@ -109,7 +139,9 @@ class TestOnTheGpu:
 
     def test_slabs_are_pinned(self) -> None:
         pinned: list[bool] = []
-        engine = late_engine(lambda batch, context: pinned.append(batch["filling"].is_pinned()), pinned=True)
+        engine = late_engine(
+            lambda batch, context: pinned.append(batch["filling"].is_pinned()), pinned_for=torch.device("cuda", 0)
+        )
         engine.next()
         engine.close()
         assert pinned[0]

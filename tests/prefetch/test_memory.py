@@ -28,7 +28,7 @@ from loaderkit.types import FieldSpec
 
 def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:
     specs = {name: FieldSpec("slab", shape, dtype) for name, (shape, dtype) in fields.items()}
-    return SlabPool(SlabLayout.of(specs, 4), num_kept=3, pinned=False)
+    return SlabPool(SlabLayout.of(specs, 4), num_kept=3)
 
 
 INTERRUPTED = """

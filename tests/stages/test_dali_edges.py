@@ -7,6 +7,7 @@ import logging
 import re
 import tarfile
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,71 @@ class TestRefusedByDali:
         assert kinds == [Rendered] * 5 + [Encoded] + [Rendered] * 2
         (record,) = caplog.records
         assert "our own decoder" in record.getMessage()
+
+
+class Refusing:
+    """A DALI pipeline that fails with the same words whatever it is given, and says when it is let go."""
+
+    def __init__(self, words: str, ended: list[str]) -> None:
+        self._words = words
+        weakref.finalize(self, ended.append, words)
+
+    def feed_input(self, name: str, values: Any) -> None: ...
+
+    def run(self) -> Any:
+        where = 'operator `decoders.image`, which was used with the following traceback:\n\n  File "/CUDA/out of memory/x.py"'
+        raise RuntimeError(f"Critical error in pipeline:\nError in MIXED {where}\n\nencountered:\n\n{self._words}")
+
+
+class TestNoImagesFault:
+    def render(self, words: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        looked_at: list[int] = []
+        ended: list[str] = []
+
+        def decode(chunk: Chunk) -> None:
+            looked_at.append(chunk.lo)
+
+        monkeypatch.setattr("loaderkit.stages.dali._build", lambda dali, graph: Refusing(words, ended))
+        chunk = Chunk(Destination(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, 0, np.arange(4))
+        chunk.samples = [{"image": Encoded(memoryview(make_photo(n)), "jpg")} for n in range(4)]
+        renderer = Renderer(
+            Graph((("resize", resize_steps(ResizeArgs(size=(16, 16)))),), None, 4, 1),
+            name="pictures",
+            fields=None,
+            max_pixels=10**6,
+            draws=lambda name, chunk: np.zeros((len(chunk), 0)),
+            decode=decode,
+            plain=lambda chunk: None,
+            finish=lambda images: images,
+        )
+        try:
+            renderer(chunk)
+        except StageError:
+            assert len(ended) == 1, "the pipeline goes, with its memory"
+            assert looked_at == []
+            raise
+        return looked_at
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "CUDA allocation failed\nRequested size: 100 bytes",
+            "std::bad_alloc",
+            "CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory",
+            "nvImageCodec failure: '#5'",
+        ],
+    )
+    def test_memory_that_is_short(self, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(StageError, match=r"GPU 1 has no memory for .* a batch of 4 .*stages\.batch\.size smaller"):
+            self.render(words, monkeypatch)
+
+    def test_a_gpu_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(StageError, match=r"no image's fault: CUDA runtime API error cudaErrorIllegalAddress"):
+            self.render("CUDA runtime API error cudaErrorIllegalAddress (700)", monkeypatch)
+
+    def test_any_other_may_be_an_images(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked_at = self.render("nvImageCodec failure: '#4'", monkeypatch)
+        assert set(looked_at) == {0, 1, 2, 3}
 
 
 class TestConfig:

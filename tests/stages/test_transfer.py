@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import loaderkit
 from loaderkit.errors import ConfigError
@@ -86,6 +91,11 @@ def test_a_state_does_not_depend_on_the_device() -> None:
         assert plain.state_dict() == moved.state_dict()
 
 
+def pack(batch: dict[str, Any]) -> None:
+    batch["packed"] = pack_sequence([x[: 1 + n % 3] for n, x in enumerate(batch["x"])], enforce_sorted=False)
+    batch["sparse"] = batch["x"].to_sparse()
+
+
 class Pair(NamedTuple):
     left: torch.Tensor
     right: Any
@@ -100,7 +110,7 @@ def nest(batch: dict[str, Any]) -> dict[str, Any]:
 class TestLayout:
     def test_tensors_in_lists_tuples_and_dicts(self) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).read().decode(fields=["image"]).batch(8).call(nest)
-        for batch in batches(stages.transfer(dtype="float16", channels_last=True)):
+        for batch in batches(stages.transfer("cpu", dtype="float16", channels_last=True)):
             first, (second, text), inner = batch["found"]
             assert {first.dtype, second.dtype, inner["pair"].left.dtype} == {torch.float16}
             assert (text, type(inner["pair"]), inner["pair"].right) == ("text", Pair, 1)
@@ -111,9 +121,9 @@ class TestLayout:
     def test_channels_last_keeps_the_values(self, position: str) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
         made = (
-            stages.transfer(channels_last=True).normalize()
+            stages.transfer("cpu", channels_last=True).normalize()
             if position == "before"
-            else stages.normalize().transfer(channels_last=True)
+            else stages.normalize().transfer("cpu", channels_last=True)
         )
         found = batches(made)
         assert all(batch["image"].is_contiguous(memory_format=torch.channels_last) for batch in found)
@@ -123,10 +133,10 @@ class TestLayout:
     def test_floats_are_cast_where_it_stands(self, position: str) -> None:
         stages = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
         if position == "before":  # pixels are still uint8 then
-            found = batches(stages.transfer(dtype="bfloat16").normalize())
+            found = batches(stages.transfer("cpu", dtype="bfloat16").normalize())
             assert_equal(found, batches(pipeline()))
         else:
-            found = batches(stages.normalize().transfer(dtype="bfloat16"))
+            found = batches(stages.normalize().transfer("cpu", dtype="bfloat16"))
             assert {batch["image"].dtype for batch in found} == {torch.bfloat16}
             for one, other in zip(found, batches(pipeline()), strict=True):
                 assert torch.equal(one["image"], other["image"].to(torch.bfloat16))
@@ -137,6 +147,7 @@ class Late:
     """A CUDA stream, and its events, on which copies have been made only when an event behind them was waited for."""
 
     under_way: list[weakref.ref[torch.Tensor]]
+    devices: list[torch.device]  # the current one is the last
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.at_ms = 0.0
@@ -149,9 +160,11 @@ class Late:
         self.at_ms = stream.at_ms
 
     def elapsed_time(self, end: Late) -> float:
+        assert Late.devices == [torch.device("meta")]
         return end.at_ms - self.at_ms
 
     def synchronize(self) -> None:
+        assert Late.devices == [torch.device("meta")]
         assert all(source() is not None for source in Late.under_way), "memory is let go of that is still copied from"
         Late.under_way.clear()
 
@@ -166,11 +179,23 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Lane:
             Late.under_way.append(weakref.ref(tensor))
         return moved(tensor, *args, **kwargs)
 
-    Late.under_way = []
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        Late.devices.append(wanted)
+        yield
+        Late.devices.pop()
+
+    @contextmanager
+    def stream(wanted: Late) -> Iterator[None]:
+        assert Late.devices == [torch.device("meta")], "its exit makes the device current that was so before"
+        yield
+
+    Late.under_way, Late.devices = [], []
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Late)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Late())
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.Tensor, "to", to)
     return Lane(torch.device("meta"))
 
@@ -194,15 +219,86 @@ class TestLane:
         late.move({"a": torch.ones(4, 3, device="meta"), "b": torch.ones(2, dtype=torch.uint8)})  # one is there already
         assert late.counters() == {"num_bytes": 48 + 2, "copy_s": pytest.approx(0.004)}
 
+    def test_packed_sequences(self, late: Lane) -> None:
+        """Their sizes stay on the CPU, as torch wants them."""
+        packed = pack_sequence([torch.ones(n) for n in (2, 5, 3)], enforce_sorted=False)
+        batch: dict[str, Any] = {"packed": [packed]}
+        late.move(batch)
+        found = batch["packed"][0]
+        assert isinstance(found, PackedSequence)
+        assert found.data.is_meta
+        assert found.sorted_indices is not None
+        assert found.sorted_indices.is_meta
+        assert torch.equal(found.batch_sizes, packed.batch_sizes)
+        assert late.counters()["num_bytes"] == 10 * 4 + 2 * 3 * 8
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.parametrize(
+        ("make", "num_bytes"),
+        [
+            (lambda: torch.eye(3).to_sparse(), 2 * 3 * 8 + 3 * 4),
+            (lambda: torch.eye(3).to_sparse_csr(), (4 + 3) * 8 + 3 * 4),
+            (lambda: torch.eye(4).to_sparse_bsc((2, 2)), (3 + 2) * 8 + 2 * 4 * 4),
+            (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 5 * 4 + 3 * 8),
+        ],
+        ids=["coo", "csr", "bsc", "jagged"],
+    )
+    def test_sparse_and_nested_tensors(self, late: Lane, make: Callable[[], torch.Tensor], num_bytes: int) -> None:
+        made = make()
+        batch = {"x": made}
+        late.move(batch)
+        assert batch["x"].is_meta
+        assert batch["x"].layout is made.layout
+        assert late.counters()["num_bytes"] == num_bytes
+
     def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
         kept: list[torch.Tensor] = []
 
-        def act(factor: int) -> None:
+        def act(factor: int) -> str:
             kept.append(torch.ones(3) * factor)
             kept[-1].to("meta", non_blocking=True)
+            return "done"
 
-        late.run(act, 2)
+        assert late.run(act, 2) == "done"
         assert Late.under_way == []
+
+    def test_its_device_is_the_current_one(self, late: Lane) -> None:
+        seen: list[list[torch.device]] = []
+        late.run(lambda: seen.append([*Late.devices]))
+        late.bound(lambda: seen.append([*Late.devices]))()
+        assert seen == [[torch.device("meta")]] * 2
+        assert Late.devices == []
+
+
+def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_the_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one makes of a sample is read by a worker on its own stream."""
+    bound: list[Any] = []
+
+    class Noting:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def run(self, act: Any, *args: Any) -> None: ...
+
+        def bound(self, function: Any) -> Any:
+            bound.append(function)
+            return function
+
+    def on_sample(sample: dict[str, Any]) -> None:
+        sample["at"] = "sample"
+
+    def on_batch(batch: dict[str, Any]) -> None:
+        batch["at"] = "batch"
+
+    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.compiler.Lane", Noting)
+    made = loaderkit.Pipeline.dataset(Items()).read().call(on_sample, timeout="5s").batch(8)
+    loaderkit.build(made.call(on_batch, timeout="5s").transfer().call(on_batch, timeout="5s")).close()
+    given: list[dict[str, Any]] = [{} for _ in bound]
+    for function, batch in zip(bound, given, strict=True):
+        function(batch, None)
+    assert given == [{"at": "batch"}] * 2
 
 
 def test_copies_in_the_statistics() -> None:
@@ -261,6 +357,19 @@ class TestOnTheGpu:
         assert 0 < copies["copy_s"] < loader.stats().wall_s
         assert 0 <= copies["overlap"] <= 1
 
+    def test_packed_and_sparse(self) -> None:
+        with loaderkit.build(pipeline(device="cpu").call(pack)) as loader:
+            expected = list(loader)
+        made = loaderkit.Pipeline.dataset(Items()).shuffle("global", seed=3).read().decode(fields=["image"]).batch(8)
+        with loaderkit.build(made.call(pack).transfer("cuda")) as loader:
+            for batch, other in zip(loader, expected, strict=True):
+                padded, sizes = pad_packed_sequence(batch["packed"])
+                wanted, wanted_sizes = pad_packed_sequence(other["packed"])
+                assert padded.is_cuda
+                assert torch.equal(padded.cpu(), wanted)
+                assert torch.equal(sizes, wanted_sizes)
+                assert torch.equal(batch["sparse"].to_dense().cpu(), other["sparse"].to_dense())
+
     def test_memory_that_cannot_be_pinned(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -276,6 +385,31 @@ class TestOnTheGpu:
         for one, other in zip(found, expected, strict=True):
             assert torch.allclose(one["image"], other["image"], rtol=0, atol=1e-6)
             assert torch.equal(one["x"], other["x"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_another_device_is_left_alone(executor: str) -> None:
+    program = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+import torch
+import loaderkit
+from test_transfer import doubled, pipeline
+made = pipeline(device="cuda:1").call(doubled, timeout="60s")
+with loaderkit.build(made, overrides={{"prefetch.executor": {executor!r}}}) as loader:
+    for batch in loader:
+        assert batch["image"].device == torch.device("cuda", 1)
+        assert batch["image"].dtype == torch.float32
+assert torch._C._cuda_hasPrimaryContext(1)
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def doubled(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"twice": 2 * batch["image"]}
 
 
 def keyed(batch: dict[str, Any]) -> tuple[list[str], torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from loaderkit.errors import CheckpointError
-from loaderkit.unpickling import Array, Opaque
+from loaderkit.unpickling import Array, Dtype, StandIn
 
 _MAX_DEPTH = 100
 
@@ -81,27 +81,34 @@ def flatten(
 
 
 def _require_made(name: str, key: Any) -> None:
-    unknown = opaque_in(key)
+    unknown = opaque_in({key})
     if unknown is not None:
         raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
 
 
-def opaque_in(value: Any) -> Opaque | None:
-    """The first object inside a plain value that was not made; None if there is none."""
-    seen: set[int] = set()
-    todo = [value]
+def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
+    """The first thing inside a plain value that was not made, an object or the class of one; None if there is none.
+
+    Tensors, arrays and their types count as made, as `settle` replaces them, but not in sets and keys, where it does not look.
+    """
+    seen: set[tuple[int, bool]] = set()
+    todo = [(value, True)]
     while todo:
-        item = todo.pop()
-        if isinstance(item, Opaque):
+        item, is_reached = todo.pop()
+        if isinstance(item, StandIn) and not (is_reached and item.is_settled):
+            return item
+        if isinstance(item, type) and issubclass(item, StandIn):
             return item
         if isinstance(item, Mapping):
-            inside = [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            inside = list(item)
+            inside = [*((key, False) for key in item), *((inner, is_reached) for inner in item.values())]
+        elif isinstance(item, (list, tuple)):
+            inside = [(inner, is_reached) for inner in item]
+        elif isinstance(item, (set, frozenset)):
+            inside = [(inner, False) for inner in item]
         else:
             continue
-        if id(item) not in seen:
-            seen.add(id(item))
+        if (id(item), is_reached) not in seen:
+            seen.add((id(item), is_reached))
             todo += inside
     return None
 
@@ -114,7 +121,7 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
     def visit(item: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
-        if isinstance(item, Array):
+        if isinstance(item, (Array, Dtype)):
             return item.value
         if not isinstance(item, (list, tuple, Mapping)):
             return tensor(item)

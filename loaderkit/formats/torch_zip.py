@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loaderkit.errors import FormatError
-from loaderkit.unpickling import Function, Global, Opaque, load_pickle, opaque, plain_names
+from loaderkit.unpickling import Function, Global, Opaque, StandIn, functions, load_pickle, opaque, plain_names
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -39,6 +39,7 @@ _STORAGES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128", "Untyped": "uint8",
 }  # fmt: skip
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter", "torch.nn.parameter.Buffer")
 
 
 class Record(NamedTuple):
@@ -50,8 +51,10 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(StandIn):
     """A storage: the record with its bytes, and how many elements of `dtype` the pickle says it has."""
+
+    what = "torch.UntypedStorage"
 
     key: str
     dtype: torch.dtype
@@ -59,8 +62,11 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class View(StandIn):
     """A tensor: a strided view of a storage. Offset and strides are in elements of `dtype`."""
+
+    what = "torch.Tensor"
+    is_settled = True
 
     storage: Storage
     dtype: torch.dtype
@@ -277,37 +283,34 @@ def _get(read: Read, start: int, length: int) -> bytes:
 @cache
 def names() -> Mapping[str, Any]:
     """Stand-ins for what torch.save's pickles name; no pickle can change them."""
-    found: dict[str, Any] = {
-        "torch._utils._rebuild_tensor_v2": Function(_rebuild),
-        "torch._utils._rebuild_tensor": Function(_rebuild),
-        "torch._utils._rebuild_tensor_v3": Function(_rebuild_v3),
-        "torch._utils._rebuild_parameter": Function(lambda data, *_: data),
-        "torch._utils._rebuild_parameter_with_state": Function(lambda data, *_: data),
-        "torch._tensor._rebuild_from_type_v2": Function(_rebuild_from_type),
-        "torch.Tensor": Global("torch.Tensor"),
-        "torch.nn.parameter.Parameter": Global("torch.nn.Parameter"),
-        "torch.nn.Parameter": Global("torch.nn.Parameter"),
-        "torch.nn.parameter.Buffer": Global("torch.nn.Buffer"),
-        "torch.Size": Function(_size),
-        "torch.device": Function(lambda kind, index=None: kind if index is None else f"{kind}:{index}"),
-        "torch.serialization._get_layout": Function(lambda name: name),
+    called: dict[str, Callable[..., Any]] = {
+        "torch._utils._rebuild_tensor_v2": _rebuild,
+        "torch._utils._rebuild_tensor": _rebuild,
+        "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+        "torch.Size": _size,
+        "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
+        "torch.serialization._get_layout": lambda name: name,
     }
+    found: dict[str, Any] = {name: Global(name) for name in _CLASSES}
     for name, dtype in _STORAGES.items():
         for module in ("torch", "torch.storage"):
-            found[f"{module}.{name}Storage"] = Global(dtype)
+            found[f"{module}.{name}Storage"] = Global(f"{module}.{name}Storage", getattr(torch, dtype))
     for name, value in vars(torch).items():
         if isinstance(value, torch.dtype):
             found[f"torch.{name}"] = value
-    return MappingProxyType({**plain_names(), **found})
+    return MappingProxyType({**plain_names(), **functions(called), **found})
 
 
 def _storage(pid: Any, storages: dict[str, Storage]) -> Storage:
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
         raise FormatError(f"it refers to something that is no storage: {pid!r:.100}")
     _, kind, key, _, num_elements = pid[:5]
-    if not isinstance(kind, Global) or not isinstance(key, str) or not _is_size(num_elements):
+    if not isinstance(kind, Global) or kind.value is None or not isinstance(key, str) or not _is_size(num_elements):
         raise FormatError(f"it refers to a storage of an unknown kind: {pid!r:.100}")
-    storage = Storage(key, getattr(torch, kind.name), num_elements)
+    storage = Storage(key, kind.value, num_elements)
     known = storages.setdefault(key, storage)
     if known.num_elements * known.dtype.itemsize != num_elements * storage.dtype.itemsize:
         raise FormatError(f"it says of the storage data/{key} that it has two sizes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import json
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -153,6 +155,49 @@ class TestTorchSave:
             data[place] ^= 0xFF
             with contextlib.suppress(LoaderkitError):  # nothing else, and no crash
                 loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": bytes(data)})})
+
+
+class TestReferences:
+    """A state that holds a class or a function itself, no object made by it."""
+
+    @pytest.mark.parametrize(
+        ("what", "named"),
+        [
+            (torch.nn.ReLU, r"torch\.nn\.modules\.activation\.ReLU"),
+            (os.system, r"posix\.system"),
+            (collections.OrderedDict, r"collections\.OrderedDict"),
+            (torch.Tensor, r"torch\.Tensor"),
+            (torch.FloatStorage, r"torch\.FloatStorage"),
+            (torch.Size, r"torch\.Size"),
+            (torch.ones(2).untyped_storage(), r"torch\.UntypedStorage"),
+            ({torch.ones(2)}, r"torch\.Tensor"),
+            ([1, (torch.nn.ReLU,)], r"torch\.nn\.modules\.activation\.ReLU"),
+        ],
+    )
+    def test_is_refused_by_name(self, what: Any, named: str) -> None:
+        data = saved({"w": torch.ones(2), "hparams": {"act": what}})
+        connectors = {"memory": MemoryConnector({"x.pt": data})}
+        into = {"w": torch.zeros(2), "hparams": {"act": torch.nn.GELU}}
+        for target in (None, into):
+            with pytest.raises(CheckpointError, match=rf"'hparams\.act' holds an object of {named}"):
+                loaderkit.restore("memory://x.pt", target, connectors=connectors)
+        assert into == {"w": into["w"], "hparams": {"act": torch.nn.GELU}}
+        assert loaderkit.restore("memory://x.pt", keys="w", connectors=connectors)["w"].tolist() == [1, 1]
+
+    def test_of_a_pickle_that_is_nothing_else(self) -> None:
+        connectors = {"memory": MemoryConnector({"x.pt": archive(b"cposix\nsystem\n.")})}
+        with pytest.raises(CheckpointError, match=r"'tensor' holds an object of posix\.system"):
+            loaderkit.restore("memory://x.pt", connectors=connectors)
+
+    @pytest.mark.parametrize("key", [torch.nn.ReLU, (1, torch.nn.ReLU), torch.ones(2)])
+    def test_as_a_key(self, key: Any) -> None:
+        refused(saved({"a": torch.ones(2), key: 1}), "a key in", "x.pt")
+
+    def test_a_type_of_numpy_comes_out_as_it_is(self) -> None:
+        data = saved({"kind": np.dtype(">f4"), "number": np.float32(3)})
+        restored = loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": data})})
+        assert restored == {"kind": np.dtype(">f4"), "number": np.float32(3)}
+        assert isinstance(restored["kind"], np.dtype)
 
 
 def archive(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:

@@ -30,6 +30,18 @@ class _Frozen(type):
         raise pickle.UnpicklingError(f"it sets {name!r} of a class")
 
 
+def shown(value: Any) -> str:
+    """A value from a file, for a message: short whatever it is. (`repr` of a few lists within lists can fill all memory, and
+    of a long number it fails.)"""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:100])
+    if value is None or (isinstance(value, int) and abs(value) < 2**100):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and len(value) <= 64 and all(type(item) in (int, str) for item in value):
+        return f"[{', '.join(map(shown, value))}]"[:100]
+    return value.what if isinstance(value, StandIn) else f"a {type(value).__name__}"
+
+
 class StandIn:
     """What a pickle gets in place of what it names. None comes out of a checkpoint as a value: those with `is_settled` are
     replaced by a value, the others are refused. `what` is the name of what it stands for: "package.module.name"."""
@@ -202,7 +214,7 @@ def plain_names() -> Mapping[str, Any]:
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
+        raise pickle.UnpicklingError(f"bytes encoded as {shown(encoding)}")
     return text.encode("latin1")
 
 
@@ -223,7 +235,7 @@ class Dtype(StandIn):
 
     def __init__(self, name: str, *_: Any) -> None:
         if not isinstance(name, str) or not _SIMPLE_DTYPE.fullmatch(name):
-            raise pickle.UnpicklingError(f"a NumPy type {name!r:.100} that is not a number's")
+            raise pickle.UnpicklingError(f"a NumPy type {shown(name)} that is not a number's")
         self.value = np.dtype(name)
 
     def __setstate__(self, state: Any) -> None:

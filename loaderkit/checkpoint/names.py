@@ -41,8 +41,10 @@ def flatten(
 
     Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
     `empty` is given the paths of empty tables, which have no name.
-    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves or endless nesting, which are bombs.
+    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves and tables, or endless nesting, which
+    are bombs.
     """
+    num_visited = 0
     found: dict[str, Leaf] = {}
     known: dict[int, bool] = {}  # whether a list is to be entered: shared lists are looked at once
 
@@ -59,31 +61,37 @@ def flatten(
         return known[id(value)]
 
     def visit(name: str, leaf: Leaf, depth: int) -> None:
+        nonlocal num_visited
+        num_visited += 1
+        if num_visited > limit:
+            raise CheckpointError(
+                f"it has more than {limit} values and tables, more than its description can hold: it is a bomb"
+            )
         value = leaf.value
         if not is_entered(value, depth):
             if name in found:
                 raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
-            if len(found) >= limit:
-                raise CheckpointError(
-                    f"it has more than {limit} values, more than its description can hold: it is a bomb"
-                )
             found[name] = leaf
             return
         if not value and empty is not None:
             empty.append(leaf.path)
         items = value.items() if isinstance(value, Mapping) else ((Index(n), item) for n, item in enumerate(value))
         for key, item in items:
-            _require_made(name, key)
-            visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
+            visit(_joined(name, key, depth), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
 
     visit(single, Leaf(None, None, tree), 0)
     return found
 
 
-def _require_made(name: str, key: Any) -> None:
+def _joined(name: str, key: Any, depth: int) -> str:
+    """The name of what stands under `key` in the table `name`."""
     unknown = opaque_in({key})
     if unknown is not None:
         raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
+    try:
+        return f"{name}.{key}" if depth else str(key)
+    except (ValueError, RecursionError):  # of a number with thousands of digits, or of tuples in tuples
+        raise CheckpointError(f"a key in {name!r} cannot be written as text") from None
 
 
 def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
@@ -154,8 +162,12 @@ def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Pat
 
 
 def _enter(table: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    if len(path) > _MAX_DEPTH:
+        raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
     for key in path:
         table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise CheckpointError(f"{'.'.join(map(str, path))!r} is a value, and a table with values in it, too")
     return table
 
 

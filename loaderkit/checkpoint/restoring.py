@@ -392,7 +392,8 @@ class Source:
                 return torch.empty(item.shape, dtype=item.dtype)
             start = archive.starts[item.storage.key] + item.offset * item.dtype.itemsize
             part = view[start : start + item.num_spanned * item.dtype.itemsize]
-            return as_tensor(part, item.dtype, item.shape, item.strides).clone()
+            # The bytes are copied, not the elements: an expanded tensor has any number of them.
+            return as_tensor(memoryview(bytearray(part)), item.dtype, item.shape, item.strides)
 
         return archive.value, tensor
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import struct
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ class TestSafetensors:
             (with_header({"a": entry()}, b"\0" * 7), "'a' ends at byte"),
             (with_header({"a": entry()}, b"\0" * 9), "1 bytes after"),
             (b"\1\0\0", "truncated"),
+            (with_header({"a": entry(shape=[1] * 65)}), "65 dimensions"),
+            (with_header({"a": entry(shape=(0, 2**62, 4), offsets=(0, 0))}, b""), "takes"),
+            (with_header(("{" + ",".join(f'"{n % 200_000}":1' for n in range(200_001)) + "}").encode()), "'0' twice"),
         ],
     )
     def test_refuses(self, data: bytes, match: str) -> None:
@@ -118,8 +122,38 @@ class TestTorchSave:
         refused(saved({"a": state}), "more than .* values", "x.pt")
         deep = b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 5000 + b"a" * 4999 + b"s."
         refused(archive(deep), "nested", "x.pt")
+        table: Any = {}
+        for _ in range(40):
+            table = {"a": table, "b": table}
+        refused(saved({"a": torch.ones(2), "t": table}), "more than .* values and tables", "x.pt")
+        refused(saved({"a": torch.ones(2), 10**5000: 1}), "cannot be written", "x.pt")
         huge = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."
         refused(archive(huge), "bytearray", "x.pt")
+
+    def test_what_is_said_of_a_bomb_is_short(self) -> None:
+        lists = b"]" + b"2\x86" * 60  # (x, x) of the last, again and again: its text would have 2**60 letters
+        refused(archive(b"\x80\x02ctorch\nSize\n" + lists + b"\x85R."), "it has a size a tuple", "x.pt")
+
+    def test_records_that_share_bytes(self) -> None:
+        whole = bytearray(archive(b"\x80\x02}.", {"data/0": b"\0" * 80, "data/1": b"\0" * 80}))
+        headers = [place for place in range(len(whole)) if whole[place : place + 4] == b"PK\3\4"]
+        entries = [place for place in range(len(whole)) if whole[place : place + 4] == b"PK\1\2"]
+
+        shared = whole.copy()
+        shared[entries[2] + 42 : entries[2] + 46] = struct.pack("<L", headers[1])
+        refused(bytes(shared), r"'x/data/[01]' .* where the next begins", "x.pt")
+
+    def test_a_record_that_begins_late_or_is_another(self) -> None:
+        whole = bytearray(saved({"a": torch.ones(2), "b": torch.ones(2)}))
+        place = whole.index(b"/data/0") + len("/data/")
+        other = whole.copy()
+        other[place : place + 1] = b"7"
+        refused(bytes(other), r"'archive/data/0' is not where its directory says", "x.pt")
+        header = whole.rindex(b"PK\3\4", 0, place)
+        (padding,) = struct.unpack_from("<H", whole, header + 28)
+        late = whole.copy()
+        struct.pack_into("<H", late, header + 28, padding + 100)
+        refused(bytes(late), r"'archive/data/0' .* into the next", "x.pt")
 
     def test_a_packed_archive_is_refused(self) -> None:
         packed = io.BytesIO()
@@ -233,6 +267,10 @@ class TestDistributed:
         (folder / ".metadata").unlink()
         self.refused(folder, "not committed")
 
+    def test_metadata_whose_text_is_a_bomb(self, folder: Path) -> None:
+        (folder / ".metadata").write_bytes(b"\x80\x02]" + b"2\x86" * 60 + b".")
+        self.refused(folder, "no Metadata of torch.distributed.checkpoint, but a tuple")
+
     def test_a_missing_file(self, folder: Path) -> None:
         (folder / "__0_0.distcp").unlink()
         self.refused(folder, r"not whole.*__0_0\.distcp")
@@ -261,6 +299,15 @@ class TestDistributed:
 
 
 class TestDirectories:
+    def test_absolute_names_in_an_archive(self, tmp_path: Path) -> None:
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            for name in ("/abs/y.safetensors", "x.safetensors"):
+                data = safetensors.torch.save({name[-13:]: torch.ones(2)})
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        assert [*loaderkit.restore(tmp_path / "x.tar")] == ["x.safetensors"]
+
     def test_two_formats(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
         torch.save({"a": torch.ones(2)}, tmp_path / "optimizer.pt")

@@ -7,6 +7,7 @@ refused by name, and so is what holds two formats.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import prod
@@ -22,6 +23,7 @@ from loaderkit.types import ByteRange, ObjectInfo
 _METADATA = ".metadata"
 _INDEX = ".index.json"
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
 _MAX_METADATA = 2**31
 _MAX_LOOKED_AT = 1000
@@ -59,6 +61,8 @@ def open_checkpoint(place: Place, fetch: Fetch | None = None) -> Checkpoint:
             "it with torch.load(weights_only=True) and save it again"
         )
     found = Checkpoint(place.url, kind, place.connector, place.prefix, infos)
+    if place.single is None and not any(name.endswith(_INDEX) for name in infos):
+        _check_numbered(found, files)
     readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_dcp}
     readers[kind](found, files, fetch)
     return found
@@ -187,6 +191,21 @@ def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list
     if other := [file for file in wanted if file not in files]:
         raise _named(found, found.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it"))
     return wanted
+
+
+def _check_numbered(found: Checkpoint, files: list[str]) -> None:
+    """Raise CheckpointError if a shard is missing of those whose names say how many there are: the index is written last."""
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (stem, count, suffix), there in numbers.items():
+        num_shards, first = int(count), 0 if 0 in there else 1
+        missing = next((n for n in range(first, first + num_shards) if n not in there), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{found.name} is not whole: it has no index and {len(there)} of {num_shards} shards; "
+                f"'{stem}-{missing:0{len(count)}}-of-{count}{suffix}' is missing. Name a shard to restore what is in it alone"
+            )
 
 
 def _check_index(found: Checkpoint, wanted: dict[str, list[str]] | None) -> None:

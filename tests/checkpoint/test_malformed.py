@@ -338,6 +338,29 @@ class TestDirectories:
         with pytest.raises(CheckpointError, match="none of its files"):
             loaderkit.restore(tmp_path)
 
+    @pytest.mark.parametrize("there", [(1, 2, 3), (2, 3, 4, 5), (1, 2, 4, 5), (0, 1, 2, 3), (5,)])
+    def test_shards_without_their_index(self, tmp_path: Path, there: tuple[int, ...]) -> None:
+        for n in there:
+            safetensors.torch.save_file({f"w{n}": torch.ones(2)}, tmp_path / f"model-0000{n}-of-00005.safetensors")
+        missing = next(n for n in range(0 if 0 in there else 1, 6) if n not in there)
+        with pytest.raises(
+            CheckpointError, match=rf"not whole.*{len(there)} of 5 shards; 'model-0000{missing}-of-00005"
+        ):
+            loaderkit.restore(tmp_path)
+        file = tmp_path / f"model-0000{there[0]}-of-00005.safetensors"
+        assert [*loaderkit.restore(file)] == [f"w{there[0]}"]  # this one was asked for
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_all_shards_without_their_index(self, tmp_path: Path, first: int) -> None:
+        for n in range(first, first + 3):
+            safetensors.torch.save_file({f"w{n}": torch.ones(2)}, tmp_path / f"model-{n}-of-3.safetensors")
+        assert len(loaderkit.restore(tmp_path)) == 3
+
+    def test_one_torch_save_file_of_two(self, tmp_path: Path) -> None:
+        torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+        with pytest.raises(CheckpointError, match=r"'pytorch_model-00002-of-00002\.bin' is missing"):
+            loaderkit.restore(tmp_path)
+
     def test_an_index_that_names_a_tensor_there_is_not(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m-1.safetensors")
         names = {"weight_map": {"a": "m-1.safetensors", "b": "m-1.safetensors"}}
@@ -425,6 +448,10 @@ class TestLatest:
         assert loaderkit.checkpoint.latest(tmp_path) == f"{tmp_path}/step-10"
         assert "step-100 is skipped" in caplog.text
         assert "not committed" in caplog.text
+        (tmp_path / "step-101").mkdir()
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "step-101/model-00001-of-00002.safetensors")
+        assert loaderkit.checkpoint.latest(tmp_path) == f"{tmp_path}/step-10"
+        shutil.rmtree(tmp_path / "step-101")
         shutil.rmtree(tmp_path / "step-10")
         shutil.rmtree(tmp_path / "step-9")
         with pytest.raises(CheckpointError, match=r"no complete checkpoint.*\n.*not committed"):

@@ -39,9 +39,8 @@ def manifest_key(place: Place) -> str:
 def needed_objects(found: Checkpoint) -> list[ObjectInfo]:
     """The objects a checkpoint consists of, manifests and strangers left out."""
     keys = {part.key for stored in found.tensors.values() for part in stored.parts}
-    keys |= {item.key for item in found.pickled.values()}
-    described = (".metadata", ".index.json")
-    return [info for info in found.objects.values() if info.key in keys or info.key.endswith(described)]
+    keys |= {item.key for item in found.pickled.values()} | found.read
+    return [info for info in found.objects.values() if info.key in keys]
 
 
 def write_manifest(

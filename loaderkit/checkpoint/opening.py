@@ -139,6 +139,7 @@ def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch) -> None
     wanted = _indexed(found, files, ".safetensors")
     for name in files if wanted is None else wanted:
         info = found.objects[name]
+        found.read.add(info.key)
         try:
             entries, _ = safetensors.read_header(_reader(found, info), info.size)
         except FormatError as error:
@@ -172,6 +173,7 @@ def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list
         raise _named(found, info, FormatError(f"{info.size} bytes are too many for an index"))
     data = bytearray(info.size)
     found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    found.read.add(info.key)
     try:
         names = json.loads(data)["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -229,6 +231,7 @@ def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
         )
     for name in files if wanted is None else wanted:
         info = found.objects[name]
+        found.read.add(info.key)
 
         def fetch_here(ranges: Sequence[tuple[int, int]], info: ObjectInfo = info) -> list[bytes]:
             return fetch([ByteRange(info.key, start, length, info.etag) for start, length in ranges])
@@ -270,6 +273,7 @@ def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
         raise _named(found, info, FormatError(f"{info.size} bytes are too many for it"))
     data = bytearray(info.size)
     found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    found.read.add(info.key)
     try:
         contents = dcp.read_metadata(bytes(data))
     except FormatError as error:

@@ -427,6 +427,26 @@ class TestManifest:
         with pytest.raises(CheckpointError, match="has no manifest"):
             loaderkit.restore(path.parent, verify=True)
 
+    @pytest.mark.parametrize("state", [{"step": 12}, {"step": 12, "none": torch.ones(0)}, {}])
+    @pytest.mark.parametrize("verify", ["auto", True])
+    def test_covers_a_file_without_tensors(self, tmp_path: Path, state: Any, verify: Any) -> None:
+        torch.save(state, tmp_path / "state.pt")
+        manifest = loaderkit.checkpoint.write_manifest(tmp_path / "state.pt")
+        assert [len(item["hashes"]) for item in manifest["objects"].values()] == [1]
+        assert loaderkit.restore(tmp_path / "state.pt", verify=verify).keys() == state.keys()
+        data = bytearray((tmp_path / "state.pt").read_bytes())
+        data[60] ^= 1  # padding behind the header of the first record: no reader looks at it
+        (tmp_path / "state.pt").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
+            loaderkit.restore(tmp_path / "state.pt", verify=verify)
+
+    def test_that_is_empty_covers_nothing(self, tmp_path: Path) -> None:
+        torch.save({"step": 12}, tmp_path / "state.pt")
+        manifest = loaderkit.checkpoint.write_manifest(tmp_path / "state.pt") | {"objects": {}}
+        (tmp_path / "state.pt.loaderkit-manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="the manifest does not have it"):
+            loaderkit.restore(tmp_path / "state.pt", verify=True)
+
     def test_goes_with_the_checkpoint_into_a_tar(self, path: Path, tmp_path: Path) -> None:
         pack(sorted(path.parent.iterdir()), path.parent, tmp_path / "all.tar")
         assert loaderkit.restore(tmp_path / "all.tar", verify=True)["a"].tolist() == [1, 1]

@@ -308,6 +308,28 @@ class TestDirectories:
                 tar.addfile(member, io.BytesIO(data))
         assert [*loaderkit.restore(tmp_path / "x.tar")] == ["x.safetensors"]
 
+    @pytest.mark.parametrize("root", ["../", "/abs/", "step-1/../../", ""])
+    def test_members_of_an_archive_that_lead_out(self, tmp_path: Path, root: str) -> None:
+        """What is restored are the archive's own bytes, whatever lies where the names lead; nothing is written there."""
+        outside = safetensors.torch.save({"secret": torch.ones(2)})
+        for place in (tmp_path / "x.safetensors", tmp_path / "link.safetensors"):
+            place.write_bytes(outside)
+        inside = safetensors.torch.save({"w": torch.zeros(2)})
+        (tmp_path / "runs").mkdir()
+        with tarfile.open(tmp_path / "runs/x.tar", "w") as tar:
+            member = tarfile.TarInfo(f"{root}x.safetensors")
+            member.size = len(inside)
+            tar.addfile(member, io.BytesIO(inside))
+            for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+                link = tarfile.TarInfo(f"{root}link.safetensors")
+                link.type, link.linkname = kind, str(tmp_path / "link.safetensors")
+                tar.addfile(link)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert loaderkit.restore(tmp_path / "runs/x.tar")["w"].tolist() == [0, 0]
+        with pytest.raises(CheckpointError, match="no manifest can be written there"):
+            loaderkit.checkpoint.write_manifest(tmp_path / "runs/x.tar")
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
     def test_two_formats(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
         torch.save({"a": torch.ones(2)}, tmp_path / "optimizer.pt")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, fetch_ranges, num_workers_of
+from loaderkit.checkpoint.filling import Filling, fetch_of, fetch_ranges, num_workers_of
 from loaderkit.checkpoint.laying import as_tensor, unpacked
 from loaderkit.checkpoint.manifest import Verify, read_manifest
 from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
@@ -137,9 +137,9 @@ def opened(
         raise ConfigError(f"memory: expected {error}") from None
     place = open_place(url, connectors or {})
     try:
-        fetch = partial(fetch_ranges, place.connector, {}, memory_bytes=memory_bytes)
+        fetch = fetch_of(place.connector, memory_bytes)
         found = open_checkpoint(place, fetch)
-        yield Source(found, read_manifest(place, found, verify), memory_bytes)
+        yield Source(found, read_manifest(place, found, verify, fetch), memory_bytes)
     finally:
         place.close()
 

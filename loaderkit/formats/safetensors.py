@@ -49,6 +49,11 @@ def looks_like_safetensors(head: bytes, size: int) -> bool:
     return size >= 9 and len(head) >= 9 and head[8:9] == b"{"
 
 
+def header_end(head: bytes) -> int:
+    """Where the header of a file that begins with `head` says it ends, in bytes from the file's beginning; 8 if it does not."""
+    return 8 + (int.from_bytes(head[:8], "little") if len(head) >= 8 else 0)
+
+
 def read_header(read: Read, size: int) -> tuple[list[Entry], dict[str, str]]:
     """The tensors of a file of `size` bytes in the order of their bytes, and the header's metadata.
 

@@ -30,11 +30,32 @@ class _Frozen(type):
         raise pickle.UnpicklingError(f"it sets {name!r} of a class")
 
 
-class Opaque(metaclass=_Frozen):
+def shown(value: Any) -> str:
+    """A value from a file, for a message: short whatever it is. (`repr` of a few lists within lists can fill all memory, and
+    of a long number it fails.)"""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:100])
+    if value is None or (isinstance(value, int) and abs(value) < 2**100):
+        return repr(value)
+    if isinstance(value, (list, tuple)) and len(value) <= 64 and all(type(item) in (int, str) for item in value):
+        return f"[{', '.join(map(shown, value))}]"[:100]
+    return value.what if isinstance(value, StandIn) else f"a {type(value).__name__}"
+
+
+class StandIn:
+    """What a pickle gets in place of what it names. None comes out of a checkpoint as a value: those with `is_settled` are
+    replaced by a value, the others are refused. `what` is the name of what it stands for: "package.module.name"."""
+
+    __slots__ = ()
+    what: str
+    is_settled: ClassVar[bool] = False
+
+
+class Opaque(StandIn, metaclass=_Frozen):
     """Stands for an object that is not made. `what` is the class or function the file names: "package.module.name"."""
 
     __slots__ = ()
-    what: ClassVar[str] = "an unknown object"
+    what = "an unknown object"
 
     def __new__(cls, *_: Any, **__: Any) -> Opaque:
         return object.__new__(cls)
@@ -61,13 +82,14 @@ def opaque(what: str) -> type[Opaque]:
     return _Frozen("Opaque", (Opaque,), {"__slots__": (), "what": what})  # type: ignore[return-value]
 
 
-class Function(metaclass=_Frozen):
+class Function(StandIn, metaclass=_Frozen):
     """A stand-in that may be called and not be changed: calling it calls `function`."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("_function", "what")
     _function: Callable[..., Any]
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, what: str, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "what", what)
         object.__setattr__(self, "_function", function)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -75,6 +97,11 @@ class Function(metaclass=_Frozen):
 
     def __call__(self, *values: Any) -> Any:
         return self._function(*values)
+
+
+def functions(found: Mapping[str, Callable[..., Any]]) -> dict[str, Function]:
+    """Stand-ins for functions, by name."""
+    return {name: Function(name, function) for name, function in found.items()}
 
 
 class Record(metaclass=_Frozen):
@@ -102,17 +129,18 @@ def record(what: str) -> type[Record]:
     return _Frozen(what.rpartition(".")[2], (Record,), {"__slots__": ()})  # type: ignore[return-value]
 
 
-class Global:
-    """A name that stands for itself, such as a dtype. It cannot be called."""
+class Global(StandIn):
+    """A name that stands for itself, or for a `value` such as a dtype. It cannot be called."""
 
-    __slots__ = ("name",)
-    name: str
+    __slots__ = ("value", "what")
+    value: Any
 
-    def __init__(self, name: str) -> None:
-        object.__setattr__(self, "name", name)
+    def __init__(self, what: str, value: Any = None) -> None:
+        object.__setattr__(self, "what", what)
+        object.__setattr__(self, "value", value)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"it sets {name!r} of {self.name}")
+        raise pickle.UnpicklingError(f"it sets {name!r} of {self.what}")
 
 
 def load_pickle(
@@ -166,28 +194,27 @@ class _Reader(pickle.Unpickler):
 @cache
 def plain_names() -> Mapping[str, Any]:
     """Stand-ins for containers and plain values, and for NumPy's arrays of numbers, which states of RNGs hold."""
-    found: dict[str, Any] = {
-        "collections.OrderedDict": Function(OrderedDict),
-        "collections.defaultdict": Function(lambda *_: {}),
-        "collections.Counter": Function(lambda values=(): dict(values)),
-        "_codecs.encode": Function(_encode),
-        "numpy.dtype": Function(_Dtype),
-        "numpy.ndarray": Global("numpy.ndarray"),
+    found: dict[str, Callable[..., Any]] = {
+        "collections.OrderedDict": OrderedDict,
+        "collections.defaultdict": lambda *_: {},
+        "collections.Counter": lambda values=(): dict(values),
+        "_codecs.encode": _encode,
+        "numpy.dtype": Dtype,
     }
     for module in ("builtins", "__builtin__"):
-        found[f"{module}.set"] = Function(set)
-        found[f"{module}.frozenset"] = Function(frozenset)
-        found[f"{module}.complex"] = Function(complex)
-        found[f"{module}.bytearray"] = Function(_bytearray)
+        found[f"{module}.set"] = set
+        found[f"{module}.frozenset"] = frozenset
+        found[f"{module}.complex"] = complex
+        found[f"{module}.bytearray"] = _bytearray
     for core in ("numpy.core", "numpy._core"):
-        found[f"{core}.multiarray._reconstruct"] = Function(lambda *_: Array())
-        found[f"{core}.multiarray.scalar"] = Function(_scalar)
-    return MappingProxyType(found)
+        found[f"{core}.multiarray._reconstruct"] = lambda *_: Array()
+        found[f"{core}.multiarray.scalar"] = _scalar
+    return MappingProxyType({**functions(found), "numpy.ndarray": Global("numpy.ndarray")})
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
+        raise pickle.UnpicklingError(f"bytes encoded as {shown(encoding)}")
     return text.encode("latin1")
 
 
@@ -199,37 +226,41 @@ def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
     return bytearray(data)
 
 
-class _Dtype:
+class Dtype(StandIn):
     """A type of NumPy's: numbers only."""
 
-    __slots__ = ("dtype",)
+    __slots__ = ("value",)
+    what = "numpy.dtype"
+    is_settled = True
 
     def __init__(self, name: str, *_: Any) -> None:
         if not isinstance(name, str) or not _SIMPLE_DTYPE.fullmatch(name):
-            raise pickle.UnpicklingError(f"a NumPy type {name!r:.100} that is not a number's")
-        self.dtype = np.dtype(name)
+            raise pickle.UnpicklingError(f"a NumPy type {shown(name)} that is not a number's")
+        self.value = np.dtype(name)
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(state[1])
+            self.value = self.value.newbyteorder(state[1])
 
 
-class Array:
+class Array(StandIn):
     """A NumPy array of numbers, once it is built."""
 
     __slots__ = ("value",)
+    what = "numpy.ndarray"
+    is_settled = True
 
     def __init__(self) -> None:
         self.value: Any = None
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
+        if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
             raise pickle.UnpicklingError("an array of objects")
-        self.value = np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if fortran else "C").copy()
+        self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C").copy()
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
-    if not isinstance(dtype, _Dtype) or not isinstance(data, bytes) or len(data) != dtype.dtype.itemsize:
+    if not isinstance(dtype, Dtype) or not isinstance(data, bytes) or len(data) != dtype.value.itemsize:
         raise pickle.UnpicklingError("a NumPy number of a type that is none")
-    return np.frombuffer(data, dtype.dtype)[0]
+    return np.frombuffer(data, dtype.value)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 _REMOTE_WORKERS = 16
 _FEW = 4
+_LEAST_MEMORY = 128 * 2**10  # of a worker that reads descriptions
 _CPU = torch.device("cpu")
 
 
@@ -130,7 +132,7 @@ def name_touched(error: BaseException, names: set[str]) -> None:
 def fetch_ranges(
     connector: Connector, objects: Mapping[str, ObjectInfo], ranges: Sequence[ByteRange], memory_bytes: int
 ) -> list[bytes]:
-    """The bytes of many ranges, read by the engine where there are more than a few."""
+    """The bytes of many ranges, all at once: read by the engine where there are more than a few."""
     found = [bytearray(item.length) for item in ranges]
     if len(ranges) <= _FEW:
         for item, data in zip(ranges, found, strict=True):
@@ -140,11 +142,17 @@ def fetch_ranges(
         Want("its description", (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
         for item, data in zip(ranges, found, strict=True)
     ]
-    workers = num_workers_of(connector, "auto")
+    workers = max(1, min(num_workers_of(connector, "auto"), memory_bytes // _LEAST_MEMORY))
+    objects = {**objects, **{item.key: ObjectInfo(item.key, 0, item.etag) for item in ranges if item.etag is not None}}
     with Filling(wants, connector, objects, memory_bytes=memory_bytes, num_workers=workers) as filling:
         for _ in filling:
             pass
     return [bytes(data) for data in found]
+
+
+def fetch_of(connector: Connector, memory_bytes: int = 2**28) -> Callable[[Sequence[ByteRange]], list[bytes]]:
+    """What reads the descriptions of a checkpoint: `fetch_ranges`, for one connector."""
+    return partial(fetch_ranges, connector, {}, memory_bytes=memory_bytes)
 
 
 def _into(item: ByteRange, target: memoryview) -> Callable[[Limits], Laid]:

@@ -13,19 +13,22 @@ from typing import Any, Literal
 
 import xxhash
 
+from loaderkit.checkpoint.filling import fetch_of
 from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import Place, open_place
 from loaderkit.checkpoint.plan import MOST_BLOCK_BYTES
+from loaderkit.checkpoint.recognising import Fetch
 from loaderkit.checkpoint.records import Checkpoint
 from loaderkit.checkpoint.stages import Checksums
 from loaderkit.connectors.retry import RetryConnector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import CheckpointError, ConfigError, FormatError, ObjectNotFoundError
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 NAME = "loaderkit-manifest.json"
 _VERSION = 1
 _MAX_MANIFEST = 2**30
+_MOST_COMPARED = 128  # blocks of descriptions that are read at once, in 32 MiB
 Verify = Literal["auto"] | bool
 
 
@@ -39,9 +42,8 @@ def manifest_key(place: Place) -> str:
 def needed_objects(found: Checkpoint) -> list[ObjectInfo]:
     """The objects a checkpoint consists of, manifests and strangers left out."""
     keys = {part.key for stored in found.tensors.values() for part in stored.parts}
-    keys |= {item.key for item in found.pickled.values()}
-    described = (".metadata", ".index.json")
-    return [info for info in found.objects.values() if info.key in keys or info.key.endswith(described)]
+    keys |= {item.key for item in found.pickled.values()} | found.read
+    return [info for info in found.objects.values() if info.key in keys]
 
 
 def write_manifest(
@@ -65,7 +67,7 @@ def write_manifest(
             raise CheckpointError(
                 f"{place.url}: no manifest can be written there: write it before packing or uploading"
             )
-        found = open_checkpoint(place)
+        found = open_checkpoint(place, fetch_of(place.connector))
         objects = {}
         for info in needed_objects(found):
             objects[info.key[len(place.prefix) :]] = {
@@ -90,7 +92,7 @@ def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[st
     return found
 
 
-def read_manifest(place: Place, found: Checkpoint, verify: Verify) -> dict[str, Checksums]:
+def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch) -> dict[str, Checksums]:
     """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest.
 
     Raises CheckpointError if `verify` is True and there is none, or if an object has another size than it says.
@@ -121,7 +123,7 @@ def read_manifest(place: Place, found: Checkpoint, verify: Verify) -> dict[str, 
                 f"{found.describe(item.key)} has {item.size} bytes, and the manifest {said}: the file is cut short, or was "
                 "replaced; if that was on purpose, write the manifest again"
             )
-    _check_descriptions(found, checksums)
+    _check_descriptions(found, checksums, fetch)
     return checksums
 
 
@@ -144,7 +146,7 @@ def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
     return found
 
 
-def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums]) -> None:
+def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums], fetch: Fetch) -> None:
     """What was read already to learn what lies where is compared, too: all that stands before and after the tensors."""
     places: dict[str, list[tuple[int, int]]] = {}
     for stored in found.tensors.values():
@@ -152,6 +154,7 @@ def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums]) -
             places.setdefault(part.key, []).append((part.start, part.start + part.length))
     for item in found.pickled.values():
         places.setdefault(item.key, []).append((item.start, item.start + item.length))
+    ranges: list[ByteRange] = []
     for info in needed_objects(found):
         known = checksums[info.key]
         inside = places.get(info.key, [(info.size, info.size)])
@@ -160,10 +163,13 @@ def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums]) -
         tail = range(last // known.block_bytes, len(known.hashes)) if last < info.size else ()
         for number in sorted({*head, *tail}):
             lo = number * known.block_bytes
-            data = bytearray(min(known.block_bytes, info.size - lo))
-            found.connector.read_into(info.key, lo, memoryview(data), etag=info.etag)
-            if xxhash.xxh3_64_hexdigest(data) != known.hashes[number]:
+            ranges.append(ByteRange(info.key, lo, min(known.block_bytes, info.size - lo), info.etag))
+    for begin in range(0, len(ranges), _MOST_COMPARED):
+        some = ranges[begin : begin + _MOST_COMPARED]
+        for (key, lo, length, _), data in zip(some, fetch(some), strict=True):
+            known = checksums[key]
+            if xxhash.xxh3_64_hexdigest(data) != known.hashes[lo // known.block_bytes]:
                 raise CheckpointError(
-                    f"{found.describe(info.key)} is damaged: its bytes {lo} to {lo + len(data)}, which hold its description, "
-                    "are not those of its manifest"
+                    f"{found.describe(key)} is damaged: its bytes {lo} to {lo + length}, which hold its description, are not "
+                    "those of its manifest"
                 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from loaderkit.errors import CheckpointError
-from loaderkit.unpickling import Array, Opaque
+from loaderkit.unpickling import Array, Dtype, StandIn
 
 _MAX_DEPTH = 100
 
@@ -41,8 +41,10 @@ def flatten(
 
     Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
     `empty` is given the paths of empty tables, which have no name.
-    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves or endless nesting, which are bombs.
+    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves and tables, or endless nesting, which
+    are bombs.
     """
+    num_visited = 0
     found: dict[str, Leaf] = {}
     known: dict[int, bool] = {}  # whether a list is to be entered: shared lists are looked at once
 
@@ -59,49 +61,62 @@ def flatten(
         return known[id(value)]
 
     def visit(name: str, leaf: Leaf, depth: int) -> None:
+        nonlocal num_visited
+        num_visited += 1
+        if num_visited > limit:
+            raise CheckpointError(
+                f"it has more than {limit} values and tables, more than its description can hold: it is a bomb"
+            )
         value = leaf.value
         if not is_entered(value, depth):
             if name in found:
                 raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
-            if len(found) >= limit:
-                raise CheckpointError(
-                    f"it has more than {limit} values, more than its description can hold: it is a bomb"
-                )
             found[name] = leaf
             return
         if not value and empty is not None:
             empty.append(leaf.path)
         items = value.items() if isinstance(value, Mapping) else ((Index(n), item) for n, item in enumerate(value))
         for key, item in items:
-            _require_made(name, key)
-            visit(f"{name}.{key}" if depth else str(key), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
+            visit(_joined(name, key, depth), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
 
     visit(single, Leaf(None, None, tree), 0)
     return found
 
 
-def _require_made(name: str, key: Any) -> None:
-    unknown = opaque_in(key)
+def _joined(name: str, key: Any, depth: int) -> str:
+    """The name of what stands under `key` in the table `name`."""
+    unknown = opaque_in({key})
     if unknown is not None:
         raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
+    try:
+        return f"{name}.{key}" if depth else str(key)
+    except (ValueError, RecursionError):  # of a number with thousands of digits, or of tuples in tuples
+        raise CheckpointError(f"a key in {name!r} cannot be written as text") from None
 
 
-def opaque_in(value: Any) -> Opaque | None:
-    """The first object inside a plain value that was not made; None if there is none."""
-    seen: set[int] = set()
-    todo = [value]
+def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
+    """The first thing inside a plain value that was not made, an object or the class of one; None if there is none.
+
+    Tensors, arrays and their types count as made, as `settle` replaces them, but not in sets and keys, where it does not look.
+    """
+    seen: set[tuple[int, bool]] = set()
+    todo = [(value, True)]
     while todo:
-        item = todo.pop()
-        if isinstance(item, Opaque):
+        item, is_reached = todo.pop()
+        if isinstance(item, StandIn) and not (is_reached and item.is_settled):
+            return item
+        if isinstance(item, type) and issubclass(item, StandIn):
             return item
         if isinstance(item, Mapping):
-            inside = [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            inside = list(item)
+            inside = [*((key, False) for key in item), *((inner, is_reached) for inner in item.values())]
+        elif isinstance(item, (list, tuple)):
+            inside = [(inner, is_reached) for inner in item]
+        elif isinstance(item, (set, frozenset)):
+            inside = [(inner, False) for inner in item]
         else:
             continue
-        if id(item) not in seen:
-            seen.add(id(item))
+        if (id(item), is_reached) not in seen:
+            seen.add((id(item), is_reached))
             todo += inside
     return None
 
@@ -114,7 +129,7 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
     def visit(item: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
-        if isinstance(item, Array):
+        if isinstance(item, (Array, Dtype)):
             return item.value
         if not isinstance(item, (list, tuple, Mapping)):
             return tensor(item)
@@ -147,8 +162,12 @@ def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Pat
 
 
 def _enter(table: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    if len(path) > _MAX_DEPTH:
+        raise CheckpointError(f"it is nested more than {_MAX_DEPTH} levels deep: that is no checkpoint")
     for key in path:
         table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise CheckpointError(f"{'.'.join(map(str, path))!r} is a value, and a table with values in it, too")
     return table
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from loaderkit.checkpoint.filling import fetch_of
 from loaderkit.checkpoint.manifest import NAME, Verify, read_manifest
 from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import Place, open_place
@@ -40,7 +41,8 @@ def latest(
         try:
             inside = open_place(url, given)
             try:
-                read_manifest(inside, open_checkpoint(inside), verify)
+                fetch = fetch_of(inside.connector)
+                read_manifest(inside, open_checkpoint(inside, fetch), verify, fetch)
             finally:
                 inside.close()
         except (CheckpointError, FormatError, ConnectorError) as error:

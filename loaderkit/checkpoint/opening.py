@@ -7,39 +7,38 @@ refused by name, and so is what holds two formats.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
 from loaderkit.checkpoint.names import Index, flatten
 from loaderkit.checkpoint.places import Place
+from loaderkit.checkpoint.recognising import INDEX, METADATA, Fetch, heads_of, kinds_of, looked_at
 from loaderkit.checkpoint.records import Checkpoint, Part, Stored, strides_of
 from loaderkit.errors import CheckpointError, FormatError
 from loaderkit.formats import dcp, safetensors, torch_zip
 from loaderkit.types import ByteRange, ObjectInfo
 
-_METADATA = ".metadata"
-_INDEX = ".index.json"
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
+_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
-_MAX_METADATA = 2**31
-_MAX_LOOKED_AT = 1000
-_HEAD = 32
+_MAXMETADATA = 2**31
+_MOST_REST = 2**20  # of a header: what is longer is read by itself
+_MOST_RESTS = 64  # read at once
 _FORMATS = {
     "safetensors": "safetensors",
     "torch": "torch.save",
     "dcp": "torch.distributed.checkpoint",
     "legacy": "a torch.save file older than torch 1.6",
 }
-Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 
 
-def open_checkpoint(place: Place, fetch: Fetch | None = None) -> Checkpoint:
+def open_checkpoint(place: Place, fetch: Fetch) -> Checkpoint:
     """What is at a place. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
-    fetch = fetch or partial(_one_by_one, place)
     infos = {info.key[len(place.prefix) :]: info for info in place.children()}
-    kinds = _kinds(place, infos)
+    looked = looked_at(place, infos)
+    heads = heads_of([infos[name] for name in looked], fetch)
+    kinds = kinds_of(place, infos, looked, heads)
     if len(kinds) > 1:
         (first, some), (second, others), *_ = kinds.items()
         raise CheckpointError(
@@ -59,69 +58,23 @@ def open_checkpoint(place: Place, fetch: Fetch | None = None) -> Checkpoint:
             "it with torch.load(weights_only=True) and save it again"
         )
     found = Checkpoint(place.url, kind, place.connector, place.prefix, infos)
+    if place.single is None and not any(name.endswith(INDEX) for name in infos):
+        _check_numbered(found, files)
     readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_dcp}
-    readers[kind](found, files, fetch)
+    readers[kind](found, files, fetch, heads)
     return found
 
 
-def _kinds(place: Place, infos: dict[str, ObjectInfo]) -> dict[str, list[str]]:
-    """Format -> the files of it, by what they begin with."""
-    if _METADATA in infos and place.single is None:
-        found = {"dcp": [_METADATA]}
-        names = [name for name in infos if name.endswith(_SUFFIXES)]
-    else:
-        parts = [name for name in infos if name.endswith(".distcp")]
-        if parts and place.single is None:
-            raise CheckpointError(
-                f"{place.url} has {parts[0]} and no {_METADATA}: the checkpoint was not committed, so it is not whole"
-            )
-        found = {}
-        indexes = [name for name in infos if name.endswith(_INDEX)]
-        names = [name for name in infos if name.endswith(_SUFFIXES)] or [] if indexes else _candidates(infos)
-        for index in indexes:
-            if not any(name.endswith(index.removesuffix(_INDEX).rpartition(".")[2]) for name in names):
-                raise CheckpointError(
-                    f"{place.connector.describe(infos[index].key)} is there, and none of its files is"
-                )
-    for name in names:
-        kind = _kind_of(place, infos[name])
-        if kind is not None:
-            found.setdefault(kind, []).append(name)
-    return found
+def _reader(found: Checkpoint, info: ObjectInfo, head: bytes) -> Callable[[int, memoryview], None]:
+    """Reads in an object whose beginning is there already."""
 
+    def read(start: int, buffer: memoryview) -> None:
+        known = head[start : start + len(buffer)]
+        buffer[: len(known)] = known
+        if len(known) < len(buffer):
+            found.connector.read_into(info.key, start + len(known), buffer[len(known) :], etag=info.etag)
 
-def _candidates(infos: dict[str, ObjectInfo]) -> list[str]:
-    usual = [name for name in infos if name.endswith(_SUFFIXES)]
-    return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_LOOKED_AT]
-
-
-def _kind_of(place: Place, info: ObjectInfo) -> str | None:
-    head = bytearray(min(_HEAD, info.size))
-    place.connector.read_into(info.key, 0, memoryview(head), etag=info.etag)
-    if head.startswith(torch_zip.MAGIC):
-        return "torch"
-    if torch_zip.is_legacy(bytes(head)):
-        return "legacy"
-    if safetensors.looks_like_safetensors(bytes(head), info.size) or info.key.endswith(".safetensors"):
-        return "safetensors"
-    if info.key.endswith((".pt", ".pth")):
-        raise CheckpointError(
-            f"{place.connector.describe(info.key)} is no whole torch.save file: it begins with {bytes(head[:4])!r}"
-        )
-    return None
-
-
-def _one_by_one(place: Place, ranges: Sequence[ByteRange]) -> list[bytes]:
-    found = []
-    for key, start, length, etag in ranges:
-        data = bytearray(length)
-        place.connector.read_into(key, start, memoryview(data), etag=etag)
-        found.append(bytes(data))
-    return found
-
-
-def _reader(found: Checkpoint, info: ObjectInfo, base: int = 0) -> Callable[[int, memoryview], None]:
-    return lambda start, buffer: found.connector.read_into(info.key, base + start, buffer, etag=info.etag)
+    return read
 
 
 def _named(found: Checkpoint, info: ObjectInfo, error: Exception) -> FormatError:
@@ -131,12 +84,15 @@ def _named(found: Checkpoint, info: ObjectInfo, error: Exception) -> FormatError
 # ------------------------------------------------------------------------------------------------------ safetensors
 
 
-def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
+def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
     wanted = _indexed(found, files, ".safetensors")
-    for name in files if wanted is None else wanted:
-        info = found.objects[name]
+    infos = [found.objects[name] for name in (files if wanted is None else wanted)]
+    for number, info in enumerate(infos):
+        if number % _MOST_RESTS == 0:
+            _complete(infos[number : number + _MOST_RESTS], fetch, heads)
+        found.read.add(info.key)
         try:
-            entries, _ = safetensors.read_header(_reader(found, info), info.size)
+            entries, _ = safetensors.read_header(_reader(found, info, heads.pop(info.key)), info.size)
         except FormatError as error:
             raise _named(found, info, error) from None
         for entry in entries:
@@ -145,6 +101,18 @@ def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch) -> None
             part = Part((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
             found.tensors[entry.name] = Stored(entry.dtype, shape, (part,))
     _check_index(found, wanted)
+
+
+def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) -> None:
+    """Read the rest of headers that are somewhat longer than what is there of them."""
+    ranges = []
+    for info in infos:
+        there = len(heads[info.key])
+        missing = safetensors.header_end(heads[info.key]) - there
+        if 0 < missing <= min(_MOST_REST, info.size - there):
+            ranges.append(ByteRange(info.key, there, missing, info.etag))
+    for item, rest in zip(ranges, fetch(ranges), strict=True):
+        heads[item.key] += rest
 
 
 def _require_new(found: Checkpoint, name: str, info: ObjectInfo) -> None:
@@ -156,7 +124,7 @@ def _require_new(found: Checkpoint, name: str, info: ObjectInfo) -> None:
 
 def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list[str]] | None:
     """File -> the names that the directory's index says are in it; None without an index."""
-    indexes = [name for name in found.objects if name.endswith(suffix + _INDEX)]
+    indexes = [name for name in found.objects if name.endswith(suffix + INDEX)]
     if not indexes:
         return None
     if len(indexes) > 1:
@@ -168,6 +136,7 @@ def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list
         raise _named(found, info, FormatError(f"{info.size} bytes are too many for an index"))
     data = bytearray(info.size)
     found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    found.read.add(info.key)
     try:
         names = json.loads(data)["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -189,6 +158,21 @@ def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list
     return wanted
 
 
+def _check_numbered(found: Checkpoint, files: list[str]) -> None:
+    """Raise CheckpointError if a shard is missing of those whose names say how many there are: the index is written last."""
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (stem, count, suffix), there in numbers.items():
+        num_shards, first = int(count), 0 if 0 in there else 1
+        missing = next((n for n in range(first, first + num_shards) if n not in there), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"{found.name} is not whole: it has no index and {len(there)} of {num_shards} shards; "
+                f"'{stem}-{missing:0{len(count)}}-of-{count}{suffix}' is missing. Name a shard to restore what is in it alone"
+            )
+
+
 def _check_index(found: Checkpoint, wanted: dict[str, list[str]] | None) -> None:
     for file, names in (wanted or {}).items():
         for name in names:
@@ -201,7 +185,7 @@ def _check_index(found: Checkpoint, wanted: dict[str, list[str]] | None) -> None
 # ------------------------------------------------------------------------------------------------------- torch.save
 
 
-def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
+def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
     wanted = _indexed(found, files, ".bin")
     if wanted is None and len(files) > 1:
         raise CheckpointError(
@@ -210,12 +194,13 @@ def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
         )
     for name in files if wanted is None else wanted:
         info = found.objects[name]
+        found.read.add(info.key)
 
         def fetch_here(ranges: Sequence[tuple[int, int]], info: ObjectInfo = info) -> list[bytes]:
             return fetch([ByteRange(info.key, start, length, info.etag) for start, length in ranges])
 
         try:
-            archive = torch_zip.read_archive(_reader(found, info), info.size, fetch_here)
+            archive = torch_zip.read_archive(_reader(found, info, heads.pop(info.key)), info.size, fetch_here)
             leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=found.empty)
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{found.describe(info.key)}: {error}") from None
@@ -245,12 +230,13 @@ def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> Stored:
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch) -> None:
-    info = found.objects[_METADATA]
-    if info.size > _MAX_METADATA:
+def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
+    info = found.objects[METADATA]
+    if info.size > _MAXMETADATA:
         raise _named(found, info, FormatError(f"{info.size} bytes are too many for it"))
     data = bytearray(info.size)
     found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    found.read.add(info.key)
     try:
         contents = dcp.read_metadata(bytes(data))
     except FormatError as error:

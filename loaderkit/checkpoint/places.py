@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import re
 from collections.abc import Mapping
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from loaderkit.connectors.tar import TarConnector
@@ -102,8 +102,10 @@ def _members(connector: Connector, info: ObjectInfo) -> list:  # type: ignore[ty
 
 def _descend(archives: TarConnector, prefix: str) -> str:
     """The folder in an archive that everything in it lies in: `tar -c step-100` puts all under "step-100/"."""
-    folders = {info.key[len(prefix) :].rpartition("/")[0] for info in archives.list(prefix)}
-    common = posixpath.commonpath(folders)
+    names = {info.key[len(prefix) :].rpartition("/")[0] for info in archives.list(prefix)}
+    folders = [name.split("/") for name in names]
+    levels = zip(min(folders), max(folders), strict=False)  # what the first and the last share, all share
+    common = "/".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], levels))
     return f"{prefix}{common}/" if common else prefix
 
 

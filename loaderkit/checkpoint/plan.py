@@ -299,7 +299,12 @@ def _run(pieces: list[Piece]) -> Run:
 
 
 def _dealt(runs: Sequence[Run], limits: Limits) -> list[list[Run]]:
-    """Runs in chunks of at most so many bytes, with what is read besides them, or one run."""
+    """Runs in chunks of at most so many bytes, with what is read besides them, or one run.
+
+    A store that answers late is asked for each run by itself: a chunk's runs are read one after the other.
+    """
+    if limits.gap_bytes >= SMALL_GAP:
+        return [[run] for run in runs]
     chunks: list[list[Run]] = []
     size = 0
     for run in runs:

@@ -48,6 +48,7 @@ class Checkpoint:
     """A checkpoint that was found whole: every object it needs is there and long enough.
 
     `values` are what it holds besides tensors; `pickled` are those that still have to be read, each an archive of its own.
+    `read` are the keys of the objects that were read to learn this.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Checkpoint:
     tensors: dict[str, Stored] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     pickled: dict[str, ByteRange] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # name -> path in the nested state it came from
     empty: list[tuple[Any, ...]] = field(default_factory=list)  # paths of empty tables
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, fetch_ranges, num_workers_of
+from loaderkit.checkpoint.filling import Filling, fetch_of, fetch_ranges, num_workers_of
 from loaderkit.checkpoint.laying import as_tensor, unpacked
 from loaderkit.checkpoint.manifest import Verify, read_manifest
 from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
@@ -137,9 +137,9 @@ def opened(
         raise ConfigError(f"memory: expected {error}") from None
     place = open_place(url, connectors or {})
     try:
-        fetch = partial(fetch_ranges, place.connector, {}, memory_bytes=memory_bytes)
+        fetch = fetch_of(place.connector, memory_bytes)
         found = open_checkpoint(place, fetch)
-        yield Source(found, read_manifest(place, found, verify), memory_bytes)
+        yield Source(found, read_manifest(place, found, verify, fetch), memory_bytes)
     finally:
         place.close()
 
@@ -392,7 +392,8 @@ class Source:
                 return torch.empty(item.shape, dtype=item.dtype)
             start = archive.starts[item.storage.key] + item.offset * item.dtype.itemsize
             part = view[start : start + item.num_spanned * item.dtype.itemsize]
-            return as_tensor(part, item.dtype, item.shape, item.strides).clone()
+            # The bytes are copied, not the elements: an expanded tensor has any number of them.
+            return as_tensor(memoryview(bytearray(part)), item.dtype, item.shape, item.strides)
 
         return archive.value, tensor
 

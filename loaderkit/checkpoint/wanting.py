@@ -82,7 +82,7 @@ def new_tensors(
             wants.append(_new(name, stored, device, dtype))
     for sharing in by_storage.values():
         kinds = {found.tensors[name].dtype for name in sharing}
-        if len(kinds) > 1 and len({_cast(kind, dtype) for kind in kinds} | kinds) > len(kinds):
+        if len(kinds) > 1 and any(_cast(kind, dtype) != kind for kind in kinds):
             wants += [_new(name, found.tensors[name], device, dtype) for name in sharing]  # cast: no bytes to share
         else:
             wants.append(_shared({name: found.tensors[name] for name in sharing}, device, dtype))

@@ -6,7 +6,7 @@ It is a pickle of a few dataclasses, read by `unpickling`: nothing of it runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
 
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
 from loaderkit.formats import torch_zip
-from loaderkit.unpickling import Opaque, Record, load_pickle, record
+from loaderkit.unpickling import Opaque, Record, load_pickle, record, shown
 
 _IN_METADATA = (
     "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
     "Metadata", "MetadataIndex", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
-_MAX_COMPARED = 1000  # pieces of one tensor that are compared with one another
+_MAX_DIMS = 64
+_MAX_CUT = 8  # dimensions along which a tensor is cut into pieces
 
 
 class Place(NamedTuple):
@@ -65,7 +66,7 @@ def read_metadata(data: bytes) -> Contents:
     names["torch.distributed.checkpoint.filesystem._StorageInfo"] = record("_StorageInfo")
     metadata = load_pickle(data, names)
     if not _is(metadata, "Metadata"):
-        raise FormatError(f"it holds no Metadata of torch.distributed.checkpoint, but {metadata!r:.100}")
+        raise FormatError(f"it holds no Metadata of torch.distributed.checkpoint, but {shown(metadata)}")
     described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise FormatError("it lacks state_dict_metadata or storage_data: was it written by a storage of another kind?")
@@ -73,7 +74,7 @@ def read_metadata(data: bytes) -> Contents:
     contents = Contents({}, {}, _paths(metadata.get("planner_data")))
     for name, what in described.items():
         if not isinstance(name, str):
-            raise FormatError(f"a name is {name!r:.100}, not text")
+            raise FormatError(f"a name is {shown(name)}, not text")
         if _is(what, "BytesStorageMetadata"):
             place = places.get((name, None))
             if place is None:
@@ -82,7 +83,8 @@ def read_metadata(data: bytes) -> Contents:
         elif _is(what, "TensorStorageMetadata"):
             contents.tensors[name] = _tensor(name, what, places)
         else:
-            raise FormatError(f"{name!r} is neither a tensor nor a value: {what!r:.100}")
+            raise FormatError(f"{name!r} is neither a tensor nor a value: {shown(what)}")
+    _check_places(contents)
     return contents
 
 
@@ -109,14 +111,16 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | Non
         path, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(fqn, str) or not isinstance(path, str) or not _are_sizes((start, length)):
             raise FormatError(
-                f"it places {fqn!r:.100} at {path!r:.100}, {start!r:.50}, {length!r:.50}: that is no place"
+                f"it places {shown(fqn)} at {shown(path)}, {shown(start)}, {shown(length)}: that is no place"
             )
         if info.get("transform_descriptors"):
             raise FormatError(
-                f"{fqn!r} is packed ({info.get('transform_descriptors')!r:.100}): save it without extensions"
+                f"{fqn!r} is packed ({shown(info.get('transform_descriptors'))}): save it without extensions"
             )
         if path.startswith("/") or ".." in path.split("/"):
             raise FormatError(f"{fqn!r} lies in {path!r}, which leads out of the checkpoint's directory")
+        if offsets is not None and not _are_sizes(offsets):
+            raise FormatError(f"it places a piece of {fqn!r} at {shown(offsets)} in the tensor: that is no place")
         yield fqn, None if offsets is None else tuple(offsets), Place(path, start, length)
 
 
@@ -126,7 +130,9 @@ def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | N
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype) or not _are_sizes(shape) or not isinstance(chunks, list):
         raise FormatError(f"its description of the tensor {name!r} is not complete")
-    if prod(shape) * dtype.itemsize > 2**62:
+    if len(shape) > _MAX_DIMS:
+        raise FormatError(f"{name!r} has {len(shape)} dimensions, and torch makes no tensor of more than {_MAX_DIMS}")
+    if prod(max(size, 1) for size in shape) * dtype.itemsize > 2**62:
         raise FormatError(f"the tensor {name!r} of shape {list(shape)} is larger than anything")
     pieces = []
     for chunk in chunks:
@@ -140,23 +146,61 @@ def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | N
         place = places.get((name, tuple(offsets)))
         if place is None:
             raise FormatError(f"it says nowhere where the piece of {name!r} at {list(offsets)} lies")
+        if place.length < prod(sizes) * dtype.itemsize:
+            raise FormatError(
+                f"the piece of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {place.length} bytes"
+            )
         pieces.append(Piece(tuple(offsets), tuple(sizes), place))
     _check_cover(name, tuple(shape), pieces)
     return Described(dtype, tuple(shape), tuple(pieces))
 
 
 def _check_cover(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
+    """Raise FormatError unless each element is in one piece.
+
+    Pieces tile a box if and only if their corners, those with an odd number of upper bounds counted negative, cancel out to the
+    corners of the box: they are the mixed differences of how often each element is in a piece. So no pair is compared.
+    """
     if sum(prod(piece.sizes) for piece in pieces) != prod(shape):
         raise FormatError(f"the pieces of {name!r} do not cover its shape {list(shape)}, or overlap")
-    if len(pieces) <= _MAX_COMPARED and any(_overlap(a, b) for a, b in combinations(pieces, 2)):
+    if len(pieces) <= 1 or not prod(shape):
+        return
+    whole = np.array([shape], np.int64)
+    lower = np.array([piece.offsets for piece in pieces], np.int64)
+    upper = lower + np.array([piece.sizes for piece in pieces], np.int64)
+    cut = np.flatnonzero(((lower > 0) | (upper < whole)).any(axis=0))
+    if len(cut) > _MAX_CUT:
+        raise FormatError(f"{name!r} is cut along {len(cut)} dimensions, and no writer cuts more than {_MAX_CUT}")
+    lower, upper = np.concatenate([lower, 0 * whole]), np.concatenate([upper, whole])
+    signs = np.ones(len(lower), np.int64)
+    signs[-1] = -1
+    corners = np.empty((0, len(lower)), np.int64)
+    for dim in cut:
+        times = corners.shape[1] // len(lower)
+        ends = np.concatenate([np.tile(lower[:, dim], times), np.tile(upper[:, dim], times)])
+        corners = np.concatenate([np.tile(corners, 2), ends[None]])
+        signs = np.concatenate([signs, -signs])
+    order = np.lexsort(corners) if len(cut) else np.arange(len(signs))
+    corners, signs = corners[:, order], signs[order]
+    is_other = np.concatenate([[True], (corners[:, 1:] != corners[:, :-1]).any(axis=0)])
+    if np.add.reduceat(signs, np.flatnonzero(is_other)).any():
         raise FormatError(f"two pieces of {name!r} overlap")
 
 
-def _overlap(a: Piece, b: Piece) -> bool:
-    return all(
-        max(lo_a, lo_b) < min(lo_a + size_a, lo_b + size_b)
-        for lo_a, size_a, lo_b, size_b in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    ) and bool(prod(a.sizes) and prod(b.sizes))
+def _check_places(contents: Contents) -> None:
+    """Raise FormatError if two places share bytes: what is restored would be more than the files hold."""
+    by_path: dict[str, list[tuple[int, int, str]]] = {}
+    for name, tensor in contents.tensors.items():
+        for piece in tensor.pieces:
+            if 0 not in piece.sizes:
+                by_path.setdefault(piece.place.path, []).append((piece.place.start, piece.place.length, name))
+    for name, place in contents.values.items():
+        by_path.setdefault(place.path, []).append((place.start, place.length, name))
+    for path, places in by_path.items():
+        places.sort()
+        for (start, length, name), (after, _, other) in pairwise(places):
+            if start + length > after:
+                raise FormatError(f"{name!r} and {other!r} lie at the same bytes of {path!r}, from {after} on")
 
 
 def _are_sizes(values: Any) -> TypeGuard[Sequence[int]]:

@@ -7,6 +7,7 @@ See https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import prod
@@ -19,6 +20,7 @@ from loaderkit.errors import FormatError
 
 _MAX_HEADER = 100_000_000  # as safetensors' own reader
 _MAX_NUMBER = 2**62
+_MAX_DIMS = 64
 Read = Callable[[int, memoryview], None]
 
 _NAMES = {
@@ -45,6 +47,11 @@ class Entry(NamedTuple):
 def looks_like_safetensors(head: bytes, size: int) -> bool:
     """Whether a file of `size` bytes that begins with `head` (9 bytes or more) is meant to be one."""
     return size >= 9 and len(head) >= 9 and head[8:9] == b"{"
+
+
+def header_end(head: bytes) -> int:
+    """Where the header of a file that begins with `head` says it ends, in bytes from the file's beginning; 8 if it does not."""
+    return 8 + (int.from_bytes(head[:8], "little") if len(head) >= 8 else 0)
 
 
 def read_header(read: Read, size: int) -> tuple[list[Entry], dict[str, str]]:
@@ -78,8 +85,8 @@ def _parse(text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise FormatError(f"the safetensors header names {next(n for n in names if names.count(n) > 1)!r} twice")
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise FormatError(f"the safetensors header names {twice!r:.200} twice")
         return found
 
     try:
@@ -103,8 +110,11 @@ def _entry(name: str, value: Any, data_start: int) -> Entry:
     shape, offsets = value["shape"], value["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise FormatError(f"{where} has shape {shape!r:.100} at {offsets!r:.100}: not lists of whole numbers")
+    if len(shape) > _MAX_DIMS:
+        raise FormatError(f"{where} has {len(shape)} dimensions, and torch makes no tensor of more than {_MAX_DIMS}")
     num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes > _MAX_NUMBER or offsets[1] - offsets[0] != num_bytes:
+    # A dimension of size 0 does not save the others: torch computes strides from them.
+    if prod(max(size, 1) for size in shape) * dtype.itemsize > _MAX_NUMBER or offsets[1] - offsets[0] != num_bytes:
         raise FormatError(
             f"{where} takes {num_bytes} bytes as {value['dtype']} {shape}, and its data_offsets {offsets} hold "
             f"{offsets[1] - offsets[0]}"

@@ -9,13 +9,14 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from loaderkit.errors import FormatError
-from loaderkit.unpickling import Function, Global, Opaque, load_pickle, opaque, plain_names
+from loaderkit.unpickling import Function, Global, Opaque, StandIn, functions, load_pickle, opaque, plain_names, shown
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -39,19 +40,25 @@ _STORAGES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128", "Untyped": "uint8",
 }  # fmt: skip
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter", "torch.nn.parameter.Buffer")
 
 
 class Record(NamedTuple):
-    """One record of the archive: its header's and its bytes' place are known from the directory, not its bytes' start."""
+    """One record of the archive: its header's place and its size are known from the directory, not where its bytes begin.
+    They end before `limit`, where the next record begins."""
 
     name: str
     header: int
+    header_size: int  # with the name, which stands there once more
     size: int
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(StandIn):
     """A storage: the record with its bytes, and how many elements of `dtype` the pickle says it has."""
+
+    what = "torch.UntypedStorage"
 
     key: str
     dtype: torch.dtype
@@ -59,8 +66,11 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class View(StandIn):
     """A tensor: a strided view of a storage. Offset and strides are in elements of `dtype`."""
+
+    what = "torch.Tensor"
+    is_settled = True
 
     storage: Storage
     dtype: torch.dtype
@@ -95,9 +105,9 @@ def read_archive(read: Read, size: int, fetch: Fetch | None = None) -> Archive:
     records = read_directory(read, size)
     root = _root(records)
     order = records.get(f"{root}byteorder")
-    if order is not None and (text := _content(read, order, size, 16)) != b"little":
+    if order is not None and (text := _content(read, order, 16)) != b"little":
         raise FormatError(f"it was saved on a machine with byte order {text!r}: save it again on a little-endian one")
-    pickled = _content(read, records[f"{root}data.pkl"], size, _MAX_PICKLE)
+    pickled = _content(read, records[f"{root}data.pkl"], _MAX_PICKLE)
     storages: dict[str, Storage] = {}
     value = load_pickle(pickled, names(), lambda pid: _storage(pid, storages))
     found = {}
@@ -109,7 +119,7 @@ def read_archive(read: Read, size: int, fetch: Fetch | None = None) -> Archive:
         if record.size != num_bytes:
             raise FormatError(f"its record data/{key} has {record.size} bytes, and its pickle says {num_bytes}")
         found[key] = record
-    return Archive(value, dict(zip(found, _data_starts(fetch, [*found.values()], size), strict=True)), len(pickled))
+    return Archive(value, dict(zip(found, _data_starts(fetch, [*found.values()]), strict=True)), len(pickled))
 
 
 # -------------------------------------------------------------------------------------------------- the directory
@@ -135,9 +145,9 @@ def telling_bytes(read: Read, size: int) -> list[tuple[int, int]]:
     found.append((start + place, start + len(data)))
     for record in _entries(data, count, start).values():
         header = record.header
-        found += [(header, header + _LOCAL_CRC), (header + _LOCAL_CRC + 4, header + _LOCAL.size)]
+        found += [(header, header + _LOCAL_CRC), (header + _LOCAL_CRC + 4, header + record.header_size)]
         if "/data/" not in record.name and "/.data/" not in record.name:
-            content = _start_after(_get(read, header, _LOCAL.size), record, size)
+            content = _start_after(_get(read, header, record.header_size), record)
             found.append((content, content + record.size))
     return found
 
@@ -190,11 +200,22 @@ def _entries(data: bytes, count: int, limit: int) -> dict[str, Record]:
             raise FormatError(f"its record {name!r:.200} is packed or encrypted, which torch.save never does")
         if name in found:
             raise FormatError(f"it has two records called {name!r:.200}")
-        if header + _LOCAL.size + unpacked > limit:
-            raise FormatError(f"its record {name!r:.200} of {unpacked} bytes reaches beyond the archive's records")
-        found[name] = Record(name, header, unpacked)
+        found[name] = Record(name, header, _LOCAL.size + len_name, unpacked, limit)
         place = name_start + len_name + len_extra + len_comment
-    return found
+    return _limited(found, limit)
+
+
+def _limited(records: dict[str, Record], limit: int) -> dict[str, Record]:
+    """Records, each ending where the next begins at the latest: those that share bytes would be more than the archive holds."""
+    found = {}
+    for record in sorted(records.values(), key=lambda record: record.header, reverse=True):
+        if record.header + record.header_size + record.size > limit:
+            raise FormatError(
+                f"its record {record.name!r:.200} of {record.size} bytes reaches beyond byte {limit}, where the next begins"
+            )
+        found[record.name] = record._replace(limit=limit)
+        limit = record.header
+    return {name: found[name] for name in records}
 
 
 def _wide(extra: bytes, unpacked: int, packed: int, header: int, name: str) -> tuple[int, int, int]:
@@ -213,14 +234,14 @@ def _wide(extra: bytes, unpacked: int, packed: int, header: int, name: str) -> t
     raise FormatError(f"its record {name!r:.200} says nowhere how long it is")
 
 
-def _data_starts(fetch: Fetch, records: Sequence[Record], size: int) -> list[int]:
+def _data_starts(fetch: Fetch, records: Sequence[Record]) -> list[int]:
     """Where the bytes of records begin. Small records are neighbours: their headers are read together."""
     order = sorted(range(len(records)), key=lambda number: records[number].header)
     spans: list[tuple[int, int]] = []
     span_of: dict[int, int] = {}
     for number in order:
         begin = records[number].header
-        end = min(begin + _LOCAL.size, size)
+        end = begin + records[number].header_size
         if spans and begin - sum(spans[-1]) <= _HEADERS_GAP and end - spans[-1][0] <= _HEADERS_MOST:
             spans[-1] = (spans[-1][0], end - spans[-1][0])
         else:
@@ -231,28 +252,29 @@ def _data_starts(fetch: Fetch, records: Sequence[Record], size: int) -> list[int
     for number in order:
         span = span_of[number]
         place = records[number].header - spans[span][0]
-        starts[number] = _start_after(read[span][place : place + _LOCAL.size], records[number], size)
+        starts[number] = _start_after(read[span][place : place + records[number].header_size], records[number])
     return starts
 
 
-def _start_after(header: bytes, record: Record, size: int) -> int:
+def _start_after(header: bytes, record: Record) -> int:
     """Where a record's bytes begin: behind its own header, which repeats its name and may be padded."""
-    if len(header) < _LOCAL.size or header[:4] != MAGIC:
+    fields = _LOCAL.unpack_from(header)
+    name = header[_LOCAL.size :].decode("utf-8", "replace")
+    if fields[0] != MAGIC or fields[9] != len(header) - _LOCAL.size or name != record.name:
         raise FormatError(f"its record {record.name!r:.200} is not where its directory says")
-    fields = _LOCAL.unpack(header)
-    start: int = record.header + _LOCAL.size + fields[9] + fields[10]
-    if fields[3] != 0 or start + record.size > size:
-        raise FormatError(f"its record {record.name!r:.200} is packed, or reaches beyond the archive")
+    start: int = record.header + len(header) + fields[10]
+    if fields[3] != 0 or start + record.size > record.limit:
+        raise FormatError(f"its record {record.name!r:.200} is packed, or reaches beyond the archive or into the next")
     return start
 
 
-def _content(read: Read, record: Record, size: int, limit: int) -> bytes:
+def _content(read: Read, record: Record, limit: int) -> bytes:
     if record.size > limit:
         raise FormatError(
             f"its record {record.name!r:.200} has {record.size} bytes, and {limit} are the most it may have"
         )
-    header = _get(read, record.header, min(_LOCAL.size, size - record.header))
-    return _get(read, _start_after(header, record, size), record.size)
+    header = _get(read, record.header, record.header_size)
+    return _get(read, _start_after(header, record), record.size)
 
 
 def _root(records: dict[str, Record]) -> str:
@@ -277,37 +299,34 @@ def _get(read: Read, start: int, length: int) -> bytes:
 @cache
 def names() -> Mapping[str, Any]:
     """Stand-ins for what torch.save's pickles name; no pickle can change them."""
-    found: dict[str, Any] = {
-        "torch._utils._rebuild_tensor_v2": Function(_rebuild),
-        "torch._utils._rebuild_tensor": Function(_rebuild),
-        "torch._utils._rebuild_tensor_v3": Function(_rebuild_v3),
-        "torch._utils._rebuild_parameter": Function(lambda data, *_: data),
-        "torch._utils._rebuild_parameter_with_state": Function(lambda data, *_: data),
-        "torch._tensor._rebuild_from_type_v2": Function(_rebuild_from_type),
-        "torch.Tensor": Global("torch.Tensor"),
-        "torch.nn.parameter.Parameter": Global("torch.nn.Parameter"),
-        "torch.nn.Parameter": Global("torch.nn.Parameter"),
-        "torch.nn.parameter.Buffer": Global("torch.nn.Buffer"),
-        "torch.Size": Function(_size),
-        "torch.device": Function(lambda kind, index=None: kind if index is None else f"{kind}:{index}"),
-        "torch.serialization._get_layout": Function(lambda name: name),
+    called: dict[str, Callable[..., Any]] = {
+        "torch._utils._rebuild_tensor_v2": _rebuild,
+        "torch._utils._rebuild_tensor": _rebuild,
+        "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+        "torch._utils._rebuild_parameter": lambda data, *_: data,
+        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
+        "torch.Size": _size,
+        "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
+        "torch.serialization._get_layout": lambda name: name,
     }
+    found: dict[str, Any] = {name: Global(name) for name in _CLASSES}
     for name, dtype in _STORAGES.items():
         for module in ("torch", "torch.storage"):
-            found[f"{module}.{name}Storage"] = Global(dtype)
+            found[f"{module}.{name}Storage"] = Global(f"{module}.{name}Storage", getattr(torch, dtype))
     for name, value in vars(torch).items():
         if isinstance(value, torch.dtype):
             found[f"torch.{name}"] = value
-    return MappingProxyType({**plain_names(), **found})
+    return MappingProxyType({**plain_names(), **functions(called), **found})
 
 
 def _storage(pid: Any, storages: dict[str, Storage]) -> Storage:
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
-        raise FormatError(f"it refers to something that is no storage: {pid!r:.100}")
+        raise FormatError(f"it refers to something that is no storage: {shown(pid)}")
     _, kind, key, _, num_elements = pid[:5]
-    if not isinstance(kind, Global) or not isinstance(key, str) or not _is_size(num_elements):
-        raise FormatError(f"it refers to a storage of an unknown kind: {pid!r:.100}")
-    storage = Storage(key, getattr(torch, kind.name), num_elements)
+    if not isinstance(kind, Global) or kind.value is None or not isinstance(key, str) or not _is_size(num_elements):
+        raise FormatError(f"it refers to a storage of an unknown kind: {shown(pid)}")
+    storage = Storage(key, kind.value, num_elements)
     known = storages.setdefault(key, storage)
     if known.num_elements * known.dtype.itemsize != num_elements * storage.dtype.itemsize:
         raise FormatError(f"it says of the storage data/{key} that it has two sizes")
@@ -334,7 +353,9 @@ def _view(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> An
         raise FormatError("it describes a tensor without a storage")
     are_numbers = _are_sizes(shape) and _are_sizes(strides) and _is_size(offset)
     if not are_numbers or len(shape) != len(strides) or len(shape) > 64:
-        raise FormatError(f"it describes a tensor of shape {shape!r:.100} with strides {strides!r:.100}")
+        raise FormatError(f"it describes a tensor of shape {shown(shape)} with strides {shown(strides)}")
+    if prod(max(size, 1) for size in shape) > _MAX_NUMBER:
+        raise FormatError(f"it describes a tensor of shape {shown(shape)}, which is larger than anything")
     view = View(storage, dtype, offset, tuple(shape), tuple(strides))
     num_bytes = storage.num_elements * storage.dtype.itemsize
     if view.num_spanned and (offset + view.num_spanned) * dtype.itemsize > num_bytes:
@@ -353,7 +374,7 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
 
 def _size(values: Any = ()) -> tuple[int, ...]:
     if not _are_sizes(values):
-        raise FormatError(f"it has a size {values!r:.100}")
+        raise FormatError(f"it has a size {shown(values)}")
     return tuple(values)
 
 

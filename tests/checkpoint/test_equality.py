@@ -183,6 +183,16 @@ def test_tied_tensors_share_memory_again_and_are_read_once(tmp_path: Path) -> No
     assert found["row"].eq(5).all()
 
 
+def test_views_of_one_storage_as_two_types_are_cast_each(tmp_path: Path) -> None:
+    one = torch.arange(40, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    state = {"one": one, "two": one.view(torch.float8_e5m2)}
+    torch.save(state, tmp_path / "x.pt")
+    assert_same(loaderkit.restore(tmp_path / "x.pt"), state)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32):
+        cast = {name: tensor.to(dtype) for name, tensor in state.items()}
+        assert_same(loaderkit.restore(tmp_path / "x.pt", dtype=dtype), cast)
+
+
 def test_shards_with_an_index(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m-1.safetensors")
     safetensors.torch.save_file({"b": torch.zeros(3)}, tmp_path / "m-2.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import json
@@ -9,10 +10,12 @@ import os
 import pickle
 import shutil
 import struct
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -65,6 +68,9 @@ class TestSafetensors:
             (with_header({"a": entry()}, b"\0" * 7), "'a' ends at byte"),
             (with_header({"a": entry()}, b"\0" * 9), "1 bytes after"),
             (b"\1\0\0", "truncated"),
+            (with_header({"a": entry(shape=[1] * 65)}), "65 dimensions"),
+            (with_header({"a": entry(shape=(0, 2**62, 4), offsets=(0, 0))}, b""), "takes"),
+            (with_header(("{" + ",".join(f'"{n % 200_000}":1' for n in range(200_001)) + "}").encode()), "'0' twice"),
         ],
     )
     def test_refuses(self, data: bytes, match: str) -> None:
@@ -116,8 +122,38 @@ class TestTorchSave:
         refused(saved({"a": state}), "more than .* values", "x.pt")
         deep = b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 5000 + b"a" * 4999 + b"s."
         refused(archive(deep), "nested", "x.pt")
+        table: Any = {}
+        for _ in range(40):
+            table = {"a": table, "b": table}
+        refused(saved({"a": torch.ones(2), "t": table}), "more than .* values and tables", "x.pt")
+        refused(saved({"a": torch.ones(2), 10**5000: 1}), "cannot be written", "x.pt")
         huge = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."
         refused(archive(huge), "bytearray", "x.pt")
+
+    def test_what_is_said_of_a_bomb_is_short(self) -> None:
+        lists = b"]" + b"2\x86" * 60  # (x, x) of the last, again and again: its text would have 2**60 letters
+        refused(archive(b"\x80\x02ctorch\nSize\n" + lists + b"\x85R."), "it has a size a tuple", "x.pt")
+
+    def test_records_that_share_bytes(self) -> None:
+        whole = bytearray(archive(b"\x80\x02}.", {"data/0": b"\0" * 80, "data/1": b"\0" * 80}))
+        headers = [place for place in range(len(whole)) if whole[place : place + 4] == b"PK\3\4"]
+        entries = [place for place in range(len(whole)) if whole[place : place + 4] == b"PK\1\2"]
+
+        shared = whole.copy()
+        shared[entries[2] + 42 : entries[2] + 46] = struct.pack("<L", headers[1])
+        refused(bytes(shared), r"'x/data/[01]' .* where the next begins", "x.pt")
+
+    def test_a_record_that_begins_late_or_is_another(self) -> None:
+        whole = bytearray(saved({"a": torch.ones(2), "b": torch.ones(2)}))
+        place = whole.index(b"/data/0") + len("/data/")
+        other = whole.copy()
+        other[place : place + 1] = b"7"
+        refused(bytes(other), r"'archive/data/0' is not where its directory says", "x.pt")
+        header = whole.rindex(b"PK\3\4", 0, place)
+        (padding,) = struct.unpack_from("<H", whole, header + 28)
+        late = whole.copy()
+        struct.pack_into("<H", late, header + 28, padding + 100)
+        refused(bytes(late), r"'archive/data/0' .* into the next", "x.pt")
 
     def test_a_packed_archive_is_refused(self) -> None:
         packed = io.BytesIO()
@@ -155,6 +191,49 @@ class TestTorchSave:
                 loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": bytes(data)})})
 
 
+class TestReferences:
+    """A state that holds a class or a function itself, no object made by it."""
+
+    @pytest.mark.parametrize(
+        ("what", "named"),
+        [
+            (torch.nn.ReLU, r"torch\.nn\.modules\.activation\.ReLU"),
+            (os.system, r"posix\.system"),
+            (collections.OrderedDict, r"collections\.OrderedDict"),
+            (torch.Tensor, r"torch\.Tensor"),
+            (torch.FloatStorage, r"torch\.FloatStorage"),
+            (torch.Size, r"torch\.Size"),
+            (torch.ones(2).untyped_storage(), r"torch\.UntypedStorage"),
+            ({torch.ones(2)}, r"torch\.Tensor"),
+            ([1, (torch.nn.ReLU,)], r"torch\.nn\.modules\.activation\.ReLU"),
+        ],
+    )
+    def test_is_refused_by_name(self, what: Any, named: str) -> None:
+        data = saved({"w": torch.ones(2), "hparams": {"act": what}})
+        connectors = {"memory": MemoryConnector({"x.pt": data})}
+        into = {"w": torch.zeros(2), "hparams": {"act": torch.nn.GELU}}
+        for target in (None, into):
+            with pytest.raises(CheckpointError, match=rf"'hparams\.act' holds an object of {named}"):
+                loaderkit.restore("memory://x.pt", target, connectors=connectors)
+        assert into == {"w": into["w"], "hparams": {"act": torch.nn.GELU}}
+        assert loaderkit.restore("memory://x.pt", keys="w", connectors=connectors)["w"].tolist() == [1, 1]
+
+    def test_of_a_pickle_that_is_nothing_else(self) -> None:
+        connectors = {"memory": MemoryConnector({"x.pt": archive(b"cposix\nsystem\n.")})}
+        with pytest.raises(CheckpointError, match=r"'tensor' holds an object of posix\.system"):
+            loaderkit.restore("memory://x.pt", connectors=connectors)
+
+    @pytest.mark.parametrize("key", [torch.nn.ReLU, (1, torch.nn.ReLU), torch.ones(2)])
+    def test_as_a_key(self, key: Any) -> None:
+        refused(saved({"a": torch.ones(2), key: 1}), "a key in", "x.pt")
+
+    def test_a_type_of_numpy_comes_out_as_it_is(self) -> None:
+        data = saved({"kind": np.dtype(">f4"), "number": np.float32(3)})
+        restored = loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": data})})
+        assert restored == {"kind": np.dtype(">f4"), "number": np.float32(3)}
+        assert isinstance(restored["kind"], np.dtype)
+
+
 def archive(pickled: bytes, records: dict[str, bytes] | None = None) -> bytes:
     """A zip as torch.save makes it, with this pickle."""
     file = io.BytesIO()
@@ -188,6 +267,10 @@ class TestDistributed:
         (folder / ".metadata").unlink()
         self.refused(folder, "not committed")
 
+    def test_metadata_whose_text_is_a_bomb(self, folder: Path) -> None:
+        (folder / ".metadata").write_bytes(b"\x80\x02]" + b"2\x86" * 60 + b".")
+        self.refused(folder, "no Metadata of torch.distributed.checkpoint, but a tuple")
+
     def test_a_missing_file(self, folder: Path) -> None:
         (folder / "__0_0.distcp").unlink()
         self.refused(folder, r"not whole.*__0_0\.distcp")
@@ -216,6 +299,37 @@ class TestDistributed:
 
 
 class TestDirectories:
+    def test_absolute_names_in_an_archive(self, tmp_path: Path) -> None:
+        with tarfile.open(tmp_path / "x.tar", "w") as tar:
+            for name in ("/abs/y.safetensors", "x.safetensors"):
+                data = safetensors.torch.save({name[-13:]: torch.ones(2)})
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+        assert [*loaderkit.restore(tmp_path / "x.tar")] == ["x.safetensors"]
+
+    @pytest.mark.parametrize("root", ["../", "/abs/", "step-1/../../", ""])
+    def test_members_of_an_archive_that_lead_out(self, tmp_path: Path, root: str) -> None:
+        """What is restored are the archive's own bytes, whatever lies where the names lead; nothing is written there."""
+        outside = safetensors.torch.save({"secret": torch.ones(2)})
+        for place in (tmp_path / "x.safetensors", tmp_path / "link.safetensors"):
+            place.write_bytes(outside)
+        inside = safetensors.torch.save({"w": torch.zeros(2)})
+        (tmp_path / "runs").mkdir()
+        with tarfile.open(tmp_path / "runs/x.tar", "w") as tar:
+            member = tarfile.TarInfo(f"{root}x.safetensors")
+            member.size = len(inside)
+            tar.addfile(member, io.BytesIO(inside))
+            for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+                link = tarfile.TarInfo(f"{root}link.safetensors")
+                link.type, link.linkname = kind, str(tmp_path / "link.safetensors")
+                tar.addfile(link)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert loaderkit.restore(tmp_path / "runs/x.tar")["w"].tolist() == [0, 0]
+        with pytest.raises(CheckpointError, match="no manifest can be written there"):
+            loaderkit.checkpoint.write_manifest(tmp_path / "runs/x.tar")
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
     def test_two_formats(self, tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
         torch.save({"a": torch.ones(2)}, tmp_path / "optimizer.pt")
@@ -244,6 +358,29 @@ class TestDirectories:
             loaderkit.restore(tmp_path)
         (tmp_path / "m-1.safetensors").unlink()
         with pytest.raises(CheckpointError, match="none of its files"):
+            loaderkit.restore(tmp_path)
+
+    @pytest.mark.parametrize("there", [(1, 2, 3), (2, 3, 4, 5), (1, 2, 4, 5), (0, 1, 2, 3), (5,)])
+    def test_shards_without_their_index(self, tmp_path: Path, there: tuple[int, ...]) -> None:
+        for n in there:
+            safetensors.torch.save_file({f"w{n}": torch.ones(2)}, tmp_path / f"model-0000{n}-of-00005.safetensors")
+        missing = next(n for n in range(0 if 0 in there else 1, 6) if n not in there)
+        with pytest.raises(
+            CheckpointError, match=rf"not whole.*{len(there)} of 5 shards; 'model-0000{missing}-of-00005"
+        ):
+            loaderkit.restore(tmp_path)
+        file = tmp_path / f"model-0000{there[0]}-of-00005.safetensors"
+        assert [*loaderkit.restore(file)] == [f"w{there[0]}"]  # this one was asked for
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_all_shards_without_their_index(self, tmp_path: Path, first: int) -> None:
+        for n in range(first, first + 3):
+            safetensors.torch.save_file({f"w{n}": torch.ones(2)}, tmp_path / f"model-{n}-of-3.safetensors")
+        assert len(loaderkit.restore(tmp_path)) == 3
+
+    def test_one_torch_save_file_of_two(self, tmp_path: Path) -> None:
+        torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+        with pytest.raises(CheckpointError, match=r"'pytorch_model-00002-of-00002\.bin' is missing"):
             loaderkit.restore(tmp_path)
 
     def test_an_index_that_names_a_tensor_there_is_not(self, tmp_path: Path) -> None:
@@ -312,6 +449,26 @@ class TestManifest:
         with pytest.raises(CheckpointError, match="has no manifest"):
             loaderkit.restore(path.parent, verify=True)
 
+    @pytest.mark.parametrize("state", [{"step": 12}, {"step": 12, "none": torch.ones(0)}, {}])
+    @pytest.mark.parametrize("verify", ["auto", True])
+    def test_covers_a_file_without_tensors(self, tmp_path: Path, state: Any, verify: Any) -> None:
+        torch.save(state, tmp_path / "state.pt")
+        manifest = loaderkit.checkpoint.write_manifest(tmp_path / "state.pt")
+        assert [len(item["hashes"]) for item in manifest["objects"].values()] == [1]
+        assert loaderkit.restore(tmp_path / "state.pt", verify=verify).keys() == state.keys()
+        data = bytearray((tmp_path / "state.pt").read_bytes())
+        data[60] ^= 1  # padding behind the header of the first record: no reader looks at it
+        (tmp_path / "state.pt").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
+            loaderkit.restore(tmp_path / "state.pt", verify=verify)
+
+    def test_that_is_empty_covers_nothing(self, tmp_path: Path) -> None:
+        torch.save({"step": 12}, tmp_path / "state.pt")
+        manifest = loaderkit.checkpoint.write_manifest(tmp_path / "state.pt") | {"objects": {}}
+        (tmp_path / "state.pt.loaderkit-manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointError, match="the manifest does not have it"):
+            loaderkit.restore(tmp_path / "state.pt", verify=True)
+
     def test_goes_with_the_checkpoint_into_a_tar(self, path: Path, tmp_path: Path) -> None:
         pack(sorted(path.parent.iterdir()), path.parent, tmp_path / "all.tar")
         assert loaderkit.restore(tmp_path / "all.tar", verify=True)["a"].tolist() == [1, 1]
@@ -333,6 +490,10 @@ class TestLatest:
         assert loaderkit.checkpoint.latest(tmp_path) == f"{tmp_path}/step-10"
         assert "step-100 is skipped" in caplog.text
         assert "not committed" in caplog.text
+        (tmp_path / "step-101").mkdir()
+        safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "step-101/model-00001-of-00002.safetensors")
+        assert loaderkit.checkpoint.latest(tmp_path) == f"{tmp_path}/step-10"
+        shutil.rmtree(tmp_path / "step-101")
         shutil.rmtree(tmp_path / "step-10")
         shutil.rmtree(tmp_path / "step-9")
         with pytest.raises(CheckpointError, match=r"no complete checkpoint.*\n.*not committed"):

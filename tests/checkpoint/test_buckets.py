@@ -117,7 +117,7 @@ def proxy(seaweed: Seaweed, uploaded: None) -> Iterator[FaultProxy]:
 def is_body(request: Request) -> bool:
     """Whether a request is for the bytes of tensors: those for descriptions are short."""
     lo, _, hi = request.headers.get("range", "bytes=0-0").removeprefix("bytes=").partition("-")
-    return request.method == "GET" and "list-type" not in request.path and int(hi or 0) - int(lo) > 10_000
+    return request.method == "GET" and "list-type" not in request.path and int(hi or 0) - int(lo) > 2**16
 
 
 def some(fault: Fault, numbers: range) -> Callable[[Request], Fault | None]:

@@ -45,7 +45,7 @@ class Filling:
         num_workers: int,
         checksums: Mapping[str, Checksums] | None = None,
         device: torch.device = _CPU,
-        names_touched: bool = False,
+        touched: set[str] | None = None,
         counts_made: bool = False,
         timeout_s: float = 60.0,
         raises: bool = False,
@@ -53,6 +53,7 @@ class Filling:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
+        """`touched` is given the names of the tensors that are written to, for the caller whose they are; None: nobody's."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums))
         self.plan = TensorPlan(
@@ -70,7 +71,7 @@ class Filling:
             self.totals,
             checksums=checksums or {},
             device=device,
-            names_touched=names_touched,
+            touched=set() if touched is None else touched,
         )
         stages = shards.stages()
         self.engine = Engine(
@@ -87,7 +88,7 @@ class Filling:
     def __iter__(self) -> Iterator[list[tuple[str, Any]]]:
         """What every destination gave, as it became whole: names with their tensors.
 
-        An error stops everything; where tensors of the caller were being filled, it names those that were written to.
+        An error stops everything.
         """
         try:
             for _ in range(len(self.plan)):
@@ -97,7 +98,6 @@ class Filling:
                 yield destination.result
         except BaseException as error:
             self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
-            name_touched(error, self.totals.touched)
             raise
 
     def stats(self) -> Stats:

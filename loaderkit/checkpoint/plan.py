@@ -87,7 +87,6 @@ class Totals:
     num_reads: int = 0
     num_reread: int = 0
     objects: dict[str, ObjectTotals] = field(default_factory=dict)
-    touched: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, key: str, num_bytes: int, seconds: float) -> None:

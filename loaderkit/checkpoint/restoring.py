@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, fetch_ranges, num_workers_of
+from loaderkit.checkpoint.filling import Filling, fetch_ranges, name_touched, num_workers_of
 from loaderkit.checkpoint.laying import as_tensor, unpacked
 from loaderkit.checkpoint.manifest import Verify, read_manifest
 from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
@@ -180,7 +180,7 @@ class Source:
             on = place or torch.device("cpu")
             new = partial(new_tensors, names=tensors, device=on, dtype=kind)
             made, given = self._bring(
-                tensors, values, new, device=on, progress=progress, concurrency=concurrency, names_touched=False
+                tensors, values, new, device=on, progress=progress, concurrency=concurrency, touched=set()
             )
             flat = {name: made[name] for name in tensors} | given
             return nest(flat, self.found.paths, self.found.empty if keys is None else ()) if nested else flat
@@ -190,9 +190,14 @@ class Source:
             _check_settable(self.found, name, leaves[name])
         fitted = partial(given_tensors, targets=targets, dtype=kind, device=place)
         on = next((t.device for t in targets.values() if t.device.type != "cpu"), torch.device("cpu"))
-        _, given = self._bring(
-            tensors, values, fitted, device=on, progress=progress, concurrency=concurrency, names_touched=True
-        )
+        touched: set[str] = set()
+        try:
+            _, given = self._bring(
+                tensors, values, fitted, device=on, progress=progress, concurrency=concurrency, touched=touched
+            )
+        except BaseException as error:
+            name_touched(error, touched)
+            raise
         for name, value in given.items():
             leaves[name].container[leaves[name].key] = value
         return into
@@ -206,18 +211,16 @@ class Source:
         device: torch.device,
         progress: Callable[[Progress], None] | None,
         concurrency: int | Literal["auto"],
-        names_touched: bool,
+        touched: set[str],
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors, plain values) by name, alone or together with other ranks."""
+        """(tensors, plain values) by name, alone or together with other ranks; `touched`: what has been written to."""
         if self.group is not None:
             from loaderkit.checkpoint.together import bring
 
-            return bring(
-                self, self.group, names, values, wants_of, device=device, progress=progress, names_touched=names_touched
-            )
+            return bring(self, self.group, names, values, wants_of, device=device, progress=progress, touched=touched)
         wants = wants_of(self.resolved(names))
         given = self.plain_values(values)
-        return dict(self._fill(wants, device, progress, concurrency, names_touched=names_touched)), given
+        return dict(self._fill(wants, device, progress, concurrency, touched)), given
 
     def _fit(
         self, into: Any, keys: str | Iterable[str] | None, strict: bool
@@ -272,13 +275,12 @@ class Source:
         device: torch.device,
         progress: Callable[[Progress], None] | None,
         concurrency: int | Literal["auto"],
-        *,
-        names_touched: bool,
+        touched: set[str],
     ) -> Iterator[tuple[str, Any]]:
         begin_s = time.perf_counter()
         if device.type == "cuda":  # what still reads or writes these tensors; workers have streams of their own
             torch.cuda.current_stream(device).synchronize()
-        with self.filling(wants, device, concurrency, names_touched=names_touched) as filling:
+        with self.filling(wants, device, concurrency, touched=touched) as filling:
             self.totals = filling.totals
             total = filling.plan.num_bytes
             for given in filling:

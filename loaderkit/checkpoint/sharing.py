@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, name_touched, num_workers_of
+from loaderkit.checkpoint.filling import Filling, num_workers_of
 from loaderkit.checkpoint.group import Group
 from loaderkit.checkpoint.laying import Limits, Piece
 from loaderkit.checkpoint.plan import Laid, Want, limits_of
@@ -71,16 +71,16 @@ class Sharing:
         memory_bytes: int,
         checksums: Mapping[str, Checksums],
         device: torch.device = _CPU,
-        names_touched: bool,
+        touched: set[str],
     ) -> None:
-        """`intervals` and `limits` must be the same on all ranks; `pieces`, this rank's own, lie in its intervals."""
+        """`intervals` and `limits` must be the same on all ranks; `pieces`, this rank's own, lie in its intervals. `touched`
+        is given the names of those that are written to."""
         self._group = group
         self._connector = connector
         self._objects = objects
         self._memory_bytes = memory_bytes // 2
         self._checksums = checksums
         self._device = device
-        self._names_touched = names_touched
         self._limits = limits
         self._segments = divided(intervals, self._limits, len(group))
         self._pieces = _by_segment(self._segments, pieces)
@@ -90,7 +90,7 @@ class Sharing:
         self._partial: dict[
             int, tuple[bytearray, int]
         ] = {}  # pieces in several segments: bytes so far, how many are missing
-        self._touched: set[str] = set()
+        self._touched = touched
         self.totals = Shared(num_segments=len(self._segments))
         self.accounts: dict[str, Any] | None = None
         self._filling: Filling | None = None
@@ -107,26 +107,22 @@ class Sharing:
             for number, segment in enumerate(self._segments)
             if segment.owner == self._group.me
         ]
-        try:
-            with Filling(
-                wants,
-                self._connector,
-                self._objects,
-                memory_bytes=self._memory_bytes,
-                num_workers=num_workers_of(self._connector, "auto"),
-                checksums=self._checksums,
-                counts_made=True,
-            ) as filling:
-                self._filling = filling
-                reads = _one_by_one(filling)
-                for number, segment in enumerate(self._segments):
-                    if self._group.me in segment.takers:
-                        self._take(number, segment, reads)
-                        self.totals.read_bytes = filling.totals.fetched_bytes
-                self.accounts = filling.stats().to_dict()
-        except BaseException as error:
-            name_touched(error, self._touched)
-            raise
+        with Filling(
+            wants,
+            self._connector,
+            self._objects,
+            memory_bytes=self._memory_bytes,
+            num_workers=num_workers_of(self._connector, "auto"),
+            checksums=self._checksums,
+            counts_made=True,
+        ) as filling:
+            self._filling = filling
+            reads = _one_by_one(filling)
+            for number, segment in enumerate(self._segments):
+                if self._group.me in segment.takers:
+                    self._take(number, segment, reads)
+                    self.totals.read_bytes = filling.totals.fetched_bytes
+            self.accounts = filling.stats().to_dict()
 
     def stop(self, error: BaseException) -> None:
         """Make `run` raise an error if it waits for a read; from any thread."""
@@ -174,7 +170,7 @@ class Sharing:
         """Memory for a segment's bytes: that of the tensor itself, or staging memory."""
         piece = self._direct(number)
         if piece is not None:
-            self._touch(piece)
+            self._touched.add(piece.label)
             return torch.frombuffer(piece.target, dtype=torch.uint8)
         size = self._segments[number].num_bytes
         if size < self._limits.most_bytes // 2:
@@ -211,7 +207,7 @@ class Sharing:
 
     def _put(self, piece: Piece, offset: int, data: memoryview) -> None:
         """A part of a piece's bytes, from `offset` on."""
-        self._touch(piece)
+        self._touched.add(piece.label)
         if piece.target is not None:
             piece.target[offset : offset + len(data)] = data
             return
@@ -224,10 +220,6 @@ class Sharing:
                 return
             data = memoryview(known)
         place_piece(piece, data, self._connector)
-
-    def _touch(self, piece: Piece) -> None:
-        if self._names_touched:
-            self._touched.add(piece.label)
 
 
 def _one_by_one(filling: Filling) -> Iterator[torch.Tensor]:

@@ -40,15 +40,15 @@ class Shards:
         *,
         checksums: Mapping[str, Checksums],
         device: torch.device,
-        names_touched: bool,
+        touched: set[str],
     ) -> None:
-        """`names_touched`: what is written to was given by the caller, who will be told of it if anything fails."""
+        """`touched` is given the names of what is written to."""
         self._connector = connector
         self._objects = objects
         self._totals = totals
         self._checksums = checksums
         self._device = device
-        self._names_touched = names_touched
+        self._touched = touched
 
     def stages(self) -> list[Stage]:
         """In their order."""
@@ -173,8 +173,7 @@ class Shards:
             place_piece(piece, data, self._connector)
 
     def _touch(self, piece: Piece) -> None:
-        if self._names_touched:
-            self._totals.touched.add(piece.label)
+        self._touched.add(piece.label)
 
 
 def place_piece(piece: Piece, data: memoryview, connector: Connector) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo  # brought in by saving; here, so that it is imported once for all ranks
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -239,6 +240,58 @@ def fail_in_the_middle(rank: int, num_ranks: int, folder: Path, how: str, timeou
         (folder / f"{how}-{rank}").write_text(json.dumps([*told, time.monotonic() - begin_s]))
     if rank == 1 or how == "dies":
         os._exit(0)  # what hangs hangs; and there is no group any more that could be left
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def refuse_values(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
+    """Write down how restoring ends and what has been written to, where a value is one that nothing makes.
+
+    With "one" only the last rank wants that value, and all want the tensor.
+    """
+    begin(rank, num_ranks, folder, f"refusing-{kind}")
+    into: dict[str, Any] = {"w": torch.zeros(2**20)}
+    if kind != "one" or rank == num_ranks - 1:
+        into["k"] = 0
+    caught: BaseException | None = None
+    try:
+        if kind in {"dcp", "torch"}:
+            loaderkit.restore(folder / kind, into, rank=rank, world_size=num_ranks)
+        else:
+            load(into, storage_reader=StreamReader(folder / "dcp"))
+    except CheckpointException as error:
+        caught = error.failures[rank][0] if rank in error.failures else None
+    except loaderkit.errors.CheckpointError as error:
+        caught = error
+    told = [type(caught).__name__, str(caught), getattr(caught, "touched", None), bool(into["w"].any())]
+    (folder / f"refused-{kind}-{rank}").write_text(json.dumps(told))
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+class Bad(FileConnector):
+    """A disk that cannot read large ranges from some byte on."""
+
+    def __init__(self, root: Path, start: int) -> None:
+        super().__init__(root)
+        self._start = start
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        if start >= self._start and len(buffer) > 2**18:
+            raise loaderkit.errors.ConnectorError("the disk is broken")
+        super().read_into(key, start, buffer, etag=etag)
+
+
+def fail_in_own(rank: int, num_ranks: int, folder: Path) -> None:
+    """Rank 1 cannot read what it alone needs, once what both need is there."""
+    begin(rank, num_ranks, folder, "own")
+    reader = StreamReader("bad://x.safetensors", connectors={"bad": Bad(folder, 2**22)})
+    state = {"a": torch.zeros(2**20)} | ({"b": torch.zeros(2**20)} if rank == 1 else {})
+    try:
+        load(state, storage_reader=reader)
+    except CheckpointException as error:
+        own: Any = error.failures[1][0]
+        (folder / f"own-{rank}").write_text(json.dumps([sorted(error.failures), str(own), own.touched]))
     with suppress(RuntimeError):
         dist.destroy_process_group()
 

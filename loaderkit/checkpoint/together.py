@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from loaderkit.checkpoint.group import Group, check_same, default_store
 from loaderkit.checkpoint.laying import Limits, Piece
+from loaderkit.checkpoint.manifest import needed_objects
 from loaderkit.checkpoint.plan import Want
 from loaderkit.checkpoint.records import Checkpoint, Part
 from loaderkit.checkpoint.restoring import Progress, Source
@@ -60,8 +61,8 @@ def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about
 
 
 def _digest(found: Checkpoint, checksums: Any) -> str:
-    """Of the names and sizes of its files; tags differ where every machine has a copy of its own."""
-    sizes = sorted((name, info.size) for name, info in found.objects.items())
+    """Of the names and sizes of its files; tags differ where every machine has a copy of its own. Logs beside them may grow."""
+    sizes = sorted((info.key[len(found.prefix) :], info.size) for info in needed_objects(found))
     return hashlib.sha256(json.dumps([found.format, sizes, bool(checksums)]).encode()).hexdigest()
 
 

@@ -269,6 +269,15 @@ def refuse_values(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
         dist.destroy_process_group()
 
 
+def restore_beside_a_log(rank: int, num_ranks: int, folder: Path) -> None:
+    """Each rank sees the log at another length."""
+    begin(rank, num_ranks, folder, "logging")
+    (folder / f"{rank}" / "train.log").write_text("step\n" * rank)
+    found = loaderkit.restore(folder / f"{rank}", rank=rank, world_size=num_ranks)
+    assert found["a"].eq(1).all()
+    dist.destroy_process_group()
+
+
 class Bad(FileConnector):
     """A disk that cannot read large ranges from some byte on."""
 

@@ -98,6 +98,13 @@ def test_a_rank_that_dies_in_dcp_load_is_named_in_the_log(tmp_path: Path) -> Non
         assert any(line.startswith("rank 1 does not answer any more") for line in said), said
 
 
+def test_a_log_that_grows_beside_a_checkpoint_is_no_part_of_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        safetensors.torch.save_file({"a": torch.ones(5)}, tmp_path / f"{rank}/model.safetensors")
+    assert of_ranks.run_ranks(of_ranks.restore_beside_a_log, 2, tmp_path) == [0, 0]
+
+
 class Unknown:
     """What no reader makes."""
 

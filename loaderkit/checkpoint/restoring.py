@@ -171,6 +171,7 @@ class Source:
         """See `loaderkit.restore`."""
         kind = parse_dtype(dtype)
         place = parse_device(device)
+        keys = _globs(keys)
         if into is None:
             if kind == "target":
                 raise ConfigError(
@@ -223,7 +224,7 @@ class Source:
         return dict(self._fill(wants, device, progress, concurrency, touched)), given
 
     def _fit(
-        self, into: Any, keys: str | Iterable[str] | None, strict: bool
+        self, into: Any, keys: tuple[str, ...] | None, strict: bool
     ) -> tuple[dict[str, Leaf], list[str], list[str]]:
         """(leaves of `into`, names of tensors to fill, names of values to set), names compared."""
         if not isinstance(into, (dict, list)):
@@ -419,6 +420,16 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
         raise ConfigError(f"device: {error}") from error
     if str(found) == "cuda":  # this thread's: workers have a current device of their own
         return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _globs(keys: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """`keys` to be gone through more than once; None: all."""
+    if keys is None:
+        return None
+    found = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not found:
+        raise ConfigError("keys is empty, so nothing would be restored: leave it out to restore everything")
     return found
 
 

@@ -7,6 +7,7 @@ descriptions as well as tensors, and says how large each file is, so that one wh
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -20,13 +21,21 @@ from loaderkit.checkpoint.records import Checkpoint
 from loaderkit.checkpoint.stages import Checksums
 from loaderkit.connectors.retry import RetryConnector
 from loaderkit.connectors.tar import TarConnector
-from loaderkit.errors import CheckpointError, ConfigError, FormatError, ObjectNotFoundError
+from loaderkit.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    ConfigError,
+    ExpiredCredentialsError,
+    FormatError,
+    ObjectNotFoundError,
+)
 from loaderkit.types import Connector, ObjectInfo
 
 NAME = "loaderkit-manifest.json"
 _VERSION = 1
 _MAX_MANIFEST = 2**30
 Verify = Literal["auto"] | bool
+logger = logging.getLogger("loaderkit")
 
 
 def manifest_key(place: Place) -> str:
@@ -91,7 +100,8 @@ def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[st
 
 
 def read_manifest(place: Place, found: Checkpoint, verify: Verify) -> dict[str, Checksums]:
-    """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest.
+    """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest, or with "auto" where
+    the store does not say whether there is one.
 
     Raises CheckpointError if `verify` is True and there is none, or if an object has another size than it says.
     """
@@ -107,6 +117,13 @@ def read_manifest(place: Place, found: Checkpoint, verify: Verify) -> dict[str, 
             raise CheckpointError(
                 f"{place.url} has no manifest ({key}), and verify is True: write one with `loaderkit manifest`"
             ) from None
+        return {}
+    except AccessDeniedError as error:
+        # S3 answers so for what does not exist, where one may read and not list.
+        is_there = any(item.key == key for item in found.objects.values())
+        if verify is True or is_there or isinstance(error, ExpiredCredentialsError):
+            raise
+        logger.warning("%s is taken to have no manifest, so nothing is compared: %s", place.url, error)
         return {}
     if info.size > _MAX_MANIFEST:
         raise FormatError(f"{place.connector.describe(key)}: {info.size} bytes are too many for a manifest")

@@ -20,7 +20,8 @@ from of_states import pack, save_dcp, saved
 
 import loaderkit
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.errors import CheckpointError, FormatError, LoaderkitError
+from loaderkit.errors import AccessDeniedError, CheckpointError, ExpiredCredentialsError, FormatError, LoaderkitError
+from loaderkit.types import ObjectInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -311,6 +312,31 @@ class TestManifest:
         (path.parent / "loaderkit-manifest.json").unlink()
         with pytest.raises(CheckpointError, match="has no manifest"):
             loaderkit.restore(path.parent, verify=True)
+
+    def test_where_one_may_read_and_not_list(self, caplog: pytest.LogCaptureFixture) -> None:
+        """S3 answers 403 for what does not exist to who has s3:GetObject alone."""
+
+        class Closed(MemoryConnector):
+            error: type[Exception] = AccessDeniedError
+
+            def stat(self, key: str) -> ObjectInfo:
+                if "manifest" in key:
+                    raise self.error(f"{key}: 403")
+                return super().stat(key)
+
+        data = safetensors.torch.save({"a": torch.ones(2)})
+        closed = Closed({"m": data, "s/m": data, "s/loaderkit-manifest.json": b"{}"})
+        assert loaderkit.restore("memory://m", connectors={"memory": closed})["a"].tolist() == [1, 1]
+        assert [record.getMessage() for record in caplog.records if record.name == "loaderkit"] == [
+            "memory://m is taken to have no manifest, so nothing is compared: m.loaderkit-manifest.json: 403"
+        ]
+        with pytest.raises(AccessDeniedError):
+            loaderkit.restore("memory://m", verify=True, connectors={"memory": closed})
+        with pytest.raises(AccessDeniedError):  # here it is known to exist
+            loaderkit.restore("memory://s", connectors={"memory": closed})
+        closed.error = ExpiredCredentialsError
+        with pytest.raises(ExpiredCredentialsError):
+            loaderkit.restore("memory://m", connectors={"memory": closed})
 
     def test_goes_with_the_checkpoint_into_a_tar(self, path: Path, tmp_path: Path) -> None:
         pack(sorted(path.parent.iterdir()), path.parent, tmp_path / "all.tar")

@@ -35,6 +35,7 @@ from loaderkit.checkpoint.plan import Laid, Want
 from loaderkit.checkpoint.records import Checkpoint, Part
 from loaderkit.checkpoint.restoring import TIMEOUT_S, Source, opened
 from loaderkit.checkpoint.sharing import Sharing, run_beside
+from loaderkit.checkpoint.stages import wait_for_queued
 from loaderkit.checkpoint.together import agree, sharing_of, values_shared
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
 from loaderkit.types import Connector
@@ -170,6 +171,7 @@ class StreamReader(StorageReader):
             if group is not None:
                 group.fail(error)
             raise
+        wait_for_queued(one.target.device for one in wanted)
         items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         names, shared = [item.storage_index.fqn for item in items], None
         if group is not None and division is not None:

@@ -22,7 +22,7 @@ from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import open_place
 from loaderkit.checkpoint.plan import Totals, Want
 from loaderkit.checkpoint.records import Checkpoint, Part, Stored
-from loaderkit.checkpoint.stages import Checksums
+from loaderkit.checkpoint.stages import Checksums, wait_for_queued
 from loaderkit.checkpoint.wanting import (
     Dtype,
     choose,
@@ -179,6 +179,7 @@ class Source:
                 )
             tensors, values = choose(self.found, keys)
             on = place or torch.device("cpu")
+            wait_for_queued([on])
             new = partial(new_tensors, names=tensors, device=on, dtype=kind)
             made, given = self._bring(
                 tensors, values, new, device=on, progress=progress, concurrency=concurrency, touched=set()
@@ -190,6 +191,7 @@ class Source:
         for name in values:
             _check_settable(self.found, name, leaves[name])
         fitted = partial(given_tensors, targets=targets, dtype=kind, device=place)
+        wait_for_queued(t.device for t in targets.values())
         on = next((t.device for t in targets.values() if t.device.type != "cpu"), torch.device("cpu"))
         touched: set[str] = set()
         try:
@@ -279,8 +281,6 @@ class Source:
         touched: set[str],
     ) -> Iterator[tuple[str, Any]]:
         begin_s = time.perf_counter()
-        if device.type == "cuda":  # what still reads or writes these tensors; workers have streams of their own
-            torch.cuda.current_stream(device).synchronize()
         with self.filling(wants, device, concurrency, touched=touched) as filling:
             self.totals = filling.totals
             total = filling.plan.num_bytes

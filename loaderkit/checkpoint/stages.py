@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -223,6 +223,15 @@ def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
     inside = [p for p in run.pieces if p.start + p.length > lo and (hi is None or p.start < hi)]
     names = list(dict.fromkeys(piece.label for piece in inside or run.pieces))
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def wait_for_queued(devices: Iterable[torch.device]) -> None:
+    """Wait for what this thread has queued on its CUDA streams, which may still read or write the tensors to be filled.
+
+    The threads that fill them have streams of their own, which do not wait for this thread's.
+    """
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def stream_of(device: torch.device) -> Any:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -275,6 +275,33 @@ def restore_beside_a_log(rank: int, num_ranks: int, folder: Path) -> None:
     (folder / f"{rank}" / "train.log").write_text("step\n" * rank)
     found = loaderkit.restore(folder / f"{rank}", rank=rank, world_size=num_ranks)
     assert found["a"].eq(1).all()
+    dist.destroy_process_group()
+
+
+def queue_work(into: Mapping[str, torch.Tensor]) -> None:
+    """Keep the current stream of a GPU busy for a while, and then write to all of these tensors."""
+    large = torch.ones(4096, 4096, device="cuda")
+    for _ in range(30):
+        large = large @ large
+    for tensor in into.values():
+        tensor.fill_(7)
+
+
+def restore_over_queued_work(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """All ranks on one GPU, each with a stream of its own that still has to write to what is restored."""
+    begin(rank, num_ranks, folder, "queued")
+    wanted = loaderkit.restore(folder / name)
+    for kind in ("restore", "load"):
+        into = {key: torch.zeros_like(tensor, device="cuda") for key, tensor in wanted.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            queue_work(into)
+            if kind == "restore":
+                loaderkit.restore(folder / name, into, rank=rank, world_size=num_ranks)
+            else:
+                load(dict(into), storage_reader=StreamReader(folder / name))
+        torch.cuda.synchronize()
+        assert all(torch.equal(into[key].cpu(), tensor) for key, tensor in wanted.items()), kind
     dist.destroy_process_group()
 
 

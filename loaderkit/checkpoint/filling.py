@@ -12,7 +12,7 @@ import torch
 from loaderkit.checkpoint.laying import Limits, Piece
 from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of
 from loaderkit.checkpoint.stages import Checksums, Shards
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.engine import Engine
@@ -26,8 +26,10 @@ _CPU = torch.device("cpu")
 
 
 def num_workers_of(connector: Connector, concurrency: int | Literal["auto"]) -> int:
-    """Threads: one a CPU for files, more for a store that answers late."""
+    """Threads: one a CPU for files, more for a store that answers late. Raises ConfigError for a number that is none."""
     if concurrency != "auto":
+        if type(concurrency) is not int or concurrency < 1:
+            raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
     return max(2, num_cpus()) if gap_of(connector) < SMALL_GAP else _REMOTE_WORKERS
 
@@ -42,6 +44,7 @@ class Filling:
         objects: Mapping[str, ObjectInfo],
         *,
         memory_bytes: int,
+        num_parts: int = 1,
         num_workers: int,
         checksums: Mapping[str, Checksums] | None = None,
         device: torch.device = _CPU,
@@ -53,13 +56,14 @@ class Filling:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`touched` is given the names of the tensors that are written to, for the caller whose they are; None: nobody's."""
+        """`memory_bytes` is divided into `num_parts`, and one is for this. `touched` is given the names of the tensors that are
+        written to, for the caller whose they are; None: nobody's."""
         num_workers = 1 if inline else num_workers
-        limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums))
+        limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
         self.plan = TensorPlan(
             wants,
             limits=limits,
-            memory_bytes=memory_bytes,
+            memory_bytes=memory_bytes // num_parts,
             staging_bytes=num_workers * limits.most_bytes,
             depth=depth or 2 * num_workers + 2,
             counts_made=counts_made,
@@ -128,9 +132,14 @@ def name_touched(error: BaseException, names: set[str]) -> None:
 
 
 def fetch_ranges(
-    connector: Connector, objects: Mapping[str, ObjectInfo], ranges: Sequence[ByteRange], memory_bytes: int
+    connector: Connector,
+    objects: Mapping[str, ObjectInfo],
+    ranges: Sequence[ByteRange],
+    *,
+    memory_bytes: int,
+    num_parts: int = 1,
 ) -> list[bytes]:
-    """The bytes of many ranges, read by the engine where there are more than a few."""
+    """The bytes of many ranges, read by the engine where there are more than a few; see `Filling` for its memory."""
     found = [bytearray(item.length) for item in ranges]
     if len(ranges) <= _FEW:
         for item, data in zip(ranges, found, strict=True):
@@ -141,7 +150,9 @@ def fetch_ranges(
         for item, data in zip(ranges, found, strict=True)
     ]
     workers = num_workers_of(connector, "auto")
-    with Filling(wants, connector, objects, memory_bytes=memory_bytes, num_workers=workers) as filling:
+    with Filling(
+        wants, connector, objects, memory_bytes=memory_bytes, num_parts=num_parts, num_workers=workers
+    ) as filling:
         for _ in filling:
             pass
     return [bytes(data) for data in found]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from loaderkit.checkpoint.dividing import Division, PartId, intervals_of, with_division, with_machine
-from loaderkit.checkpoint.filling import name_touched
+from loaderkit.checkpoint.filling import name_touched, num_workers_of
 from loaderkit.checkpoint.group import Group, default_store
 from loaderkit.checkpoint.laying import Limits, Piece, lay_box
 from loaderkit.checkpoint.manifest import Verify
@@ -47,12 +47,12 @@ logger = logging.getLogger("loaderkit")
 class StreamReader(StorageReader):
     """Reads a checkpoint for `dcp.load(state_dict, storage_reader=StreamReader(url))`, whatever its format, with resharding.
 
-    Only the ranges a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks need
-    is read by one of them and passed on to the others; what comes out is the same without. The planner is called by the
-    thread that called `dcp.load` alone. `memory` bounds the staging memory of all ranks of a machine together; `verify` is
-    that of `loaderkit.restore`; `process_group` the one that `dcp.load` is given, if it is. `timeout_s`: how long a rank waits
-    for another before it gives up, naming it. Nothing is unpickled: plain values are read by the restricted reader, and
-    written anew before the planner gets them.
+    Only the ranges a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks need is
+    read by one of them and passed on to the others; what comes out is the same without. The planner is called by the thread
+    that called `dcp.load` alone. `memory` bounds the staging memory of all ranks of a machine together, besides at most 24 MiB
+    a rank for threads' stacks and torch's kernels; `verify` is that of `loaderkit.restore`; `process_group` the one that
+    `dcp.load` is given, if it is. `timeout_s`: how long a rank waits for another before it gives up, naming it. Nothing is
+    unpickled: plain values are read by the restricted reader, and written anew before the planner gets them.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StreamReader(StorageReader):
         try:
             source = self._opened()
             if division is not None:
-                source.memory_bytes //= division.num_local
+                source.num_alike = division.num_local
             wanted = self._resolved(plan, planner)
         except BaseException as error:
             if group is not None:
@@ -277,8 +277,10 @@ class _SharedLoad:
     def run(self) -> None:
         """On a thread of its own; not the planner's."""
         source, group, division = self._source, self._group, self._division
-        parts = _parts_of(source.found)
-        self.found, limits = agree(group, source, [(c.part[0], parts[c.part]) for c in division.common])
+        parts, num_workers = _parts_of(source.found), num_workers_of(source.found.connector, "auto")
+        self.found, limits = agree(
+            group, source, [(c.part[0], parts[c.part]) for c in division.common], num_workers=num_workers
+        )
         parts = _parts_of(self.found)
         pieces: list[Piece] = []
         for one in self._wanted:
@@ -289,7 +291,7 @@ class _SharedLoad:
                 pieces += lay_box(name, dtype, part, one.target, limits, offsets=offsets, sizes=sizes)
         takers = {value.name: division.ranks(value.takers) for value in division.values}
         intervals, pickled, archives = values_shared(self.found, takers, group.me)
-        sharing = sharing_of(group, source, limits, _device_of(self._wanted))
+        sharing = sharing_of(group, source, limits, num_workers=num_workers, device=_device_of(self._wanted))
         first = sharing(intervals=intervals, pieces=pickled, touched=set())
         second = sharing(intervals=intervals_of(division, self.found, limits), pieces=pieces, touched=self._touched)
         self._running += (first, second)

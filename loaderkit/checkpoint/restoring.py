@@ -88,15 +88,17 @@ def restore(
     dotted paths ("optimizer.state.0.step"). With `into` nothing is read or written before every name, shape and dtype fits;
     then its tensors are filled where they are, its plain values replaced, and `into` is returned.
 
-    `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target":
-    to those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more
-    names than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
-    on staging memory, besides the tensors. `verify`: "auto" compares with the manifest if there is one, True demands one,
-    False does not look. `progress` is called in this thread as tensors become whole.
+    `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target": to
+    those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more names
+    than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound on
+    staging memory, besides the tensors; at most 24 MiB come to it for 16 threads' stacks and torch's kernels. `verify`: "auto"
+    compares with the manifest if there is one, True demands one, False does not look. `progress` is called in this thread as
+    tensors become whole.
 
     With `rank` and `world_size`, those of torch.distributed, all ranks call it for the same names, and every one gets
     everything: each byte is read by one rank and passed on to the others. `memory` is then that of all ranks of a machine
-    together, and `timeout_s` how long a rank waits for another before it gives up, naming it.
+    together, `concurrency` the threads that read on each, and `timeout_s` how long a rank waits for another before it gives
+    up, naming it.
 
     Raises CheckpointError (partial, damaged, or not fitting; its `touched` names what was written to before), PeerError
     (another rank failed), FormatError, ConnectorError, ConfigError.
@@ -151,6 +153,7 @@ class Source:
         self.found = found
         self.checksums = checksums
         self.memory_bytes = memory_bytes
+        self.num_alike = 1  # ranks that restore together on this machine, and divide this memory
         self.objects = {info.key: info for info in found.objects.values()}
         self.totals: Totals | None = None
         self.stats: dict[str, Any] | None = None
@@ -220,7 +223,17 @@ class Source:
         if self.group is not None:
             from loaderkit.checkpoint.together import bring
 
-            return bring(self, self.group, names, values, wants_of, device=device, progress=progress, touched=touched)
+            return bring(
+                self,
+                self.group,
+                names,
+                values,
+                wants_of,
+                device=device,
+                progress=progress,
+                concurrency=concurrency,
+                touched=touched,
+            )
         wants = wants_of(self.resolved(names))
         given = self.plain_values(values)
         return dict(self._fill(wants, device, progress, concurrency, touched)), given
@@ -266,10 +279,16 @@ class Source:
             self.found.connector,
             self.objects,
             memory_bytes=self.memory_bytes,
+            num_parts=self.num_alike,
             num_workers=num_workers_of(self.found.connector, concurrency),
             checksums=self.checksums,
             device=device,
             **settings,
+        )
+
+    def _fetch(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        return fetch_ranges(
+            self.found.connector, self.objects, ranges, memory_bytes=self.memory_bytes, num_parts=self.num_alike
         )
 
     def _fill(
@@ -323,7 +342,7 @@ class Source:
             etag = self.objects[part.key].etag
             ranges.append(ByteRange(part.key, part.start, _BLOB_HEAD, etag))
             ranges.append(ByteRange(part.key, part.start + part.length - _BLOB_TAIL, _BLOB_TAIL, etag))
-        read = fetch_ranges(self.found.connector, self.objects, ranges, self.memory_bytes)
+        read = self._fetch(ranges)
         found = {}
         for (name, part), head, tail in zip(parts, read[::2], read[1::2], strict=True):
             try:
@@ -361,7 +380,7 @@ class Source:
         Raises CheckpointError for what is not made.
         """
         pickled = {n: self.found.pickled[n] for n in names if n in self.found.pickled and n not in known}
-        read = fetch_ranges(self.found.connector, self.objects, [*pickled.values()], self.memory_bytes)
+        read = self._fetch([*pickled.values()])
         blobs = {**known, **dict(zip(pickled, read, strict=True))}
         found: dict[str, Any] = {}
         for name in names:
@@ -403,9 +422,18 @@ class Source:
 def progress_of(found: Checkpoint, totals: Totals, total_bytes: int, seconds: float) -> Progress:
     """How far it is at this moment; for any thread."""
     with totals.lock:
-        slowest = max(totals.objects, key=lambda key: totals.objects[key].seconds, default="")
         needed, fetched = totals.needed_bytes, totals.fetched_bytes
-    return Progress(needed, total_bytes, fetched, seconds, found.describe(slowest) if slowest else "")
+    return Progress(needed, total_bytes, fetched, seconds, slowest_object(found, [totals]))
+
+
+def slowest_object(found: Checkpoint, reads: Iterable[Totals]) -> str:
+    """The object with the most time in reads, by its full name; "" before the first read is done."""
+    seconds: dict[str, float] = {}
+    for totals in reads:
+        with totals.lock:
+            for key, item in totals.objects.items():
+                seconds[key] = seconds.get(key, 0.0) + item.seconds
+    return found.describe(max(seconds, key=seconds.__getitem__)) if seconds else ""
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:

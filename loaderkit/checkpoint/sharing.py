@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, num_workers_of
+from loaderkit.checkpoint.filling import Filling
 from loaderkit.checkpoint.group import Group
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import Laid, Want, limits_of
+from loaderkit.checkpoint.plan import Laid, Totals, Want
 from loaderkit.checkpoint.segments import Interval, Segment, divided
 from loaderkit.checkpoint.stages import Checksums, place_piece, stream_of
 from loaderkit.types import Connector, ObjectInfo
@@ -46,11 +46,6 @@ class Shared:
     placing_s: float = 0.0
 
 
-def sharing_limits(connector: Connector, memory_bytes: int, *, is_checked: bool) -> Limits:
-    """How this rank would cut ranges that are passed on: half of its memory is for reading, the other for what is received."""
-    return limits_of(connector, memory_bytes // 2, num_workers_of(connector, "auto"), is_checked=is_checked)
-
-
 def agreed(limits: Sequence[Sequence[int]]) -> Limits:
     """What all ranks can keep to."""
     return Limits(*(min(values) for values in zip(*limits, strict=True)))
@@ -69,16 +64,20 @@ class Sharing:
         pieces: Sequence[Piece],
         limits: Limits,
         memory_bytes: int,
+        num_parts: int,
+        num_workers: int,
         checksums: Mapping[str, Checksums],
         device: torch.device = _CPU,
         touched: set[str],
     ) -> None:
         """`intervals` and `limits` must be the same on all ranks; `pieces`, this rank's own, lie in its intervals. `touched`
-        is given the names of those that are written to."""
+        is given the names of those that are written to. See `Filling` for the memory, of reading alone."""
         self._group = group
         self._connector = connector
         self._objects = objects
-        self._memory_bytes = memory_bytes // 2
+        self._memory_bytes = memory_bytes
+        self._num_parts = num_parts
+        self._num_workers = num_workers
         self._checksums = checksums
         self._device = device
         self._limits = limits
@@ -112,7 +111,8 @@ class Sharing:
             self._connector,
             self._objects,
             memory_bytes=self._memory_bytes,
-            num_workers=num_workers_of(self._connector, "auto"),
+            num_parts=self._num_parts,
+            num_workers=self._num_workers,
             checksums=self._checksums,
             counts_made=True,
         ) as filling:
@@ -123,6 +123,11 @@ class Sharing:
                     self._take(number, segment, reads)
                     self.totals.read_bytes = filling.totals.fetched_bytes
             self.accounts = filling.stats().to_dict()
+
+    @property
+    def reads(self) -> list[Totals]:
+        """What this rank has read for it so far; none before it runs."""
+        return [] if self._filling is None else [self._filling.totals]
 
     def stop(self, error: BaseException) -> None:
         """Make `run` raise an error if it waits for a read; from any thread."""

@@ -10,22 +10,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from loaderkit.checkpoint.filling import num_workers_of
 from loaderkit.checkpoint.group import Group, check_same, default_store
 from loaderkit.checkpoint.laying import Limits, Piece
 from loaderkit.checkpoint.manifest import needed_objects
-from loaderkit.checkpoint.plan import Want
+from loaderkit.checkpoint.plan import Want, limits_of
 from loaderkit.checkpoint.records import Checkpoint, Part
-from loaderkit.checkpoint.restoring import Progress, Source
+from loaderkit.checkpoint.restoring import Progress, Source, slowest_object
 from loaderkit.checkpoint.segments import Interval, Ranks
-from loaderkit.checkpoint.sharing import Sharing, agreed, run_beside, sharing_limits
+from loaderkit.checkpoint.sharing import Sharing, agreed, run_beside
 from loaderkit.checkpoint.wanting import new_tensors
 from loaderkit.errors import ConfigError
 
+_HALVES = 2  # of a rank's memory: one is for reading, the other for what is received
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -36,7 +38,9 @@ class Agreed(NamedTuple):
     limits: Limits
 
 
-def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about: str = "") -> Agreed:
+def agree(
+    group: Group, source: Source, parts: Sequence[tuple[str, Part]], *, num_workers: int, about: str = ""
+) -> Agreed:
     """Find the layouts of `parts`, each by one rank, and compare what the ranks see; `about` must be the same for all.
 
     Raises CheckpointError where ranks see different checkpoints, and PeerError.
@@ -45,7 +49,13 @@ def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about
     said = {
         "checkpoint": _digest(source.found, source.checksums),
         "about": about,
-        "limits": sharing_limits(source.found.connector, source.memory_bytes, is_checked=bool(source.checksums)),
+        "limits": limits_of(
+            source.found.connector,
+            source.memory_bytes,
+            num_workers,
+            is_checked=bool(source.checksums),
+            num_parts=_HALVES * source.num_alike,
+        ),
         "layouts": [[name, part.offsets, part.start, part.length, part.strides] for (name, _), part in mine.items()],
     }
     heard = [json.loads(data) for data in group.exchange(json.dumps(said).encode())]
@@ -89,7 +99,9 @@ def values_shared(
     return intervals, pieces, archives
 
 
-def sharing_of(group: Group, source: Source, limits: Limits, device: torch.device) -> Callable[..., Sharing]:
+def sharing_of(
+    group: Group, source: Source, limits: Limits, *, num_workers: int, device: torch.device
+) -> Callable[..., Sharing]:
     """What makes a `Sharing` of `intervals`, `pieces` and `touched`."""
     return partial(
         Sharing,
@@ -98,6 +110,8 @@ def sharing_of(group: Group, source: Source, limits: Limits, device: torch.devic
         source.objects,
         limits=limits,
         memory_bytes=source.memory_bytes,
+        num_parts=_HALVES * source.num_alike,
+        num_workers=num_workers,
         checksums=source.checksums,
         device=device,
     )
@@ -130,6 +144,7 @@ def bring(
     *,
     device: torch.device,
     progress: Callable[[Progress], None] | None,
+    concurrency: int | Literal["auto"],
     touched: set[str],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Fill what `wants_of` makes of the tensors `names`, each byte read by one rank: (tensors, plain values), by name.
@@ -141,16 +156,17 @@ def bring(
     given: dict[str, Any] = {}
     running: list[Sharing] = []
     everyone = tuple(range(len(group)))
+    num_workers = num_workers_of(source.found.connector, concurrency)
 
     def work() -> None:
-        source.memory_bytes //= group.num_alike(machine())
+        source.num_alike = group.num_alike(machine())
         parts = [(name, part) for name in names for part in source.found.tensors[name].parts]
         about = hashlib.sha256(json.dumps([*names, 0, *values]).encode()).hexdigest()
-        found, limits = agree(group, source, parts, about)
+        found, limits = agree(group, source, parts, num_workers=num_workers, about=about)
         laid = [want.lay(limits) for want in wants_of(found)]
         pickled = {name: everyone for name in values if name in found.pickled}
         intervals, pieces, archives = values_shared(found, pickled, group.me)
-        sharing = sharing_of(group, source, limits, device)
+        sharing = sharing_of(group, source, limits, num_workers=num_workers, device=device)
         first = sharing(intervals=intervals, pieces=pieces, touched=set())
         second = sharing(
             intervals=_whole(found, names, limits, everyone),
@@ -170,7 +186,8 @@ def bring(
             totals = [sharing.totals for sharing in running]
             num_bytes, read_bytes = sum(one.num_bytes for one in totals), sum(one.read_bytes for one in totals)
             needed, seconds = sum(sharing.num_bytes for sharing in running), time.perf_counter() - begin_s
-            progress(Progress(num_bytes, needed, read_bytes, seconds, ""))
+            slowest = slowest_object(source.found, [reads for sharing in running for reads in sharing.reads])
+            progress(Progress(num_bytes, needed, read_bytes, seconds, slowest))
 
     def stop(error: BaseException) -> None:
         for sharing in running:

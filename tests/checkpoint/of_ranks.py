@@ -278,6 +278,61 @@ def restore_beside_a_log(rank: int, num_ranks: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def restore_with_settings(rank: int, num_ranks: int, folder: Path) -> None:
+    """Ranks honour `concurrency`, say which object is slow, and say of the memory what the user has to give."""
+    begin(rank, num_ranks, folder, "settings")
+    told: list[Any] = []
+    threads: set[str] = set()
+
+    class Watched(FileConnector):
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            if len(buffer) > 2**18:
+                threads.add(threading.current_thread().name)
+            super().read_into(key, start, buffer, etag=etag)
+
+    def restore(memory: str) -> None:
+        loaderkit.restore(
+            "watched://x.safetensors", rank=rank, world_size=num_ranks, memory=memory, concurrency=3,
+            progress=told.append, connectors={"watched": Watched(folder)},
+        )  # fmt: skip
+
+    restore("2GiB")
+    assert told[-1].slowest_object == str(folder / "x.safetensors")
+    assert told[-1].num_bytes == told[-1].total_bytes == 2**23
+    assert 1 <= len(threads) <= 3
+    said = ""
+    try:
+        restore("1MiB")
+    except loaderkit.errors.ConfigError as error:
+        said = str(error)
+    needed = 2 * 2 * num_ranks * 3 * 64 * 2**10  # two buffers a worker; half of the memory is for what is received
+    assert f"the least is {needed // 2**10} KiB with 3 workers on every rank" in said, said
+    restore(f"{needed}")
+    dist.destroy_process_group()
+
+
+def load_in_a_group(rank: int, num_ranks: int, folder: Path) -> None:
+    """All ranks but the first are a group of their own, and share."""
+    begin(rank, num_ranks, folder, "grouping")
+    group = dist.new_group([*range(1, num_ranks)])
+    if rank:
+        state = {"a": torch.zeros(2**20), "b": torch.zeros(2**20)}
+        reader = StreamReader(folder / "x.safetensors", process_group=group)
+        load(state, storage_reader=reader, process_group=group)
+        assert all(tensor.eq(1).all() for tensor in state.values())
+        assert reader.stats is not None
+        (folder / f"grouped-{rank}").write_text(json.dumps(reader.stats["shared"]))
+        wrong = StreamReader(folder / "x.safetensors")
+        try:
+            load(state, storage_reader=wrong, process_group=group)
+        except CheckpointException as error:
+            assert "the same process_group" in str(error)  # noqa: PT017 - not in pytest's process
+        else:
+            raise AssertionError("plans of another group than StreamReader's were accepted")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def queue_work(into: Mapping[str, torch.Tensor]) -> None:
     """Keep the current stream of a GPU busy for a while, and then write to all of these tensors."""
     large = torch.ones(4096, 4096, device="cuda")

@@ -108,6 +108,8 @@ def test_what_is_no_state() -> None:
         loaderkit.restore("memory://x", keys="layr", **store(layer=torch.ones(2)))
     with pytest.raises(ConfigError, match="memory is"):
         loaderkit.restore("memory://x", memory="8KiB", **store(a=torch.ones(2)))
+    with pytest.raises(ConfigError, match="concurrency 0: expected 'auto', or a number of threads from 1 on"):
+        loaderkit.restore("memory://x", concurrency=0, **store(a=torch.ones(2)))
     with pytest.raises(ConfigError, match="verify"):
         loaderkit.restore("memory://x", verify="yes", **store(a=torch.ones(2)))  # type: ignore[arg-type]
 

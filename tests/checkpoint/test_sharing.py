@@ -105,6 +105,18 @@ def test_a_log_that_grows_beside_a_checkpoint_is_no_part_of_it(tmp_path: Path) -
     assert of_ranks.run_ranks(of_ranks.restore_beside_a_log, 2, tmp_path) == [0, 0]
 
 
+def test_settings_are_those_of_all_ranks_of_a_machine(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
+    assert of_ranks.run_ranks(of_ranks.restore_with_settings, 2, tmp_path) == [0, 0]
+
+
+def test_a_group_of_some_of_the_ranks(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
+    assert of_ranks.run_ranks(of_ranks.load_in_a_group, 3, tmp_path) == [0, 0, 0]
+    shared = [json.loads((tmp_path / f"grouped-{rank}").read_text()) for rank in (1, 2)]
+    assert all(one["received_bytes"] == one["sent_bytes"] == 2**22 for one in shared), shared
+
+
 class Unknown:
     """What no reader makes."""
 

@@ -62,6 +62,10 @@ class Division(NamedTuple):
     common: tuple[Common, ...]
     values: tuple[Value, ...]
 
+    def ranks(self, takers: Ranks | None) -> Ranks:
+        """Those of a box or value, all if it says None."""
+        return tuple(range(self.num_ranks)) if takers is None else takers
+
 
 def with_machine(plan: LoadPlan) -> LoadPlan:
     """A rank's own plan, with what the coordinator needs to know."""
@@ -143,8 +147,7 @@ def _meet(part: Part, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> boo
 
 
 def intervals_of(division: Division, found: Checkpoint, limits: Limits) -> list[Interval]:
-    """The bytes that are shared, once the layout of all common parts is known: the same on every rank."""
-    everyone = tuple(range(division.num_ranks))
+    """The bytes of tensors that are shared, once the layout of all common parts is known: the same on every rank."""
     intervals = []
     parts = {(name, part.offsets): part for name, stored in found.tensors.items() for part in stored.parts}
     for (name, offsets), boxes in division.common:
@@ -152,10 +155,6 @@ def intervals_of(division: Division, found: Checkpoint, limits: Limits) -> list[
         for box in boxes:
             like = torch.empty(box.sizes, dtype=stored.dtype, device="meta")
             pieces = lay_box(name, stored.dtype, part, like, limits, offsets=box.offsets, sizes=box.sizes)
-            takers = everyone if box.takers is None else box.takers
+            takers = division.ranks(box.takers)
             intervals += [Interval(p.key, p.start, p.start + p.length, name, takers) for p in pieces]
-    for value in division.values:
-        place = found.pickled[value.name]
-        takers = everyone if value.takers is None else value.takers
-        intervals.append(Interval(place.key, place.start, place.start + place.length, value.name, takers))
     return intervals

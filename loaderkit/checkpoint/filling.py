@@ -13,7 +13,7 @@ import torch
 from loaderkit.checkpoint.laying import Limits, Piece
 from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of
 from loaderkit.checkpoint.stages import Checksums, Shards
-from loaderkit.errors import CheckpointError
+from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.engine import Engine
@@ -28,8 +28,10 @@ _CPU = torch.device("cpu")
 
 
 def num_workers_of(connector: Connector, concurrency: int | Literal["auto"]) -> int:
-    """Threads: one a CPU for files, more for a store that answers late."""
+    """Threads: one a CPU for files, more for a store that answers late. Raises ConfigError for a number that is none."""
     if concurrency != "auto":
+        if type(concurrency) is not int or concurrency < 1:
+            raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
     return max(2, num_cpus()) if gap_of(connector) < SMALL_GAP else _REMOTE_WORKERS
 
@@ -44,10 +46,11 @@ class Filling:
         objects: Mapping[str, ObjectInfo],
         *,
         memory_bytes: int,
+        num_parts: int = 1,
         num_workers: int,
         checksums: Mapping[str, Checksums] | None = None,
         device: torch.device = _CPU,
-        names_touched: bool = False,
+        touched: set[str] | None = None,
         counts_made: bool = False,
         timeout_s: float = 60.0,
         raises: bool = False,
@@ -55,12 +58,14 @@ class Filling:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
+        """`memory_bytes` is divided into `num_parts`, and one is for this. `touched` is given the names of the tensors that are
+        written to, for the caller whose they are; None: nobody's."""
         num_workers = 1 if inline else num_workers
-        limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums))
+        limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
         self.plan = TensorPlan(
             wants,
             limits=limits,
-            memory_bytes=memory_bytes,
+            memory_bytes=memory_bytes // num_parts,
             staging_bytes=num_workers * limits.most_bytes,
             depth=depth or 2 * num_workers + 2,
             counts_made=counts_made,
@@ -72,7 +77,7 @@ class Filling:
             self.totals,
             checksums=checksums or {},
             device=device,
-            names_touched=names_touched,
+            touched=set() if touched is None else touched,
         )
         stages = shards.stages()
         self.engine = Engine(
@@ -84,12 +89,13 @@ class Filling:
             raises=raises,
             takes_turns=False,
             clock=clock,
+            counters=getattr(connector, "counters", None),
         )
 
     def __iter__(self) -> Iterator[list[tuple[str, Any]]]:
         """What every destination gave, as it became whole: names with their tensors.
 
-        An error stops everything; where tensors of the caller were being filled, it names those that were written to.
+        An error stops everything.
         """
         try:
             for _ in range(len(self.plan)):
@@ -99,7 +105,6 @@ class Filling:
                 yield destination.result
         except BaseException as error:
             self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
-            name_touched(error, self.totals.touched)
             raise
 
     def stats(self) -> Stats:
@@ -130,9 +135,14 @@ def name_touched(error: BaseException, names: set[str]) -> None:
 
 
 def fetch_ranges(
-    connector: Connector, objects: Mapping[str, ObjectInfo], ranges: Sequence[ByteRange], memory_bytes: int
+    connector: Connector,
+    objects: Mapping[str, ObjectInfo],
+    ranges: Sequence[ByteRange],
+    *,
+    memory_bytes: int,
+    num_parts: int = 1,
 ) -> list[bytes]:
-    """The bytes of many ranges, all at once: read by the engine where there are more than a few."""
+    """The bytes of many ranges, all at once: read by the engine where there are more than a few. Memory: as of `Filling`."""
     found = [bytearray(item.length) for item in ranges]
     if len(ranges) <= _FEW:
         for item, data in zip(ranges, found, strict=True):
@@ -142,9 +152,11 @@ def fetch_ranges(
         Want("its description", (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
         for item, data in zip(ranges, found, strict=True)
     ]
-    workers = max(1, min(num_workers_of(connector, "auto"), memory_bytes // _LEAST_MEMORY))
+    workers = max(1, min(num_workers_of(connector, "auto"), memory_bytes // num_parts // _LEAST_MEMORY))
     objects = {**objects, **{item.key: ObjectInfo(item.key, 0, item.etag) for item in ranges if item.etag is not None}}
-    with Filling(wants, connector, objects, memory_bytes=memory_bytes, num_workers=workers) as filling:
+    with Filling(
+        wants, connector, objects, memory_bytes=memory_bytes, num_parts=num_parts, num_workers=workers
+    ) as filling:
         for _ in filling:
             pass
     return [bytes(data) for data in found]

@@ -7,6 +7,7 @@ descriptions as well as tensors, and says how large each file is, so that one wh
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -22,7 +23,14 @@ from loaderkit.checkpoint.records import Checkpoint
 from loaderkit.checkpoint.stages import Checksums
 from loaderkit.connectors.retry import RetryConnector
 from loaderkit.connectors.tar import TarConnector
-from loaderkit.errors import CheckpointError, ConfigError, FormatError, ObjectNotFoundError
+from loaderkit.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    ConfigError,
+    ExpiredCredentialsError,
+    FormatError,
+    ObjectNotFoundError,
+)
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 NAME = "loaderkit-manifest.json"
@@ -30,6 +38,7 @@ _VERSION = 1
 _MAX_MANIFEST = 2**30
 _MOST_COMPARED = 128  # blocks of descriptions that are read at once, in 32 MiB
 Verify = Literal["auto"] | bool
+logger = logging.getLogger("loaderkit")
 
 
 def manifest_key(place: Place) -> str:
@@ -93,7 +102,8 @@ def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[st
 
 
 def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch) -> dict[str, Checksums]:
-    """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest.
+    """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest, or with "auto" where
+    the store does not say whether there is one.
 
     Raises CheckpointError if `verify` is True and there is none, or if an object has another size than it says.
     """
@@ -110,11 +120,24 @@ def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch)
                 f"{place.url} has no manifest ({key}), and verify is True: write one with `loaderkit manifest`"
             ) from None
         return {}
+    except AccessDeniedError as error:
+        # S3 answers so for what does not exist, where one may read and not list.
+        is_there = any(item.key == key for item in found.objects.values())
+        if verify is True or is_there or isinstance(error, ExpiredCredentialsError):
+            raise
+        logger.warning("%s is taken to have no manifest, so nothing is compared: %s", place.url, error)
+        return {}
     if info.size > _MAX_MANIFEST:
         raise FormatError(f"{place.connector.describe(key)}: {info.size} bytes are too many for a manifest")
     data = bytearray(info.size)
     place.connector.read_into(key, 0, memoryview(data), etag=info.etag)
     checksums = {place.prefix + name: found for name, found in _parse(place.connector.describe(key), data).items()}
+    if gone := sorted(checksums.keys() - {item.key for item in found.objects.values()}):
+        raise CheckpointError(
+            f"{place.url} is not whole: its manifest has {', '.join(map(repr, gone[:5]))}"
+            f"{f' and {len(gone) - 5} more' if len(gone) > 5 else ''}, and there is no such file; if it was removed on purpose, "
+            "write the manifest again"
+        )
     for item in needed_objects(found):
         known = checksums.get(item.key)
         if known is None or known.num_bytes != item.size:

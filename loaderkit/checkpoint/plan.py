@@ -90,7 +90,6 @@ class Totals:
     num_reads: int = 0
     num_reread: int = 0
     objects: dict[str, ObjectTotals] = field(default_factory=dict)
-    touched: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, key: str, num_bytes: int, seconds: float) -> None:
@@ -117,18 +116,20 @@ def gap_of(connector: Connector) -> int:
     return int(getattr(connector, "gap_bytes", _REMOTE_GAP))
 
 
-def limits_of(connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool) -> Limits:
-    """How ranges are cut so that all workers' staging memory stays within the bound. Raises ConfigError.
+def limits_of(
+    connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool, num_parts: int = 1
+) -> Limits:
+    """How ranges are cut so that all workers' staging memory stays within one of `num_parts` equal parts of the bound.
 
-    `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks.
+    `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks. Raises ConfigError.
     """
     # Each worker has one staging buffer, which may be a quarter larger than what was asked for, and copies within it.
-    found = min(CHUNK_BYTES, memory_bytes // (2 * num_workers) // 4096 * 4096)
+    found = min(CHUNK_BYTES, memory_bytes // (2 * num_workers * num_parts) // 4096 * 4096)
     least = _LEAST_CHECKED_CHUNK if is_checked else _LEAST_CHUNK
     if found < least:
         raise ConfigError(
-            f"memory is {say_bytes(memory_bytes)}, and {num_workers} workers need {say_bytes(2 * num_workers * least)}: allow "
-            "that much"
+            f"memory is {say_bytes(memory_bytes)}, and the least is {say_bytes(2 * num_workers * num_parts * least)} with "
+            f"{num_workers} workers{' on every rank of this machine' if num_parts > 1 else ''}: allow that much"
         )
     # With checksums the rest of the two blocks in which a run ends is read to staging memory, too.
     return Limits(found, gap_of(connector), found // 16, 2 * MOST_BLOCK_BYTES if is_checked else 0)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from loaderkit.checkpoint.dividing import Division, PartId, intervals_of, with_division, with_machine
+from loaderkit.checkpoint.filling import name_touched, num_workers_of
 from loaderkit.checkpoint.group import Group, default_store
 from loaderkit.checkpoint.laying import Limits, Piece, lay_box
 from loaderkit.checkpoint.manifest import Verify
@@ -34,7 +35,8 @@ from loaderkit.checkpoint.plan import Laid, Want
 from loaderkit.checkpoint.records import Checkpoint, Part
 from loaderkit.checkpoint.restoring import TIMEOUT_S, Source, opened
 from loaderkit.checkpoint.sharing import Sharing, run_beside
-from loaderkit.checkpoint.together import agree, value_pieces
+from loaderkit.checkpoint.stages import wait_for_queued
+from loaderkit.checkpoint.together import agree, sharing_of, values_shared
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
 from loaderkit.types import Connector
 
@@ -45,12 +47,12 @@ logger = logging.getLogger("loaderkit")
 class StreamReader(StorageReader):
     """Reads a checkpoint for `dcp.load(state_dict, storage_reader=StreamReader(url))`, whatever its format, with resharding.
 
-    Only the ranges a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks need
-    is read by one of them and passed on to the others; what comes out is the same without. The planner is called by the
-    thread that called `dcp.load` alone. `memory` bounds the staging memory of all ranks of a machine together; `verify` is
-    that of `loaderkit.restore`; `process_group` the one that `dcp.load` is given, if it is. `timeout_s`: how long a rank waits
-    for another before it gives up, naming it. Nothing is unpickled: plain values are read by the restricted reader, and
-    written anew before the planner gets them.
+    Only the ranges a rank needs are read, also inside the archives of `.distcp` files. With `share`, what several ranks need is
+    read by one of them and passed on to the others; what comes out is the same without. The planner is called by the thread
+    that called `dcp.load` alone. `memory` bounds the staging memory of all ranks of a machine together, besides at most 24 MiB
+    a rank for threads' stacks and torch's kernels; `verify` is that of `loaderkit.restore`; `process_group` the one that
+    `dcp.load` is given, if it is. `timeout_s`: how long a rank waits for another before it gives up, naming it. Nothing is
+    unpickled: plain values are read by the restricted reader, and written anew before the planner gets them.
     """
 
     def __init__(
@@ -149,34 +151,44 @@ class StreamReader(StorageReader):
             stack.close()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        touched: set[str] = set()
+        try:
+            self._fill(plan, planner, touched)
+        except BaseException as error:
+            name_touched(error, touched)
+            raise
+
+    def _fill(self, plan: LoadPlan, planner: LoadPlanner, touched: set[str]) -> None:
+        """Tensors are written to once all plain values are there, and `touched` is given their names."""
         division = plan.storage_data if isinstance(plan.storage_data, Division) else None
         group = self._joined(division) if division is not None and (division.common or division.values) else None
         try:
             source = self._opened()
             if division is not None:
-                source.memory_bytes //= division.num_local
+                source.num_alike = division.num_local
             wanted = self._resolved(plan, planner)
         except BaseException as error:
             if group is not None:
                 group.fail(error)
             raise
-        found, values, shared = source.found, {}, None
+        wait_for_queued(one.target.device for one in wanted)
+        items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        names, shared = [item.storage_index.fqn for item in items], None
         if group is not None and division is not None:
-            sharing = _SharedLoad(source, group, division, wanted)
+            sharing = _SharedLoad(source, group, division, wanted, names=names, touched=touched)
             run_beside(group, sharing.run, stop=sharing.stop)
-            found, values, shared = sharing.found, sharing.values, sharing.stats()
+            source.found, values, shared = sharing.found, sharing.values, sharing.stats()
             for one in wanted:
                 if one.part_id in sharing.done:
                     planner.commit_tensor(one.item, one.target)
             wanted = [one for one in wanted if one.part_id not in sharing.done]
-        source.found = found
-        self._read_own(source, wanted, planner)
+        else:
+            values = source.plain_values(names)
+        self._read_own(source, wanted, planner, touched)
         if self.stats is not None:
             self.stats["shared"] = shared
-        names = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        read = source.plain_values([item.storage_index.fqn for item in names], values)
-        for item in names:
-            planner.load_bytes(item, _pickled(read[item.storage_index.fqn]))
+        for item in items:
+            planner.load_bytes(item, _pickled(values[item.storage_index.fqn]))
 
     def _joined(self, division: Division) -> Group:
         ranks = dist.get_process_group_ranks(self._process_group or dist.group.WORLD)
@@ -196,7 +208,7 @@ class StreamReader(StorageReader):
                 found.append(_Wanted(item, target))
         return found
 
-    def _read_own(self, source: Source, wanted: Sequence[_Wanted], planner: LoadPlanner) -> None:
+    def _read_own(self, source: Source, wanted: Sequence[_Wanted], planner: LoadPlanner, touched: set[str]) -> None:
         """Read what this rank shares with no other."""
         parts = _parts_of(source.found)
         needed = {one.part_id for one in wanted if one.part_id in parts}
@@ -211,7 +223,7 @@ class StreamReader(StorageReader):
                     f"{self._url}: no piece of {one.part_id[0]!r} lies at {one.item.storage_index.offset}"
                 )
         by_number = {id(one.item): one.item for one in wanted}
-        with source.filling(wants, _device_of(wanted), names_touched=True) as filling:
+        with source.filling(wants, _device_of(wanted), touched=touched) as filling:
             for given in filling:
                 for number, target in given:
                     planner.commit_tensor(by_number[int(number)], target)
@@ -238,24 +250,37 @@ def _device_of(wanted: Sequence[_Wanted]) -> torch.device:
 
 
 class _SharedLoad:
-    """The part of a load that ranks share. After `run`: the checkpoint as it was found to be, the archives of the values that
-    were shared, and which parts of tensors are `done`."""
+    """The part of a load that ranks share. After `run`: the checkpoint as it was found to be, the plain values of the names
+    that this rank wants, and which parts of tensors are `done`."""
 
-    def __init__(self, source: Source, group: Group, division: Division, wanted: Sequence[_Wanted]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        group: Group,
+        division: Division,
+        wanted: Sequence[_Wanted],
+        *,
+        names: Sequence[str],
+        touched: set[str],
+    ) -> None:
         self.found = source.found
-        self.values: dict[str, bytearray] = {}
+        self.values: dict[str, Any] = {}
         self.done = {common.part for common in division.common if common.boxes}
         self._source = source
         self._group = group
         self._division = division
         self._wanted = wanted
-        self._sharing: Sharing | None = None
+        self._names = names
+        self._touched = touched
+        self._running: list[Sharing] = []
 
     def run(self) -> None:
         """On a thread of its own; not the planner's."""
         source, group, division = self._source, self._group, self._division
-        parts = _parts_of(source.found)
-        self.found, limits = agree(group, source, [(c.part[0], parts[c.part]) for c in division.common])
+        parts, num_workers = _parts_of(source.found), num_workers_of(source.found.connector, "auto")
+        self.found, limits = agree(
+            group, source, [(c.part[0], parts[c.part]) for c in division.common], num_workers=num_workers
+        )
         parts = _parts_of(self.found)
         pieces: list[Piece] = []
         for one in self._wanted:
@@ -264,31 +289,26 @@ class _SharedLoad:
                 dtype, part = self.found.tensors[name].dtype, parts[one.part_id]
                 offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
                 pieces += lay_box(name, dtype, part, one.target, limits, offsets=offsets, sizes=sizes)
-        mine = [value.name for value in division.values if value.takers is None or group.me in value.takers]
-        pickled, self.values = value_pieces(self.found, mine)
-        self._sharing = Sharing(
-            group,
-            source.found.connector,
-            source.objects,
-            intervals=intervals_of(division, self.found, limits),
-            pieces=pieces + pickled,
-            limits=limits,
-            memory_bytes=source.memory_bytes,
-            checksums=source.checksums,
-            device=_device_of(self._wanted),
-            names_touched=True,
-        )
-        self._sharing.run()
+        takers = {value.name: division.ranks(value.takers) for value in division.values}
+        intervals, pickled, archives = values_shared(self.found, takers, group.me)
+        sharing = sharing_of(group, source, limits, num_workers=num_workers, device=_device_of(self._wanted))
+        first = sharing(intervals=intervals, pieces=pickled, touched=set())
+        second = sharing(intervals=intervals_of(division, self.found, limits), pieces=pieces, touched=self._touched)
+        self._running += (first, second)
+        first.run()
+        self.values = source.plain_values([*self._names], archives)
+        group.exchange(b"")  # no rank writes to a tensor before all have their values
+        second.run()
 
     def stop(self, error: BaseException) -> None:
         """Make `run` raise an error if it waits for a read."""
-        if self._sharing is not None:
-            self._sharing.stop(error)
+        for sharing in self._running:
+            sharing.stop(error)
 
     def stats(self) -> dict[str, Any]:
         """What sharing took, and the accounts of the engine that read for it."""
-        assert self._sharing is not None
-        return {**asdict(self._sharing.totals), "reading": self._sharing.accounts}
+        totals = [asdict(sharing.totals) for sharing in self._running]
+        return {key: sum(one[key] for one in totals) for key in totals[0]} | {"reading": self._running[-1].accounts}
 
 
 def _want(item: ReadItem, dtype: torch.dtype, part: Part, target: torch.Tensor) -> Want:

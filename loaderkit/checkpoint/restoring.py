@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, fetch_of, fetch_ranges, num_workers_of
+from loaderkit.checkpoint.filling import Filling, fetch_of, fetch_ranges, name_touched, num_workers_of
 from loaderkit.checkpoint.laying import as_tensor, unpacked
 from loaderkit.checkpoint.manifest import Verify, read_manifest
 from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
@@ -22,7 +22,7 @@ from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import open_place
 from loaderkit.checkpoint.plan import Totals, Want
 from loaderkit.checkpoint.records import Checkpoint, Part, Stored
-from loaderkit.checkpoint.stages import Checksums
+from loaderkit.checkpoint.stages import Checksums, wait_for_queued
 from loaderkit.checkpoint.wanting import (
     Dtype,
     choose,
@@ -88,15 +88,17 @@ def restore(
     dotted paths ("optimizer.state.0.step"). With `into` nothing is read or written before every name, shape and dtype fits;
     then its tensors are filled where they are, its plain values replaced, and `into` is returned.
 
-    `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target":
-    to those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more
-    names than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound
-    on staging memory, besides the tensors. `verify`: "auto" compares with the manifest if there is one, True demands one,
-    False does not look. `progress` is called in this thread as tensors become whole.
+    `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target": to
+    those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more names
+    than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound on
+    staging memory, besides the tensors; at most 24 MiB come to it for 16 threads' stacks and torch's kernels. `verify`: "auto"
+    compares with the manifest if there is one, True demands one, False does not look. `progress` is called in this thread as
+    tensors become whole.
 
     With `rank` and `world_size`, those of torch.distributed, all ranks call it for the same names, and every one gets
     everything: each byte is read by one rank and passed on to the others. `memory` is then that of all ranks of a machine
-    together, and `timeout_s` how long a rank waits for another before it gives up, naming it.
+    together, `concurrency` the threads that read on each, and `timeout_s` how long a rank waits for another before it gives
+    up, naming it.
 
     Raises CheckpointError (partial, damaged, or not fitting; its `touched` names what was written to before), PeerError
     (another rank failed), FormatError, ConnectorError, ConfigError.
@@ -151,6 +153,7 @@ class Source:
         self.found = found
         self.checksums = checksums
         self.memory_bytes = memory_bytes
+        self.num_alike = 1  # ranks that restore together on this machine, and divide this memory
         self.objects = {info.key: info for info in found.objects.values()}
         self.totals: Totals | None = None
         self.stats: dict[str, Any] | None = None
@@ -171,6 +174,7 @@ class Source:
         """See `loaderkit.restore`."""
         kind = parse_dtype(dtype)
         place = parse_device(device)
+        keys = _globs(keys)
         if into is None:
             if kind == "target":
                 raise ConfigError(
@@ -178,9 +182,10 @@ class Source:
                 )
             tensors, values = choose(self.found, keys)
             on = place or torch.device("cpu")
+            wait_for_queued([on])
             new = partial(new_tensors, names=tensors, device=on, dtype=kind)
             made, given = self._bring(
-                tensors, values, new, device=on, progress=progress, concurrency=concurrency, names_touched=False
+                tensors, values, new, device=on, progress=progress, concurrency=concurrency, touched=set()
             )
             flat = {name: made[name] for name in tensors} | given
             return nest(flat, self.found.paths, self.found.empty if keys is None else ()) if nested else flat
@@ -189,10 +194,16 @@ class Source:
         for name in values:
             _check_settable(self.found, name, leaves[name])
         fitted = partial(given_tensors, targets=targets, dtype=kind, device=place)
+        wait_for_queued(t.device for t in targets.values())
         on = next((t.device for t in targets.values() if t.device.type != "cpu"), torch.device("cpu"))
-        _, given = self._bring(
-            tensors, values, fitted, device=on, progress=progress, concurrency=concurrency, names_touched=True
-        )
+        touched: set[str] = set()
+        try:
+            _, given = self._bring(
+                tensors, values, fitted, device=on, progress=progress, concurrency=concurrency, touched=touched
+            )
+        except BaseException as error:
+            name_touched(error, touched)
+            raise
         for name, value in given.items():
             leaves[name].container[leaves[name].key] = value
         return into
@@ -206,21 +217,29 @@ class Source:
         device: torch.device,
         progress: Callable[[Progress], None] | None,
         concurrency: int | Literal["auto"],
-        names_touched: bool,
+        touched: set[str],
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors, plain values) by name, alone or together with other ranks."""
+        """(tensors, plain values) by name, alone or together with other ranks; `touched`: what has been written to."""
         if self.group is not None:
             from loaderkit.checkpoint.together import bring
 
             return bring(
-                self, self.group, names, values, wants_of, device=device, progress=progress, names_touched=names_touched
+                self,
+                self.group,
+                names,
+                values,
+                wants_of,
+                device=device,
+                progress=progress,
+                concurrency=concurrency,
+                touched=touched,
             )
         wants = wants_of(self.resolved(names))
         given = self.plain_values(values)
-        return dict(self._fill(wants, device, progress, concurrency, names_touched=names_touched)), given
+        return dict(self._fill(wants, device, progress, concurrency, touched)), given
 
     def _fit(
-        self, into: Any, keys: str | Iterable[str] | None, strict: bool
+        self, into: Any, keys: tuple[str, ...] | None, strict: bool
     ) -> tuple[dict[str, Leaf], list[str], list[str]]:
         """(leaves of `into`, names of tensors to fill, names of values to set), names compared."""
         if not isinstance(into, (dict, list)):
@@ -260,10 +279,16 @@ class Source:
             self.found.connector,
             self.objects,
             memory_bytes=self.memory_bytes,
+            num_parts=self.num_alike,
             num_workers=num_workers_of(self.found.connector, concurrency),
             checksums=self.checksums,
             device=device,
             **settings,
+        )
+
+    def _fetch(self, ranges: Sequence[ByteRange]) -> list[bytes]:
+        return fetch_ranges(
+            self.found.connector, self.objects, ranges, memory_bytes=self.memory_bytes, num_parts=self.num_alike
         )
 
     def _fill(
@@ -272,13 +297,10 @@ class Source:
         device: torch.device,
         progress: Callable[[Progress], None] | None,
         concurrency: int | Literal["auto"],
-        *,
-        names_touched: bool,
+        touched: set[str],
     ) -> Iterator[tuple[str, Any]]:
         begin_s = time.perf_counter()
-        if device.type == "cuda":  # what still reads or writes these tensors; workers have streams of their own
-            torch.cuda.current_stream(device).synchronize()
-        with self.filling(wants, device, concurrency, names_touched=names_touched) as filling:
+        with self.filling(wants, device, concurrency, touched=touched) as filling:
             self.totals = filling.totals
             total = filling.plan.num_bytes
             for given in filling:
@@ -320,7 +342,7 @@ class Source:
             etag = self.objects[part.key].etag
             ranges.append(ByteRange(part.key, part.start, _BLOB_HEAD, etag))
             ranges.append(ByteRange(part.key, part.start + part.length - _BLOB_TAIL, _BLOB_TAIL, etag))
-        read = fetch_ranges(self.found.connector, self.objects, ranges, self.memory_bytes)
+        read = self._fetch(ranges)
         found = {}
         for (name, part), head, tail in zip(parts, read[::2], read[1::2], strict=True):
             try:
@@ -358,7 +380,7 @@ class Source:
         Raises CheckpointError for what is not made.
         """
         pickled = {n: self.found.pickled[n] for n in names if n in self.found.pickled and n not in known}
-        read = fetch_ranges(self.found.connector, self.objects, [*pickled.values()], self.memory_bytes)
+        read = self._fetch([*pickled.values()])
         blobs = {**known, **dict(zip(pickled, read, strict=True))}
         found: dict[str, Any] = {}
         for name in names:
@@ -401,9 +423,18 @@ class Source:
 def progress_of(found: Checkpoint, totals: Totals, total_bytes: int, seconds: float) -> Progress:
     """How far it is at this moment; for any thread."""
     with totals.lock:
-        slowest = max(totals.objects, key=lambda key: totals.objects[key].seconds, default="")
         needed, fetched = totals.needed_bytes, totals.fetched_bytes
-    return Progress(needed, total_bytes, fetched, seconds, found.describe(slowest) if slowest else "")
+    return Progress(needed, total_bytes, fetched, seconds, slowest_object(found, [totals]))
+
+
+def slowest_object(found: Checkpoint, reads: Iterable[Totals]) -> str:
+    """The object with the most time in reads, by its full name; "" before the first read is done."""
+    seconds: dict[str, float] = {}
+    for totals in reads:
+        with totals.lock:
+            for key, item in totals.objects.items():
+                seconds[key] = seconds.get(key, 0.0) + item.seconds
+    return found.describe(max(seconds, key=seconds.__getitem__)) if seconds else ""
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
@@ -418,6 +449,16 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
         raise ConfigError(f"device: {error}") from error
     if str(found) == "cuda":  # this thread's: workers have a current device of their own
         return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _globs(keys: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """`keys` to be gone through more than once; None: all."""
+    if keys is None:
+        return None
+    found = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not found:
+        raise ConfigError("keys is empty, so nothing would be restored: leave it out to restore everything")
     return found
 
 

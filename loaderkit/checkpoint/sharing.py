@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, name_touched, num_workers_of
+from loaderkit.checkpoint.filling import Filling
 from loaderkit.checkpoint.group import Group
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import Laid, Want, limits_of
+from loaderkit.checkpoint.plan import Laid, Totals, Want
 from loaderkit.checkpoint.segments import Interval, Segment, divided
 from loaderkit.checkpoint.stages import Checksums, place_piece, stream_of
 from loaderkit.types import Connector, ObjectInfo
@@ -46,11 +46,6 @@ class Shared:
     placing_s: float = 0.0
 
 
-def sharing_limits(connector: Connector, memory_bytes: int, *, is_checked: bool) -> Limits:
-    """How this rank would cut ranges that are passed on: half of its memory is for reading, the other for what is received."""
-    return limits_of(connector, memory_bytes // 2, num_workers_of(connector, "auto"), is_checked=is_checked)
-
-
 def agreed(limits: Sequence[Sequence[int]]) -> Limits:
     """What all ranks can keep to."""
     return Limits(*(min(values) for values in zip(*limits, strict=True)))
@@ -69,18 +64,22 @@ class Sharing:
         pieces: Sequence[Piece],
         limits: Limits,
         memory_bytes: int,
+        num_parts: int,
+        num_workers: int,
         checksums: Mapping[str, Checksums],
         device: torch.device = _CPU,
-        names_touched: bool,
+        touched: set[str],
     ) -> None:
-        """`intervals` and `limits` must be the same on all ranks; `pieces`, this rank's own, lie in its intervals."""
+        """`intervals` and `limits` must be the same on all ranks; `pieces`, this rank's own, lie in its intervals. `touched`
+        is given the names of those that are written to. See `Filling` for the memory, of reading alone."""
         self._group = group
         self._connector = connector
         self._objects = objects
-        self._memory_bytes = memory_bytes // 2
+        self._memory_bytes = memory_bytes
+        self._num_parts = num_parts
+        self._num_workers = num_workers
         self._checksums = checksums
         self._device = device
-        self._names_touched = names_touched
         self._limits = limits
         self._segments = divided(intervals, self._limits, len(group))
         self._pieces = _by_segment(self._segments, pieces)
@@ -90,7 +89,7 @@ class Sharing:
         self._partial: dict[
             int, tuple[bytearray, int]
         ] = {}  # pieces in several segments: bytes so far, how many are missing
-        self._touched: set[str] = set()
+        self._touched = touched
         self.totals = Shared(num_segments=len(self._segments))
         self.accounts: dict[str, Any] | None = None
         self._filling: Filling | None = None
@@ -107,26 +106,28 @@ class Sharing:
             for number, segment in enumerate(self._segments)
             if segment.owner == self._group.me
         ]
-        try:
-            with Filling(
-                wants,
-                self._connector,
-                self._objects,
-                memory_bytes=self._memory_bytes,
-                num_workers=num_workers_of(self._connector, "auto"),
-                checksums=self._checksums,
-                counts_made=True,
-            ) as filling:
-                self._filling = filling
-                reads = _one_by_one(filling)
-                for number, segment in enumerate(self._segments):
-                    if self._group.me in segment.takers:
-                        self._take(number, segment, reads)
-                        self.totals.read_bytes = filling.totals.fetched_bytes
-                self.accounts = filling.stats().to_dict()
-        except BaseException as error:
-            name_touched(error, self._touched)
-            raise
+        with Filling(
+            wants,
+            self._connector,
+            self._objects,
+            memory_bytes=self._memory_bytes,
+            num_parts=self._num_parts,
+            num_workers=self._num_workers,
+            checksums=self._checksums,
+            counts_made=True,
+        ) as filling:
+            self._filling = filling
+            reads = _one_by_one(filling)
+            for number, segment in enumerate(self._segments):
+                if self._group.me in segment.takers:
+                    self._take(number, segment, reads)
+                    self.totals.read_bytes = filling.totals.fetched_bytes
+            self.accounts = filling.stats().to_dict()
+
+    @property
+    def reads(self) -> list[Totals]:
+        """What this rank has read for it so far; none before it runs."""
+        return [] if self._filling is None else [self._filling.totals]
 
     def stop(self, error: BaseException) -> None:
         """Make `run` raise an error if it waits for a read; from any thread."""
@@ -174,7 +175,7 @@ class Sharing:
         """Memory for a segment's bytes: that of the tensor itself, or staging memory."""
         piece = self._direct(number)
         if piece is not None:
-            self._touch(piece)
+            self._touched.add(piece.label)
             return torch.frombuffer(piece.target, dtype=torch.uint8)
         size = self._segments[number].num_bytes
         if size < self._limits.most_bytes // 2:
@@ -211,7 +212,7 @@ class Sharing:
 
     def _put(self, piece: Piece, offset: int, data: memoryview) -> None:
         """A part of a piece's bytes, from `offset` on."""
-        self._touch(piece)
+        self._touched.add(piece.label)
         if piece.target is not None:
             piece.target[offset : offset + len(data)] = data
             return
@@ -224,10 +225,6 @@ class Sharing:
                 return
             data = memoryview(known)
         place_piece(piece, data, self._connector)
-
-    def _touch(self, piece: Piece) -> None:
-        if self._names_touched:
-            self._touched.add(piece.label)
 
 
 def _one_by_one(filling: Filling) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,15 +40,15 @@ class Shards:
         *,
         checksums: Mapping[str, Checksums],
         device: torch.device,
-        names_touched: bool,
+        touched: set[str],
     ) -> None:
-        """`names_touched`: what is written to was given by the caller, who will be told of it if anything fails."""
+        """`touched` is given the names of what is written to."""
         self._connector = connector
         self._objects = objects
         self._totals = totals
         self._checksums = checksums
         self._device = device
-        self._names_touched = names_touched
+        self._touched = touched
 
     def stages(self) -> list[Stage]:
         """In their order."""
@@ -181,8 +181,7 @@ class Shards:
             place_piece(piece, data, self._connector)
 
     def _touch(self, piece: Piece) -> None:
-        if self._names_touched:
-            self._totals.touched.add(piece.label)
+        self._touched.add(piece.label)
 
 
 def place_piece(piece: Piece, data: memoryview, connector: Connector) -> None:
@@ -232,6 +231,15 @@ def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
     inside = [p for p in run.pieces if p.start + p.length > lo and (hi is None or p.start < hi)]
     names = list(dict.fromkeys(piece.label for piece in inside or run.pieces))
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def wait_for_queued(devices: Iterable[torch.device]) -> None:
+    """Wait for what this thread has queued on its CUDA streams, which may still read or write the tensors to be filled.
+
+    The threads that fill them have streams of their own, which do not wait for this thread's.
+    """
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def stream_of(device: torch.device) -> Any:

@@ -6,24 +6,28 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from loaderkit.checkpoint.filling import num_workers_of
 from loaderkit.checkpoint.group import Group, check_same, default_store
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import Want
+from loaderkit.checkpoint.manifest import needed_objects
+from loaderkit.checkpoint.plan import Want, limits_of
 from loaderkit.checkpoint.records import Checkpoint, Part
-from loaderkit.checkpoint.restoring import Progress, Source
-from loaderkit.checkpoint.segments import Interval
-from loaderkit.checkpoint.sharing import Sharing, agreed, run_beside, sharing_limits
+from loaderkit.checkpoint.restoring import Progress, Source, slowest_object
+from loaderkit.checkpoint.segments import Interval, Ranks
+from loaderkit.checkpoint.sharing import Sharing, agreed, run_beside
 from loaderkit.checkpoint.wanting import new_tensors
 from loaderkit.errors import ConfigError
 
+_HALVES = 2  # of a rank's memory: one is for reading, the other for what is received
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -34,7 +38,9 @@ class Agreed(NamedTuple):
     limits: Limits
 
 
-def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about: str = "") -> Agreed:
+def agree(
+    group: Group, source: Source, parts: Sequence[tuple[str, Part]], *, num_workers: int, about: str = ""
+) -> Agreed:
     """Find the layouts of `parts`, each by one rank, and compare what the ranks see; `about` must be the same for all.
 
     Raises CheckpointError where ranks see different checkpoints, and PeerError.
@@ -43,7 +49,13 @@ def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about
     said = {
         "checkpoint": _digest(source.found, source.checksums),
         "about": about,
-        "limits": sharing_limits(source.found.connector, source.memory_bytes, is_checked=bool(source.checksums)),
+        "limits": limits_of(
+            source.found.connector,
+            source.memory_bytes,
+            num_workers,
+            is_checked=bool(source.checksums),
+            num_parts=_HALVES * source.num_alike,
+        ),
         "layouts": [[name, part.offsets, part.start, part.length, part.strides] for (name, _), part in mine.items()],
     }
     heard = [json.loads(data) for data in group.exchange(json.dumps(said).encode())]
@@ -59,8 +71,8 @@ def agree(group: Group, source: Source, parts: Sequence[tuple[str, Part]], about
 
 
 def _digest(found: Checkpoint, checksums: Any) -> str:
-    """Of the names and sizes of its files; tags differ where every machine has a copy of its own."""
-    sizes = sorted((name, info.size) for name, info in found.objects.items())
+    """Of the names and sizes of its files; tags differ where every machine has a copy of its own. Logs beside them may grow."""
+    sizes = sorted((info.key[len(found.prefix) :], info.size) for info in needed_objects(found))
     return hashlib.sha256(json.dumps([found.format, sizes, bool(checksums)]).encode()).hexdigest()
 
 
@@ -73,14 +85,36 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def value_pieces(found: Checkpoint, names: Iterable[str]) -> tuple[list[Piece], dict[str, bytearray]]:
-    """What reads the archives of plain values, and the memory they come to, by name."""
-    pieces, archives = [], {}
-    for name in names:
+def values_shared(
+    found: Checkpoint, takers: Mapping[str, Ranks], me: int
+) -> tuple[list[Interval], list[Piece], dict[str, bytearray]]:
+    """Which bytes the archives of plain values are, what reads those that rank `me` takes, and the memory they come to."""
+    intervals, pieces, archives = [], [], {}
+    for name, ranks in takers.items():
         place = found.pickled[name]
-        data = archives[name] = bytearray(place.length)
-        pieces.append(Piece(name, place.key, place.start, place.length, memoryview(data), None))
-    return pieces, archives
+        intervals.append(Interval(place.key, place.start, place.start + place.length, name, ranks))
+        if me in ranks:
+            data = archives[name] = bytearray(place.length)
+            pieces.append(Piece(name, place.key, place.start, place.length, memoryview(data), None))
+    return intervals, pieces, archives
+
+
+def sharing_of(
+    group: Group, source: Source, limits: Limits, *, num_workers: int, device: torch.device
+) -> Callable[..., Sharing]:
+    """What makes a `Sharing` of `intervals`, `pieces` and `touched`."""
+    return partial(
+        Sharing,
+        group,
+        source.found.connector,
+        source.objects,
+        limits=limits,
+        memory_bytes=source.memory_bytes,
+        num_parts=_HALVES * source.num_alike,
+        num_workers=num_workers,
+        checksums=source.checksums,
+        device=device,
+    )
 
 
 @contextmanager
@@ -110,44 +144,50 @@ def bring(
     *,
     device: torch.device,
     progress: Callable[[Progress], None] | None,
-    names_touched: bool,
+    concurrency: int | Literal["auto"],
+    touched: set[str],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Fill what `wants_of` makes of the tensors `names`, each byte read by one rank: (tensors, plain values), by name."""
+    """Fill what `wants_of` makes of the tensors `names`, each byte read by one rank: (tensors, plain values), by name.
+
+    No tensor is written to on any rank before every rank has its plain values, and everything fits on all of them.
+    """
     begin_s = time.perf_counter()
     made: dict[str, torch.Tensor] = {}
-    archives: dict[str, bytearray] = {}
+    given: dict[str, Any] = {}
     running: list[Sharing] = []
+    everyone = tuple(range(len(group)))
+    num_workers = num_workers_of(source.found.connector, concurrency)
 
     def work() -> None:
-        source.memory_bytes //= group.num_alike(machine())
+        source.num_alike = group.num_alike(machine())
         parts = [(name, part) for name in names for part in source.found.tensors[name].parts]
         about = hashlib.sha256(json.dumps([*names, 0, *values]).encode()).hexdigest()
-        found, limits = agree(group, source, parts, about)
+        found, limits = agree(group, source, parts, num_workers=num_workers, about=about)
         laid = [want.lay(limits) for want in wants_of(found)]
-        pickled, known = value_pieces(found, (name for name in values if name in found.pickled))
-        archives.update(known)
-        sharing = Sharing(
-            group,
-            found.connector,
-            source.objects,
-            intervals=_everything(found, names, pickled, limits, len(group)),
-            pieces=[piece for pieces, _ in laid for piece in pieces] + pickled,
-            limits=limits,
-            memory_bytes=source.memory_bytes,
-            checksums=source.checksums,
-            device=device,
-            names_touched=names_touched,
+        pickled = {name: everyone for name in values if name in found.pickled}
+        intervals, pieces, archives = values_shared(found, pickled, group.me)
+        sharing = sharing_of(group, source, limits, num_workers=num_workers, device=device)
+        first = sharing(intervals=intervals, pieces=pieces, touched=set())
+        second = sharing(
+            intervals=_whole(found, names, limits, everyone),
+            pieces=[piece for some, _ in laid for piece in some],
+            touched=touched,
         )
-        running.append(sharing)
-        sharing.run()
+        running.extend((first, second))
+        first.run()
+        given.update(source.plain_values([*values], archives))
+        group.exchange(b"")
+        second.run()
         for _, give in laid:
             made.update(give())
 
     def tick() -> None:
         if progress is not None and running:
-            totals = running[0].totals
-            seconds = time.perf_counter() - begin_s
-            progress(Progress(totals.num_bytes, running[0].num_bytes, totals.read_bytes, seconds, ""))
+            totals = [sharing.totals for sharing in running]
+            num_bytes, read_bytes = sum(one.num_bytes for one in totals), sum(one.read_bytes for one in totals)
+            needed, seconds = sum(sharing.num_bytes for sharing in running), time.perf_counter() - begin_s
+            slowest = slowest_object(source.found, [reads for sharing in running for reads in sharing.reads])
+            progress(Progress(num_bytes, needed, read_bytes, seconds, slowest))
 
     def stop(error: BaseException) -> None:
         for sharing in running:
@@ -155,14 +195,11 @@ def bring(
 
     run_beside(group, work, stop=stop, tick=tick)
     tick()
-    return made, source.plain_values([*values], archives)
+    return made, given
 
 
-def _everything(
-    found: Checkpoint, names: Sequence[str], pickled: Sequence[Piece], limits: Limits, num_ranks: int
-) -> list[Interval]:
-    """The bytes of these tensors and values, wherever a rank puts them."""
-    everyone = tuple(range(num_ranks))
+def _whole(found: Checkpoint, names: Sequence[str], limits: Limits, takers: Ranks) -> list[Interval]:
+    """The bytes of these tensors, wherever a rank puts them."""
     wants = new_tensors(found, names, torch.device("meta"), None)
     pieces = [piece for want in wants for piece in want.lay(limits)[0]]
-    return [Interval(p.key, p.start, p.start + p.length, p.label, everyone) for p in (*pieces, *pickled)]
+    return [Interval(p.key, p.start, p.start + p.length, p.label, takers) for p in pieces]

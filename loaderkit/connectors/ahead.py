@@ -73,6 +73,7 @@ class AheadConnector:
         """`num_samples`: how far is read ahead of the furthest read so far; `slack`: by how many samples reads may be out of
         order."""
         self.inner = inner
+        self.gap_bytes = getattr(inner, "gap_bytes", 2**20)
         self._num_samples = num_samples
         self._slack = slack
         self._pieces_from = pieces

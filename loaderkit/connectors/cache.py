@@ -34,6 +34,7 @@ class CacheConnector:
         assert args.dir is not None
         self.inner = inner
         self.is_remote = getattr(inner, "is_remote", False)
+        self.gap_bytes = getattr(inner, "gap_bytes", 2**20)
         self._args = args
         self._owns_inner = owns_inner
         self._store = str(getattr(inner, "store", ""))

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo  # brought in by saving; here, so that it is imported once for all ranks
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -239,6 +240,149 @@ def fail_in_the_middle(rank: int, num_ranks: int, folder: Path, how: str, timeou
         (folder / f"{how}-{rank}").write_text(json.dumps([*told, time.monotonic() - begin_s]))
     if rank == 1 or how == "dies":
         os._exit(0)  # what hangs hangs; and there is no group any more that could be left
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def refuse_values(rank: int, num_ranks: int, folder: Path, kind: str) -> None:
+    """Write down how restoring ends and what has been written to, where a value is one that nothing makes.
+
+    With "one" only the last rank wants that value, and all want the tensor.
+    """
+    begin(rank, num_ranks, folder, f"refusing-{kind}")
+    into: dict[str, Any] = {"w": torch.zeros(2**20)}
+    if kind != "one" or rank == num_ranks - 1:
+        into["k"] = 0
+    caught: BaseException | None = None
+    try:
+        if kind in {"dcp", "torch"}:
+            loaderkit.restore(folder / kind, into, rank=rank, world_size=num_ranks)
+        else:
+            load(into, storage_reader=StreamReader(folder / "dcp"))
+    except CheckpointException as error:
+        caught = error.failures[rank][0] if rank in error.failures else None
+    except loaderkit.errors.CheckpointError as error:
+        caught = error
+    told = [type(caught).__name__, str(caught), getattr(caught, "touched", None), bool(into["w"].any())]
+    (folder / f"refused-{kind}-{rank}").write_text(json.dumps(told))
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def restore_beside_a_log(rank: int, num_ranks: int, folder: Path) -> None:
+    """Each rank sees the log at another length."""
+    begin(rank, num_ranks, folder, "logging")
+    (folder / f"{rank}" / "train.log").write_text("step\n" * rank)
+    found = loaderkit.restore(folder / f"{rank}", rank=rank, world_size=num_ranks)
+    assert found["a"].eq(1).all()
+    dist.destroy_process_group()
+
+
+def restore_with_settings(rank: int, num_ranks: int, folder: Path) -> None:
+    """Ranks honour `concurrency`, say which object is slow, and say of the memory what the user has to give."""
+    begin(rank, num_ranks, folder, "settings")
+    told: list[Any] = []
+    threads: set[str] = set()
+
+    class Watched(FileConnector):
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            if len(buffer) > 2**18:
+                threads.add(threading.current_thread().name)
+            super().read_into(key, start, buffer, etag=etag)
+
+    def restore(memory: str) -> None:
+        loaderkit.restore(
+            "watched://x.safetensors", rank=rank, world_size=num_ranks, memory=memory, concurrency=3,
+            progress=told.append, connectors={"watched": Watched(folder)},
+        )  # fmt: skip
+
+    restore("2GiB")
+    assert told[-1].slowest_object == str(folder / "x.safetensors")
+    assert told[-1].num_bytes == told[-1].total_bytes == 2**23
+    assert 1 <= len(threads) <= 3
+    said = ""
+    try:
+        restore("1MiB")
+    except loaderkit.errors.ConfigError as error:
+        said = str(error)
+    needed = 2 * 2 * num_ranks * 3 * 64 * 2**10  # two buffers a worker; half of the memory is for what is received
+    assert f"the least is {needed // 2**10} KiB with 3 workers on every rank" in said, said
+    restore(f"{needed}")
+    dist.destroy_process_group()
+
+
+def load_in_a_group(rank: int, num_ranks: int, folder: Path) -> None:
+    """All ranks but the first are a group of their own, and share."""
+    begin(rank, num_ranks, folder, "grouping")
+    group = dist.new_group([*range(1, num_ranks)])
+    if rank:
+        state = {"a": torch.zeros(2**20), "b": torch.zeros(2**20)}
+        reader = StreamReader(folder / "x.safetensors", process_group=group)
+        load(state, storage_reader=reader, process_group=group)
+        assert all(tensor.eq(1).all() for tensor in state.values())
+        assert reader.stats is not None
+        (folder / f"grouped-{rank}").write_text(json.dumps(reader.stats["shared"]))
+        wrong = StreamReader(folder / "x.safetensors")
+        try:
+            load(state, storage_reader=wrong, process_group=group)
+        except CheckpointException as error:
+            assert "the same process_group" in str(error)  # noqa: PT017 - not in pytest's process
+        else:
+            raise AssertionError("plans of another group than StreamReader's were accepted")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def queue_work(into: Mapping[str, torch.Tensor]) -> None:
+    """Keep the current stream of a GPU busy for a while, and then write to all of these tensors."""
+    large = torch.ones(4096, 4096, device="cuda")
+    for _ in range(30):
+        large = large @ large
+    for tensor in into.values():
+        tensor.fill_(7)
+
+
+def restore_over_queued_work(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """All ranks on one GPU, each with a stream of its own that still has to write to what is restored."""
+    begin(rank, num_ranks, folder, "queued")
+    wanted = loaderkit.restore(folder / name)
+    for kind in ("restore", "load"):
+        into = {key: torch.zeros_like(tensor, device="cuda") for key, tensor in wanted.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            queue_work(into)
+            if kind == "restore":
+                loaderkit.restore(folder / name, into, rank=rank, world_size=num_ranks)
+            else:
+                load(dict(into), storage_reader=StreamReader(folder / name))
+        torch.cuda.synchronize()
+        assert all(torch.equal(into[key].cpu(), tensor) for key, tensor in wanted.items()), kind
+    dist.destroy_process_group()
+
+
+class Bad(FileConnector):
+    """A disk that cannot read large ranges from some byte on."""
+
+    def __init__(self, root: Path, start: int) -> None:
+        super().__init__(root)
+        self._start = start
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        if start >= self._start and len(buffer) > 2**18:
+            raise loaderkit.errors.ConnectorError("the disk is broken")
+        super().read_into(key, start, buffer, etag=etag)
+
+
+def fail_in_own(rank: int, num_ranks: int, folder: Path) -> None:
+    """Rank 1 cannot read what it alone needs, once what both need is there."""
+    begin(rank, num_ranks, folder, "own")
+    reader = StreamReader("bad://x.safetensors", connectors={"bad": Bad(folder, 2**22)})
+    state = {"a": torch.zeros(2**20)} | ({"b": torch.zeros(2**20)} if rank == 1 else {})
+    try:
+        load(state, storage_reader=reader)
+    except CheckpointException as error:
+        own: Any = error.failures[1][0]
+        (folder / f"own-{rank}").write_text(json.dumps([sorted(error.failures), str(own), own.touched]))
     with suppress(RuntimeError):
         dist.destroy_process_group()
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import of_ranks
 import pytest
 import torch
 from of_states import saved
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
+from loaderkit.checkpoint import StreamReader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -41,6 +44,26 @@ def test_in_place_and_strided(path: Path) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         loaderkit.restore(path, into)
         assert all(torch.equal(into[name].cpu(), wanted[name]) for name in wanted)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_caller_has_queued_is_done_first(path: Path) -> None:
+    wanted = loaderkit.restore(path)
+    for kind in ("restore", "load"):
+        into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in wanted.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            of_ranks.queue_work(into)
+            if kind == "restore":
+                loaderkit.restore(path, into)
+            else:
+                load(dict(into), storage_reader=StreamReader(path), no_dist=True)
+        torch.cuda.synchronize()
+        assert all(torch.equal(into[name].cpu(), tensor) for name, tensor in wanted.items()), kind
+
+
+def test_what_every_rank_has_queued_is_done_first(path: Path) -> None:
+    assert of_ranks.run_ranks(of_ranks.restore_over_queued_work, 2, path.parent, path.name) == [0, 0]
 
 
 def test_a_device_there_is_not(path: Path) -> None:

@@ -108,8 +108,19 @@ def test_what_is_no_state() -> None:
         loaderkit.restore("memory://x", keys="layr", **store(layer=torch.ones(2)))
     with pytest.raises(ConfigError, match="memory is"):
         loaderkit.restore("memory://x", memory="8KiB", **store(a=torch.ones(2)))
+    with pytest.raises(ConfigError, match="concurrency 0: expected 'auto', or a number of threads from 1 on"):
+        loaderkit.restore("memory://x", concurrency=0, **store(a=torch.ones(2)))
     with pytest.raises(ConfigError, match="verify"):
         loaderkit.restore("memory://x", verify="yes", **store(a=torch.ones(2)))  # type: ignore[arg-type]
+
+
+def test_keys_may_come_from_an_iterator() -> None:
+    into = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    loaderkit.restore("memory://x", into, keys=(key for key in ("a", "b")), **store(a=torch.ones(2), b=torch.ones(2)))
+    assert all(tensor.eq(1).all() for tensor in into.values())
+    assert set(loaderkit.restore("memory://x", keys=iter("b"), **store(a=torch.ones(2), b=torch.ones(2)))) == {"b"}
+    with pytest.raises(ConfigError, match="keys is empty"):
+        loaderkit.restore("memory://x", keys=iter(()), **store(a=torch.ones(2)))
 
 
 def test_tied_weights_need_to_be_saved_only_once() -> None:

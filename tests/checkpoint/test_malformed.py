@@ -23,7 +23,8 @@ from of_states import pack, save_dcp, saved
 
 import loaderkit
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.errors import CheckpointError, FormatError, LoaderkitError
+from loaderkit.errors import AccessDeniedError, CheckpointError, ExpiredCredentialsError, FormatError, LoaderkitError
+from loaderkit.types import ObjectInfo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -462,12 +463,49 @@ class TestManifest:
         with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
             loaderkit.restore(tmp_path / "state.pt", verify=verify)
 
+    @pytest.mark.parametrize("verify", ["auto", True])
+    def test_names_a_file_that_is_gone(self, tmp_path: Path, verify: Any) -> None:
+        for name in ("a", "b"):
+            safetensors.torch.save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
+        loaderkit.checkpoint.write_manifest(tmp_path)
+        (tmp_path / "b.safetensors").unlink()
+        with pytest.raises(
+            CheckpointError, match=r"not whole: its manifest has '.*b\.safetensors', and there is no such file"
+        ):
+            loaderkit.restore(tmp_path, verify=verify)
+        assert set(loaderkit.restore(tmp_path, verify=False)) == {"a"}
+
     def test_that_is_empty_covers_nothing(self, tmp_path: Path) -> None:
         torch.save({"step": 12}, tmp_path / "state.pt")
         manifest = loaderkit.checkpoint.write_manifest(tmp_path / "state.pt") | {"objects": {}}
         (tmp_path / "state.pt.loaderkit-manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(CheckpointError, match="the manifest does not have it"):
             loaderkit.restore(tmp_path / "state.pt", verify=True)
+
+    def test_where_one_may_read_and_not_list(self, caplog: pytest.LogCaptureFixture) -> None:
+        """S3 answers 403 for what does not exist to who has s3:GetObject alone."""
+
+        class Closed(MemoryConnector):
+            error: type[Exception] = AccessDeniedError
+
+            def stat(self, key: str) -> ObjectInfo:
+                if "manifest" in key:
+                    raise self.error(f"{key}: 403")
+                return super().stat(key)
+
+        data = safetensors.torch.save({"a": torch.ones(2)})
+        closed = Closed({"m": data, "s/m": data, "s/loaderkit-manifest.json": b"{}"})
+        assert loaderkit.restore("memory://m", connectors={"memory": closed})["a"].tolist() == [1, 1]
+        assert [record.getMessage() for record in caplog.records if record.name == "loaderkit"] == [
+            "memory://m is taken to have no manifest, so nothing is compared: m.loaderkit-manifest.json: 403"
+        ]
+        with pytest.raises(AccessDeniedError):
+            loaderkit.restore("memory://m", verify=True, connectors={"memory": closed})
+        with pytest.raises(AccessDeniedError):  # here it is known to exist
+            loaderkit.restore("memory://s", connectors={"memory": closed})
+        closed.error = ExpiredCredentialsError
+        with pytest.raises(ExpiredCredentialsError):
+            loaderkit.restore("memory://m", connectors={"memory": closed})
 
     def test_goes_with_the_checkpoint_into_a_tar(self, path: Path, tmp_path: Path) -> None:
         pack(sorted(path.parent.iterdir()), path.parent, tmp_path / "all.tar")

@@ -77,6 +77,20 @@ def test_a_value_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+def test_a_bad_value_is_refused_before_a_tensor_is_written(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.getenv, ("HOME",)
+
+    save_dcp({"k": Evil(), "w": torch.ones(5)}, tmp_path / "s")
+    state = {"k": 1, "w": torch.zeros(5)}
+    with pytest.raises(CheckpointException, match="'k' holds an object of") as caught:
+        load(state, storage_reader=StreamReader(tmp_path / "s"), no_dist=True)
+    error: Any = caught.value.failures[0][0]
+    assert error.touched == ()
+    assert not state["w"].any()  # type: ignore[attr-defined]
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     save_dcp(state_of(True), tmp_path / "s")
     loaderkit.checkpoint.write_manifest(tmp_path / "s")

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from of_states import save_dcp
 
 from loaderkit.checkpoint.laying import Limits
 from loaderkit.checkpoint.segments import Interval, divided, overlap
@@ -95,6 +96,54 @@ def test_a_rank_that_dies_in_dcp_load_is_named_in_the_log(tmp_path: Path) -> Non
     for rank in (0, 2):
         said, _ = json.loads((tmp_path / f"died-{rank}").read_text())
         assert any(line.startswith("rank 1 does not answer any more") for line in said), said
+
+
+def test_a_log_that_grows_beside_a_checkpoint_is_no_part_of_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        safetensors.torch.save_file({"a": torch.ones(5)}, tmp_path / f"{rank}/model.safetensors")
+    assert of_ranks.run_ranks(of_ranks.restore_beside_a_log, 2, tmp_path) == [0, 0]
+
+
+def test_settings_are_those_of_all_ranks_of_a_machine(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
+    assert of_ranks.run_ranks(of_ranks.restore_with_settings, 2, tmp_path) == [0, 0]
+
+
+def test_a_group_of_some_of_the_ranks(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
+    assert of_ranks.run_ranks(of_ranks.load_in_a_group, 3, tmp_path) == [0, 0, 0]
+    shared = [json.loads((tmp_path / f"grouped-{rank}").read_text()) for rank in (1, 2)]
+    assert all(one["received_bytes"] == one["sent_bytes"] == 2**22 for one in shared), shared
+
+
+class Unknown:
+    """What no reader makes."""
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch", "all", "one"])
+def test_a_bad_value_is_refused_on_all_ranks_before_a_tensor_is_written(tmp_path: Path, kind: str) -> None:
+    state = {"w": torch.ones(2**20), "k": Unknown()}
+    if kind == "torch":
+        torch.save(state, tmp_path / "torch")
+    else:
+        save_dcp(state, tmp_path / "dcp")
+    assert of_ranks.run_ranks(of_ranks.refuse_values, 2, tmp_path, kind) == [0, 0]
+    for rank in range(2):
+        name, message, touched, is_written = json.loads((tmp_path / f"refused-{kind}-{rank}").read_text())
+        assert name == ("PeerError" if kind == "one" and rank == 0 else "CheckpointError"), message
+        assert "'k' holds an object of test_sharing.Unknown" in message
+        assert (touched, is_written) == ([], False)
+
+
+def test_what_was_shared_is_named_where_reading_the_rest_fails(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
+    assert of_ranks.run_ranks(of_ranks.fail_in_own, 2, tmp_path) == [0, 0]
+    for rank in range(2):
+        ranks, message, touched = json.loads((tmp_path / f"own-{rank}").read_text())
+        assert ranks == [1]
+        assert "the disk is broken" in message
+        assert touched == ["a", "b"]
 
 
 INTERVALS = st.lists(

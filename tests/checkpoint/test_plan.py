@@ -1,0 +1,55 @@
+"""How ranges are cut, and by how many threads they are read: as suits the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from of_states import pack
+
+from loaderkit.checkpoint.filling import num_workers_of
+from loaderkit.checkpoint.places import open_place
+from loaderkit.checkpoint.plan import gap_of
+from loaderkit.connectors.ahead import AheadConnector
+from loaderkit.connectors.cache import CacheConnector
+from loaderkit.connectors.file import FileConnector
+from loaderkit.opening import open_connector
+from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.stores import CacheArgs, StoreArgs
+from loaderkit.types import Connector
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
+    pack([tmp_path / "x.safetensors"], tmp_path, tmp_path / "x.tar")
+    return tmp_path / "x.safetensors"
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "", "x.tar"])
+def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
+    place = open_place(path.parent / name, {})
+    assert gap_of(place.connector) == 64 * 2**10
+    assert num_workers_of(place.connector, "auto") == max(2, num_cpus())
+    place.close()
+
+
+def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:
+    class Far(FileConnector):
+        gap_bytes = 3 * 2**20
+
+    def ahead(inner: Connector) -> Connector:
+        return AheadConnector(inner, lambda epoch, position: iter(()), memory_bytes=2**20, num_requests=1)
+
+    folder, cached = str(path.parent), StoreArgs(cache=CacheArgs(dir=str(path.parent / "cache")))
+    for inner, gap in ((FileConnector(folder), 64 * 2**10), (Far(folder), 3 * 2**20)):
+        for connector in (
+            ahead(inner),
+            CacheConnector(inner, cached.cache),
+            ahead(CacheConnector(inner, cached.cache)),
+        ):
+            assert gap_of(connector) == gap
+    assert gap_of(open_connector(folder, {}, cached)) == 64 * 2**10

@@ -135,8 +135,8 @@ def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch)
     if gone := sorted(checksums.keys() - {item.key for item in found.objects.values()}):
         raise CheckpointError(
             f"{place.url} is not whole: its manifest has {', '.join(map(repr, gone[:5]))}"
-            f"{f' and {len(gone) - 5} more' if len(gone) > 5 else ''}, and there is no such file; if it was removed on purpose, "
-            "write the manifest again"
+            f"{f' and {len(gone) - 5} more' if len(gone) > 5 else ''}, and there is no such file; if it was removed on "
+            "purpose, write the manifest again"
         )
     for item in needed_objects(found):
         known = checksums.get(item.key)

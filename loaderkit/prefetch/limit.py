@@ -112,7 +112,12 @@ class Limit:
     @property
     def is_as_fast_alone(self) -> bool | None:
         """Whether one worker alone gets nearer to what all do than to its share of that, by ratio; None: not tried."""
-        return None if self.alone is None else bool(self.alone >= self.num_side_by_side**-0.5)
+        return None if self.alone is None else bool(self.alone >= self.num_tried**-0.5)
+
+    @property
+    def num_tried(self) -> float:
+        """How many of its workers there were on average when one alone was compared with them."""
+        return max(1.0, min(self.pool.trial.num_inside or self.num_side_by_side, self.num_side_by_side))
 
     @property
     def has_stragglers(self) -> bool:
@@ -259,11 +264,13 @@ class Limit:
     @property
     def _sure_of_trial(self) -> float:
         """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
-        alone, middle = self.alone or 1.0, self.num_side_by_side**-0.5
+        alone, middle = self.alone or 1.0, self.num_tried**-0.5
         return min(1.0, 0.7 + 0.6 * abs(1 - alone / middle)) if self.num_side_by_side > 1 else 0.8
 
     def _tried(self) -> str:
-        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what all {self.num_side_by_side} did"
+        all_of_them, tried = self.num_side_by_side, round(self.num_tried)
+        others = f"all {all_of_them}" if tried == all_of_them else f"{tried} of {all_of_them} at a time"
+        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what {others} did"
 
     def _more_workers(self) -> str:
         if self.pool.is_in_trainer:

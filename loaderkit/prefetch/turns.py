@@ -51,12 +51,14 @@ class Trial(NamedTuple):
     """What came of letting all workers work, or one alone."""
 
     alone_share: float | None = None
-    """What one alone got done, in shares of what all did together. About one over their number: each goes at its own pace.
+    """What one alone got done, in shares of what all did together. About one over `num_inside`: each goes at its own pace.
     About 1: there is something that only one of them can use at a time. None: there was no reason to try."""
     waiting_share: float | None = None
     """Of the time in which workers that overlapped could have had a CPU, how much they waited for something else."""
     gil_wait_s: float | None = None
     """How long one that woke up waited for Python's lock, which others beside it may hold, in the median."""
+    num_inside: float | None = None
+    """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
 
     @property
     def holds_gil(self) -> bool | None:
@@ -77,6 +79,7 @@ class _Together:
 
     num_samples: float = 0.0
     overlap_begun_s: float = 0.0
+    inside_begun_s: float = 0.0
 
 
 class Turns:
@@ -103,6 +106,7 @@ class Turns:
         self._together = _Together()
         self._together_s = 0.0  # how long workers overlapped in the window that ended last
         self._overlap_s = 0.0  # how long two workers or more have been inside, while it is measured
+        self._inside_s = 0.0  # the same time, as often as there were workers
         self._changed_s = 0.0
         self.trial = Trial()  # the last one
 
@@ -181,6 +185,7 @@ class Turns:
         """
         if self._num_inside > 1:
             self._overlap_s += now - self._changed_s
+            self._inside_s += self._num_inside * (now - self._changed_s)
         self._changed_s = now
 
     def _is_hopeless(self) -> bool:
@@ -224,12 +229,16 @@ class Turns:
         together = self._together
         if not self.one_at_a_time:
             self._together_s = self._overlap_s - together.overlap_begun_s
-            self.trial = seen._replace(alone_share=self.trial.alone_share if is_tried_alone else None)
+            inside_s = self._inside_s - together.inside_begun_s
+            self.trial = seen._replace(
+                alone_share=self.trial.alone_share if is_tried_alone else None,
+                num_inside=inside_s / self._together_s if self._together_s > 0 else None,
+            )
             if is_tried_alone:
                 return
         elif together.num_samples > 0:
             self.trial = self.trial._replace(alone_share=alone_speed * self._together_s / together.num_samples)
-        self._together = _Together(overlap_begun_s=self._overlap_s)
+        self._together = _Together(overlap_begun_s=self._overlap_s, inside_begun_s=self._inside_s)
 
     def _let_all_in(self, num_chunks: int) -> None:
         """All workers, for so many chunks until the next look. Under the lock."""

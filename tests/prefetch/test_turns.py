@@ -100,6 +100,15 @@ def test_waiting_for_a_store_is_tried_once_and_given_up() -> None:
         assert not takes_turns(machine)
 
 
+def test_how_many_there_were_side_by_side() -> None:
+    machine = Machine()
+    machine.until_tried(1.0, 0.1)
+    for _ in range(_WINDOW):
+        machine.overlapping(1.0, 0.2)
+    assert machine.turns.trial.num_inside == pytest.approx(2)
+    assert machine.turns.trial.alone_share == pytest.approx(0.5)
+
+
 def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
     """Ctrl-Z and fg, or a laptop that slept: some chunks took an hour and no CPU time."""
     machine = Machine()

@@ -167,6 +167,14 @@ class TestOfAStage:
         assert found.kind == "latency"
         assert "larger requests" in found.change
 
+    def test_few_were_there_when_one_alone_was_compared_with_them(self) -> None:
+        """Eight workers of which the loop needs two: one alone gets nearly half of that done, and no lock is why."""
+        waiting = row("read", 79, 0.3, workers=8, services=services((0.02, 900)))
+        assert self.verdict(waiting, trial=Trial(0.42, 0.98)).kind == "lock"
+        found = self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4))
+        assert found.kind == "latency"
+        assert "42 % of what 2 of 8 at a time did" in found.evidence
+
     def test_waiting_and_nothing_was_tried(self) -> None:
         assert self.verdict(row("read", 9.5, 0.3, workers=1)).kind == "waiting"
         assert self.verdict(row("transfer", 9.5, 0.3, workers=1)).kind == "waiting"

@@ -91,6 +91,7 @@ def make(images: Path, names: list[str]) -> None:
             **os.environ,
             "IMAGENET": str(link),
             "DECODE": "dali-cpu",
+            "PYTHONPATH": str(ROOT),  # a pipeline names a class of this module
             "LOADERKIT_CACHE_DIR": str(work / "indexes"),
         }
         runs = [run for run in RUNS if not names or run.name in names]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import StringIO
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -29,7 +30,7 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
 def stall_table(stats: Mapping[str, Any]) -> Table:
     """The waits of the loop by cause, the longest first; the rows sum to the whole."""
     total_s = stats["stall"]["total_s"]
-    table = _table("waited for", "stall_s", "share")
+    table = table_of("waited for", "stall_s", "share")
     for cause, seconds in stats["stall"]["by_stage"].items():
         if seconds > 0:
             table.add_row(cause, f"{seconds:.2f}", f"{100 * seconds / total_s:.0f} %")
@@ -38,7 +39,7 @@ def stall_table(stats: Mapping[str, Any]) -> Table:
 
 def slot_table(stats: Mapping[str, Any]) -> Table:
     """Workers x wall time of every stage: busy (of it computing: cpu), starved, blocked and idle."""
-    table = _table("stage", "workers", "items", "busy", "of it cpu", "starved", "blocked", "idle")
+    table = table_of("stage", "workers", "items", "busy", "of it cpu", "starved", "blocked", "idle")
     for stage in stats["stages"]:
         seconds = (f"{stage[name]:.2f}" for name in ("busy_s", "cpu_s", "starved_s", "blocked_s", "idle_s"))
         table.add_row(stage["name"], str(stage["workers"]), str(stage["num_items"]), *seconds)
@@ -77,9 +78,32 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _table(first: str, *numbers: str) -> Table:
+def as_text(found: RenderableType, width: int = 80) -> str:
+    """What a terminal of so many columns shows, without colour; no line ends in blanks."""
+    file = StringIO()
+    Console(file=file, width=width, markup=False, highlight=False, no_color=True, color_system=None).print(found)
+    return "".join(f"{line.rstrip()}\n" for line in file.getvalue().rstrip().splitlines())
+
+
+def titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
+    """A part of a report, below a blank line and its title."""
+    yield Text("")
+    yield Text(title, style="bold")
+    yield body
+
+
+def facts_table() -> Table:
+    """Names, and what there is to say of each, in as many lines as it takes."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def table_of(first: str, *numbers: str, folds: bool = False) -> Table:
+    """A table without lines: a column that may be folded, and columns of numbers, which are only with `folds`."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(first, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=not folds, overflow="fold")
     return table

@@ -48,6 +48,14 @@ def say_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def say_size(num_bytes: float) -> str:
+    """A size for people, in units of 1000, as speeds are told."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
 def parse_seconds(value: Any) -> float:
     """A duration in seconds: a number, or text such as "500ms", "60s", "5min", "2h". Raises ValueError."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):

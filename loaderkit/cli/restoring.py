@@ -174,6 +174,8 @@ def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
 
 
 def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
+    from loaderkit.schema import say_size
+
     due_s = _SECONDS_A_LINE
 
     def show() -> None:
@@ -185,28 +187,22 @@ def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
         left = found.total_bytes - found.num_bytes
         left_s = left / found.bytes_per_s if found.bytes_per_s else 0.0
         console.say(
-            f"{_size(found.num_bytes)} of {_size(found.total_bytes)}, {_size(found.bytes_per_s)}/s, {left_s:.0f} s left, "
-            f"slowest: {found.slowest_object}"
+            f"{say_size(found.num_bytes)} of {say_size(found.total_bytes)}, {say_size(found.bytes_per_s)}/s, "
+            f"{left_s:.0f} s left, slowest: {found.slowest_object}"
         )
 
     return show
 
 
-def _size(num_bytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes:.0f} bytes"
-
-
 def _tell(result: dict[str, Any]) -> None:
     from loaderkit.report import print_summary
+    from loaderkit.schema import say_size
 
     more = result["fetched_bytes"] / max(result["num_bytes"], 1)
     name = f"{result['pipeline']}: " if "pipeline" in result else ""
     console.tell(
         f"{name}{result['url']}: {result['format']}, {result['num_tensors']} tensors and {result['num_values']} values, "
-        f"{_size(result['num_bytes'])} in {result['wall_s']:.2f} s, {_size(result['bytes_per_s'])}/s"
+        f"{say_size(result['num_bytes'])} in {result['wall_s']:.2f} s, {say_size(result['bytes_per_s'])}/s"
     )
     checked = "every block compared with the manifest" if result["verified"] else "no manifest, so nothing was compared"
     console.tell(f"{result['num_reads']} reads, {more:.3f} bytes fetched for each one needed; {checked}")
@@ -219,6 +215,7 @@ def _tell(result: dict[str, Any]) -> None:
 
 def _tell_list(source: Source, keys: list[str] | None, as_json: bool) -> None:
     from loaderkit.checkpoint.wanting import choose
+    from loaderkit.schema import say_size
 
     found = source.found
     names, values = choose(found, keys)
@@ -241,12 +238,13 @@ def _tell_list(source: Source, keys: list[str] | None, as_json: bool) -> None:
         console.tell(f"{row['name']}  {row['dtype']} {row['shape']}  {row['num_bytes']} bytes")
     for name in values:
         console.tell(f"{name}  a plain value")
-    console.tell(f"{found.format}: {len(rows)} tensors, {len(values)} values, {_size(total)}")
+    console.tell(f"{found.format}: {len(rows)} tensors, {len(values)} values, {say_size(total)}")
 
 
 def manifest(url: Url, as_json: AsJson = False, debug: Debug = False) -> None:
     """Read the checkpoint at URL once and write the checksums of its blocks beside it; restoring compares them."""
     from loaderkit.checkpoint import write_manifest
+    from loaderkit.schema import say_size
 
     written = write_manifest(url)
     num_bytes = sum(item["num_bytes"] for item in written["objects"].values())
@@ -255,4 +253,4 @@ def manifest(url: Url, as_json: AsJson = False, debug: Debug = False) -> None:
     if as_json:
         console.tell_json(result)
     else:
-        console.tell(f"{url}: {result['num_objects']} objects, {_size(num_bytes)}, {num_hashes} checksums written")
+        console.tell(f"{url}: {result['num_objects']} objects, {say_size(num_bytes)}, {num_hashes} checksums written")

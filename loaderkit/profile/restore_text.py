@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import StringIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from loaderkit.prefetch.case import say_seconds
 from loaderkit.profile.restoring import RestoreReport
+from loaderkit.report import as_text, facts_table, table_of, titled
+from loaderkit.schema import say_size
 
 
 def to_text(report: RestoreReport, width: int = 80) -> str:
     """The report without colour."""
-    file = StringIO()
-    Console(file=file, width=width, markup=False, highlight=False, no_color=True, color_system=None).print(
-        render(report)
-    )
-    return file.getvalue().rstrip() + "\n"
+    return as_text(render(report), width)
 
 
 def render(report: RestoreReport) -> RenderableType:
@@ -29,35 +26,29 @@ def render(report: RestoreReport) -> RenderableType:
 
 def _sections(report: RestoreReport) -> Iterator[RenderableType]:
     verdict = report.verdict
-    size, rate = _megabytes(report.num_bytes), f"{_megabytes(report.bytes_per_s)}/s"
-    yield Text(f"{report.name}: {size} in {say_seconds(report.wall_s)}, {rate}", style="bold")
+    size, rate = say_size(report.num_bytes), f"{say_size(report.bytes_per_s)}/s"
+    partial = f" (partial: {report.partial})" if report.partial else ""
+    yield Text(f"{report.name}: {size} in {say_seconds(report.wall_s)}, {rate}{partial}", style="bold")
     limit = "The store is the limit" if verdict.limit == "store" else f"{verdict.limit} is the limit"
     yield Text(limit, style="green" if verdict.limit == "store" else "yellow")
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")
+    facts = facts_table()
     facts.add_row("evidence", verdict.evidence)
     facts.add_row("change", verdict.change)
-    bare = f"{_megabytes(report.bare_bytes_per_s)}/s by {report.threads} threads"
-    facts.add_row("bare read", f"{bare}, {report.note}" if report.note else bare)
+    if report.bare_bytes_per_s is not None:
+        bare = f"{say_size(report.bare_bytes_per_s)}/s by {report.threads} threads"
+        facts.add_row("bare read", f"{bare}, {report.note}" if report.note else bare)
     checked = "every block compared with the manifest" if report.verified else "no manifest: nothing was compared"
     more = report.fetched_bytes / max(report.num_bytes, 1)
     facts.add_row("reads", f"{report.num_reads}, {more:.3f} bytes for each one needed; {checked}")
     facts.add_row("opening", f"{say_seconds(report.open_s)} to list it and to read its description")
     yield facts
-    yield from _titled("What the loop waited for", _waits(report))
-    yield from _titled("What the threads did, in seconds of all together", _stages(report))
-    yield from _titled("Objects that took longest, in seconds of all threads together", _objects(report))
-
-
-def _titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
-    yield Text("")
-    yield Text(title, style="bold")
-    yield body
+    yield from titled("What the loop waited for", _waits(report))
+    yield from titled("What the threads did, in seconds of all together", _stages(report))
+    yield from titled("Objects that took longest, in seconds of all threads together", _objects(report))
 
 
 def _waits(report: RestoreReport) -> Table:
-    table = _table("cause", "s", "of the time")
+    table = table_of("cause", "s", "of the time")
     for cause, seconds in report.waited.items():
         if seconds > 0:
             table.add_row(cause, f"{seconds:.2f}", f"{100 * seconds / max(report.wall_s, 1e-9):.0f} %")
@@ -65,28 +56,16 @@ def _waits(report: RestoreReport) -> Table:
 
 
 def _stages(report: RestoreReport) -> Table:
-    table = _table("stage", "threads", "busy", "computing", "no work")
+    table = table_of("stage", "threads", "busy", "computing", "no work")
     for row in report.stages:
         table.add_row(row.name, str(row.workers), *(f"{value:.2f}" for value in (row.busy_s, row.cpu_s, row.starved_s)))
     return table
 
 
 def _objects(report: RestoreReport) -> Table:
-    table = _table("object", "size", "reads", "read", "1st byte", "verify", "copy", "cast")
+    table = table_of("object", "size", "reads", "read", "1st byte", "verify", "copy", "cast")
     for row in report.objects:
         first = "" if row.first_byte_s is None else f"{row.first_byte_s:.2f}"
         times = [f"{row.read_s:.2f}", first, *(f"{value:.2f}" for value in (row.verify_s, row.copy_s, row.cast_s))]
-        table.add_row(row.object.rpartition("/")[2], _megabytes(row.num_bytes), str(row.num_reads), *times)
+        table.add_row(row.object.rpartition("/")[2], say_size(row.num_bytes), str(row.num_reads), *times)
     return table
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.0f} MB" if num_bytes < 1e10 else f"{num_bytes / 1e9:.1f} GB"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from loaderkit.prefetch.case import say_seconds
 from loaderkit.profile.compare import say
 from loaderkit.profile.model import Comparison
 from loaderkit.profile.ranks import Merged
+from loaderkit.report import table_of
 
 
 def comparison(found: Comparison) -> RenderableType:
     """Two runs."""
-    table = _table("", "before", "now", "change", "95 % interval", "beyond noise")
+    table = table_of("", "before", "now", "change", "95 % interval", "beyond noise", folds=True)
     for row in found.rows:
         if row.outcome == "unknown" and row.name.endswith("of a sample"):
             continue  # in the JSON and the page
@@ -38,7 +38,9 @@ def title(found: Comparison) -> str:
 
 def merged(found: Merged) -> RenderableType:
     """The ranks of a job."""
-    table = _table("rank", "samples/s", "waiting", "a step", "more", "95 % interval, ms", "last in", "limit")
+    table = table_of(
+        "rank", "samples/s", "waiting", "a step", "more", "95 % interval, ms", "last in", "limit", folds=True
+    )
     for row in found.ranks:
         interval = (
             "" if row.low_s is None or row.high_s is None else f"{1e3 * row.low_s:+.1f} to {1e3 * row.high_s:+.1f}"
@@ -65,11 +67,3 @@ def merged(found: Merged) -> RenderableType:
             style="dim",
         ),
     )
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", overflow="fold")
-    return table

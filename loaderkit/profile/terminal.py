@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from io import StringIO
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit.prefetch.case import say_seconds
 from loaderkit.profile.model import Headspace, Rate, Report, SlowItem, StageRow, WhatIf
+from loaderkit.report import as_text, facts_table, table_of, titled, tuning_table
 
 _BAR = 20
 _WORTH_TELLING = 5.0  # percent of the time
@@ -18,10 +17,7 @@ _WORTH_TELLING = 5.0  # percent of the time
 
 def to_text(report: Report, width: int = 80) -> str:
     """The report without colour."""
-    screen = Console(file=StringIO(), width=width, markup=False, highlight=False, no_color=True, color_system=None)
-    screen.print(render(report))
-    found: str = screen.file.getvalue()  # type: ignore[attr-defined]
-    return found.rstrip() + "\n"
+    return as_text(render(report), width)
 
 
 def render(report: Report) -> RenderableType:
@@ -31,31 +27,23 @@ def render(report: Report) -> RenderableType:
 
 def _sections(report: Report) -> Iterator[RenderableType]:
     yield from _verdict(report)
-    yield from _titled("Where the time goes", _loop(report))
+    yield from titled("Where the time goes", _loop(report))
     if report.stall.total_s > 0:
-        yield from _titled("What the loop waited for", _stalls(report))
-    yield from _titled("What the workers did, in percent of their time", _stages(report.stages))
+        yield from titled("What the loop waited for", _stalls(report))
+    yield from titled("What the workers did, in percent of their time", _stages(report.stages))
     if report.slowest:
-        yield from _titled("Slowest samples", _slowest(report.slowest))
+        yield from titled("Slowest samples", _slowest(report.slowest))
     if report.first_batch is not None:
-        yield from _titled("The first batch", _first_batch(report))
+        yield from titled("The first batch", _first_batch(report))
     if report.headspace is not None:
-        yield from _titled("Headspace", _headspace(report.headspace))
+        yield from titled("Headspace", _headspace(report.headspace))
     if report.what_if:
         title = "What if"
         if report.model_error_percent is not None:
             title += f" (the model is {report.model_error_percent:+.0f} % off for the pipeline as it is)"
-        yield from _titled(title, _what_if(report.what_if))
+        yield from titled(title, _what_if(report.what_if))
     if report.tuning.get("decisions"):
-        from loaderkit.report import tuning_table
-
-        yield from _titled("Tuned", tuning_table({"tuning": report.tuning}))
-
-
-def _titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
-    yield Text("")
-    yield Text(title, style="bold")
-    yield body
+        yield from titled("Tuned", tuning_table({"tuning": report.tuning}))
 
 
 def _verdict(report: Report) -> Iterator[RenderableType]:
@@ -74,7 +62,7 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
         )
     else:
         yield Text(f"{verdict.stage} is the limit: {verdict.kind} ({sure})", style="yellow")
-    rows = _grid()
+    rows = facts_table()
     rows.add_row("evidence", verdict.evidence)
     if verdict.check is not None:
         rows.add_row("checked", verdict.check.evidence)
@@ -88,7 +76,7 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
 
 def _loop(report: Report) -> RenderableType:
     steps = report.steps
-    rows = _grid()
+    rows = facts_table()
     parts = (
         ("computing", steps.compute_s),
         ("waiting for a batch", steps.stall_s),
@@ -112,7 +100,7 @@ def _loop(report: Report) -> RenderableType:
 
 
 def _stalls(report: Report) -> RenderableType:
-    rows = _grid()
+    rows = facts_table()
     for cause, seconds in report.stall.by_stage.items():
         share = seconds / report.stall.total_s
         if share >= 0.005:
@@ -122,8 +110,8 @@ def _stalls(report: Report) -> RenderableType:
 
 def _stages(stages: Sequence[StageRow]) -> RenderableType:
     """Two tables: the time of the workers, and what the stage does in it."""
-    times = _table("stage", "workers", "cpu", "i/o", "gil", "late", "starved", "blocked", "idle")
-    speeds = _table("stage", "p50", "p99", "items/s", "MB/s", "queue", "waited for")
+    times = table_of("stage", "workers", "cpu", "i/o", "gil", "late", "starved", "blocked", "idle")
+    speeds = table_of("stage", "p50", "p99", "items/s", "MB/s", "queue", "waited for")
     pools: dict[int, float] = {}
     for row in stages:
         pools[row.pool] = pools.get(row.pool, 0.0) + row.slot_s
@@ -144,7 +132,7 @@ def _stages(stages: Sequence[StageRow]) -> RenderableType:
 
 
 def _slowest(items: Sequence[SlowItem]) -> RenderableType:
-    table = _table("sample", "stage", "took", "usual")
+    table = table_of("sample", "stage", "took", "usual")
     for item in items:
         more = f" and {item.num_together - 1} with it" if item.num_together > 1 else ""
         table.add_row(f"{item.key}{more}", item.stage, _s(item.seconds), _s(item.usual_s))
@@ -155,7 +143,7 @@ def _first_batch(report: Report) -> RenderableType:
     first = report.first_batch
     assert first is not None
     parts = [("import", first.import_s), ("list", first.list_s), ("index", first.index_s), ("workers", first.workers_s)]
-    rows = _grid()
+    rows = facts_table()
     for name, seconds in [*parts, *first.by_stage.items()]:
         if seconds:
             rows.add_row(name, f"{seconds:8.3f} s")
@@ -164,7 +152,7 @@ def _first_batch(report: Report) -> RenderableType:
 
 
 def _headspace(found: Headspace) -> RenderableType:
-    rows = _grid()
+    rows = facts_table()
     for name, rate in (("training alone", found.consumer), ("data warm", found.warm), ("data cold", found.cold)):
         if rate is not None:
             rows.add_row(name, say_rate(rate))
@@ -182,7 +170,7 @@ def say_rate(rate: Rate) -> str:
 def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
     is_measured = any(row.measured is not None for row in rows)
     names = ("change", "samples/s", "faster", "stall", *(("found", "error") if is_measured else ("limit then",)))
-    table = _table(*names)
+    table = table_of(*names)
     for row in rows:
         found = [row.name, f"{row.samples_per_s:.0f}", f"{row.speedup:.2f}x", f"{row.stall_percent:.0f} %"]
         if not is_measured:
@@ -204,18 +192,3 @@ def _s(seconds: float | None) -> str:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e6:.3g} MB/s"
-
-
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def _table(first: str, *numbers: str) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table

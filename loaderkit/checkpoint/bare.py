@@ -69,8 +69,14 @@ def read_bare(
     begin_s = time.perf_counter()
     all_are_there.wait()
     begin_s = time.perf_counter()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C: they are not to read on with nobody there, nor from a closed connector
+        errors.append(error)
+        for thread in threads:
+            thread.join()
+        raise
     if errors:
         raise errors[0]
     return Bare(sum(counts), time.perf_counter() - begin_s)

@@ -178,12 +178,11 @@ def _profile_restore(config: PipelineConfig, outputs: Outputs, *, cold: bool) ->
     """Read a checkpoint through, and say how near that came to what its store gives."""
     from loaderkit.profile.restoring import profile_restore
 
-    try:
-        with progress("reading"):
-            report = profile_restore(config, cold=cold)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--cold") from None
+    with progress("reading"):
+        report = profile_restore(config, cold=cold)
     deliver_restore(report, outputs)
+    if report.partial is not None:
+        raise console.Interrupted(f"interrupted: the report is on {report.num_tensors} tensors")
 
 
 def _one(given: list[Path]) -> Path:

@@ -19,6 +19,7 @@ from loaderkit.checkpoint.bare import Bare, read_bare
 from loaderkit.checkpoint.filling import Filling
 from loaderkit.checkpoint.loading import TensorLoader
 from loaderkit.config import PipelineConfig
+from loaderkit.errors import ConfigError
 from loaderkit.prefetch.host import host_stats
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.attribute import machine
@@ -78,6 +79,7 @@ class RestoreReport(Part):
     machine: Machine
     url: str
     format: str
+    partial: str | None = Field(None, description="why it ended early; null: it did not")
     verdict: RestoreVerdict
     num_tensors: int
     num_bytes: int
@@ -89,10 +91,10 @@ class RestoreReport(Part):
     open_s: float = Field(description="listing, and reading the description")
     wall_s: float = Field(description="from then until the last tensor")
     bytes_per_s: float
-    bare_bytes_per_s: float = Field(
-        description="of the same objects right after, by as many threads, into memory used again"
+    bare_bytes_per_s: float | None = Field(
+        description="of the same objects right after, by as many threads, into memory used again; null: interrupted"
     )
-    percent_of_bare: float
+    percent_of_bare: float | None
     note: str = Field(description="from where both were read, if that is known")
     waited: dict[str, float] = Field(
         description="the loop's waits in s by stage, or start, memory, wakeup; the longest first"
@@ -110,7 +112,8 @@ class RestoreReport(Part):
 def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
     """Read a checkpoint through as `config` says, then bare. `cold`: with its files out of the page cache both times.
 
-    Raises as `loaderkit.restore`; ValueError if there are no files to be put out of the page cache.
+    Ctrl-C while it reads ends it: the report is on what was read, and says so. Raises as `loaderkit.restore`, and ConfigError
+    if there are no files to be put out of the page cache.
     """
     begin_s = time.perf_counter()
     with TensorLoader(config, {}, time.perf_counter) as loader:
@@ -118,16 +121,25 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
         connector, objects = loader.source.found.connector, loader.source.objects
         paths = _paths(connector, objects)
         if cold and not paths:
-            raise ValueError("the checkpoint lies in no files of this machine that could be put out of its page cache")
+            raise ConfigError(
+                f"--cold: {loader.source.found.name} lies in no files of this machine that could be put out of its page cache"
+            )
         if cold:
             evict(paths)
         watched = _Watched(connector)
         filling = loader.fill()
         before, begin_s = host_stats(), time.perf_counter()
-        num_tensors = sum(len(given) for given in filling)
+        num_tensors, partial = 0, None
+        try:
+            for given in filling:
+                num_tensors += len(given)
+                del given  # a large tensor must not wait for the next one
+        except KeyboardInterrupt:
+            partial = "interrupted"
         wall_s = time.perf_counter() - begin_s
         stats = loader.stats()
         found = {
+            "partial": partial,
             "num_tensors": num_tensors,
             "open_s": open_s,
             "wall_s": wall_s,
@@ -142,7 +154,9 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
             for key, totals in filling.totals.objects.items()
         }
-        bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
+        bare = None
+        if partial is None:
+            bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
         note = "" if not paths else "both from disk" if is_from_disk else "both from the page cache"
         return _report(config, loader, filling, stats, bare, note, found)
 
@@ -152,13 +166,13 @@ def _report(  # noqa: PLR0917
     loader: TensorLoader,
     filling: Filling,
     stats: Stats,
-    bare: Bare,
+    bare: Bare | None,
     note: str,
     found: dict[str, Any],
 ) -> RestoreReport:
     totals, wall_s = filling.totals, found["wall_s"]
     bytes_per_s = totals.needed_bytes / max(wall_s, 1e-9)
-    percent = 100.0 * bytes_per_s / bare.bytes_per_s if bare.num_bytes else 0.0
+    percent = 100.0 * bytes_per_s / bare.bytes_per_s if bare is not None and bare.num_bytes else None
     waited = stats.to_dict()["stall"]["by_stage"]
     rows = found.pop("objects")
     return RestoreReport(
@@ -175,7 +189,7 @@ def _report(  # noqa: PLR0917
         verified=bool(loader.source.checksums),
         threads=filling.engine.pools[0].num_workers,
         bytes_per_s=bytes_per_s,
-        bare_bytes_per_s=bare.bytes_per_s,
+        bare_bytes_per_s=None if bare is None else bare.bytes_per_s,
         percent_of_bare=percent,
         note=note,
         waited=waited,
@@ -196,15 +210,15 @@ def _report(  # noqa: PLR0917
     )
 
 
-def judge(waited: Mapping[str, float], wall_s: float, percent_of_bare: float, threads: int) -> RestoreVerdict:
-    """What to change. `waited`: the loop's waits in s by cause; `percent_of_bare`: of the store's own speed."""
+def judge(waited: Mapping[str, float], wall_s: float, percent_of_bare: float | None, threads: int) -> RestoreVerdict:
+    """What to change. `waited`: the loop's waits in s by cause; `percent_of_bare`: of the store's own speed, if known."""
     cause = max(waited, key=lambda name: waited[name], default="start")
     share = 100.0 * sum(waited.values()) / max(wall_s, 1e-9)
     part = 100.0 * waited.get(cause, 0.0) / max(wall_s, 1e-9)
-    evidence = (
-        f"{percent_of_bare:.0f} % of the speed of a bare read; {part:.0f} % of the time the loop waited for {cause}"
-    )
-    if percent_of_bare >= _NEAR:
+    evidence = f"{part:.0f} % of the time the loop waited for {cause}"
+    if percent_of_bare is not None:
+        evidence = f"{percent_of_bare:.0f} % of the speed of a bare read; {evidence}"
+    if percent_of_bare is not None and percent_of_bare >= _NEAR:
         return RestoreVerdict(limit="store", evidence=evidence, change="nothing here: a faster store, or fewer bytes")
     if share < 100 - _NEAR:
         change = "the loop takes tensors more slowly than they come: what it does with them is the limit"

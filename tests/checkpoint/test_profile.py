@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ from seaweed import Seaweed
 import loaderkit
 from loaderkit.checkpoint import write_manifest
 from loaderkit.cli import main
+from loaderkit.connectors.file import FileConnector
+from loaderkit.errors import ConfigError
 from loaderkit.pipeline import Pipeline
 from loaderkit.profile.restore_text import to_text
 from loaderkit.profile.restoring import RestoreReport, judge, profile_restore
@@ -45,6 +51,7 @@ def fits_together(report: RestoreReport) -> None:
     assert sum(row.num_reads for row in report.objects) == report.num_reads
     assert sum(report.waited.values()) <= report.wall_s
     assert report.bytes_per_s == pytest.approx(report.num_bytes / report.wall_s)
+    assert report.bare_bytes_per_s is not None
     assert report.percent_of_bare == pytest.approx(100 * report.bytes_per_s / report.bare_bytes_per_s)
     busy = {row.name: row.busy_s for row in report.stages}
     assert sum(row.read_s for row in report.objects) <= busy["read"] + 1e-3
@@ -68,7 +75,7 @@ def test_figures_fit_together(folder: Path, capsys: pytest.CaptureFixture[str], 
 def test_what_people_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(PIPELINE), "--set", CPU, "--cold", "--out", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("restore: 15 MB in ")
+    assert lines[0].startswith("restore: 15.05 MB in ")
     assert max(map(len, lines)) <= 80
     found = {path.suffix: path for path in (tmp_path / "out").iterdir()}
     report = RestoreReport.model_validate_json(found[".json"].read_text())
@@ -102,7 +109,7 @@ def test_in_a_bucket_first_bytes_are_told_from_the_rest(
     assert all(row.first_byte_s is not None and row.first_byte_s > 0 for row in report.objects)
     assert report.store["first_byte_s"] > 0
     assert report.note == ""
-    with pytest.raises(ValueError, match="no files of this machine"):
+    with pytest.raises(ConfigError, match=r"--cold: s3://.* lies in no files of this machine"):
         profile_restore(config, cold=True)
 
 
@@ -123,6 +130,38 @@ def test_verdicts(waited: dict[str, float], percent: float, limit: str, said: st
     found = judge(waited, 1.0, percent, 4)
     assert found.limit == limit
     assert said in found.change
+
+
+def test_what_is_wrong_with_a_checkpoint_is_told_as_that(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "small.safetensors").write_bytes(b"\xff" * 100)
+    assert main(["profile", str(PIPELINE), "--set", CPU, "--set", "source.verify=false"]) == 1
+    said = capsys.readouterr().err
+    assert "small.safetensors" in said
+    assert "--cold" not in said
+
+
+def test_ctrl_c_leaves_a_report_on_what_was_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_into = FileConnector.read_into
+    num_reads = itertools.count()
+
+    def interrupting(self: FileConnector, key: str, start: int, buffer: memoryview, **more: Any) -> None:
+        if len(buffer) > 2**20 and next(num_reads) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        read_into(self, key, start, buffer, **more)
+
+    monkeypatch.setattr(FileConnector, "read_into", interrupting)
+    path = tmp_path / "report.json"
+    before = threading.active_count()
+    assert main(["profile", str(PIPELINE), "--set", CPU, "--json", str(path)]) == 128 + signal.SIGINT
+    report = RestoreReport.model_validate_json(path.read_text())
+    assert (report.partial, report.bare_bytes_per_s, report.percent_of_bare) == ("interrupted", None, None)
+    assert report.num_tensors < 22
+    captured = capsys.readouterr()
+    assert "(partial: interrupted)" in captured.out.splitlines()[0]
+    assert f"the report is on {report.num_tensors} tensors" in captured.err
+    assert threading.active_count() == before
 
 
 def test_the_same_engine_as_restore(folder: Path) -> None:

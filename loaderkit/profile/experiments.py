@@ -20,7 +20,7 @@ from loaderkit.prefetch.stretch import Stretch
 from loaderkit.profile.driving import Batches, Step, endless
 from loaderkit.profile.model import Rate
 
-_LEAST_ROUNDS = 2
+_LEAST_ROUNDS = 3
 LEAST_BATCHES = 2 * _LEAST_ROUNDS * 4
 """That two variants take turns with at least: one is drained, one begins the window, and two are counted."""
 # Student's t for 95 %, both sides, by degrees of freedom.
@@ -98,10 +98,14 @@ class Variant:
         return min(100.0, 100.0 * sum(window.stall_s for window in self.windows) / max(seconds, 1e-9))
 
 
-def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float) -> None:
-    """Let every variant run in each round, in turning order. Where batches are slow, in two rounds at least, and no more than
-    begin within the time."""
-    until_s = time.perf_counter() + 2 * rounds * len(variants) * window_s
+def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float, most_s: float | None = None) -> None:
+    """Let every variant run in each round, in turning order.
+
+    Where batches are slow there are three rounds at least, of which intervals can be told, and no more than begin within
+    `most_s`; default: twice the time that windows and draining are to take.
+    """
+    most_s = 4 * rounds * len(variants) * window_s if most_s is None else most_s
+    until_s = time.perf_counter() + most_s
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and time.perf_counter() >= until_s:
             return

@@ -79,7 +79,8 @@ def tune(
     with ExitStack() as stack:
         old = Variant(stack.enter_context(make({}, None)), step)
         new = Variant(stack.enter_context(make(best, None)), step)
-        in_turns([old, new], rounds=_ROUNDS, window_s=seconds * _COMPARE / (4 * _ROUNDS))
+        left_s = begin_s + seconds - time.perf_counter()
+        in_turns([old, new], rounds=_ROUNDS, window_s=seconds * _COMPARE / (4 * _ROUNDS), most_s=left_s)
     ratio, half = ratio_of(new, old)
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
     return Tuned(

@@ -4,7 +4,8 @@ CPU time a sample with accounts, statistics and the monitor against the same eng
 one process: a round is so many short turns of each, as other programs come and go. Reported is the mean of the ratios of the
 rounds, and its upper 95 % confidence limit. Two works: pictures from
 files to 224 (of `profiles.peers`' data, or loaderkit's demo pictures), and one-element tensors of a data set. And the same of a
-loop that trains a small network on the pictures, within `loader.profile()` against the same loop without it.
+loop that trains a small network on the pictures, within `loader.profile()` against the same loop without it; and by itself: how
+long the calls take that the profiler adds to a loop, in shares of 60 such steps.
 """
 
 from __future__ import annotations
@@ -133,6 +134,33 @@ def steps(batches: Iterator[Any]) -> Iterator[None]:
         yield
 
 
+def profiler_calls(rounds: int) -> dict[str, Any]:
+    """What the profiler adds to 60 steps of training: notes at every step, and the accounts read three times; in percent of
+    the time of the steps. The report is made when the loop is over."""
+    shares = []
+    with ExitStack() as stack:
+        loader: Any = stack.enter_context(loaderkit.build(pictures(), overrides={"prefetch.concurrency": 2}))
+        trained = steps(endless(loader))
+        for _ in range(8):
+            next(trained)
+        for _ in range(rounds):
+            begin_s = time.perf_counter()
+            for _ in range(60):
+                next(trained)
+            loop_s = time.perf_counter() - begin_s
+            recording = loader.profile()
+            begin_s = time.perf_counter()
+            with recording:
+                log = loader._steps
+                for _ in range(60):
+                    log.asks()
+                    log.gets()
+                loader.stats()
+                added_s = time.perf_counter() - begin_s
+            shares.append(100 * added_s / loop_s)
+    return {"median_percent": statistics.median(shares), "most_percent": max(shares), "percent": shares}
+
+
 # What makes the two, and how long a turn is, in s: a few batches, or hundreds.
 WORKS: dict[str, tuple[Callable[[ExitStack], dict[str, Iterator[Any]]], float]] = {
     "accounts, pictures": (lambda stack: accounts(pictures(), stack), 0.4),
@@ -169,6 +197,12 @@ def main() -> None:
         with ExitStack() as stack:
             one = found[name] = measure(make(stack), arguments.rounds, arguments.turns, seconds)
         print(f"{name}: {100 * (one['mean'] - 1):+.1f} %, at most {100 * (one['upper_limit'] - 1):+.1f} %", flush=True)
+    if arguments.only in "profile":
+        calls = profiler_calls(arguments.rounds)
+        found["the profiler's own calls"] = calls
+        print(
+            f"the profiler's own calls: {calls['median_percent']:.3f} % of 60 steps, {calls['most_percent']:.3f} % at most"
+        )
     if arguments.out is not None:
         path = arguments.out / f"overhead-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
         facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}

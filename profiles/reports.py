@@ -10,6 +10,7 @@ this machine, with 20 ms more for every request; `database` is no shipped pipeli
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -18,15 +19,19 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
+import safetensors.torch
+import torch
 
+from loaderkit.checkpoint import write_manifest
+from loaderkit.profile import restore_text
 from loaderkit.profile.model import Report
+from loaderkit.profile.restoring import RestoreReport
 from loaderkit.profile.tables import comparison
 from loaderkit.profile.terminal import to_text
+from loaderkit.report import as_text
 from profiles.stores.servers import Seaweed, delay, upload
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +39,9 @@ FOLDER = ROOT / "profiles" / "reports"
 PAGE = ROOT / "docs" / "reading-a-report.md"
 _EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DOTALL)
 _LATENCY_S = 0.02
-_IMAGES, _CACHE = Path("/tmp/imagenet"), Path("/tmp/imagenet-cache")  # reports name them
+_IMAGES, _CACHE, _CHECKPOINT = (
+    Path("/tmp") / name for name in ("imagenet", "imagenet-cache", "step-1000")
+)  # in reports
 
 
 class Run(NamedTuple):
@@ -74,8 +81,21 @@ RUNS = (
     Run("imagenet-dali", "imagenet-dali", False, ("--step-time", "40ms")),
     Run("imagenet-s3", "imagenet-s3", True, ("--step-time", "40ms")),
     Run("database", "database", False, ("--step-time", "40ms", "--what-if", "--verify")),
+    Run("restore", "restore", False, ("--cold",)),
     Run("database-changed", "database", False, ("--step-time", "40ms", "--baseline", "database.json")),
 )
+
+
+def _checkpoint() -> Path:
+    """A gigabyte of tensors as bfloat16 with their checksums, in two files."""
+    shutil.rmtree(_CHECKPOINT, ignore_errors=True)
+    _CHECKPOINT.mkdir()
+    for number in range(2):
+        layers = range(8 * number, 8 * number + 8)
+        tensors = {f"layers.{n}.weight": torch.rand(4096, 8192).to(torch.bfloat16) for n in layers}
+        safetensors.torch.save_file(tensors, _CHECKPOINT / f"model-{number + 1:05}-of-00002.safetensors")
+    write_manifest(_CHECKPOINT)
+    return _CHECKPOINT
 
 
 def make(images: Path, names: list[str]) -> None:
@@ -106,6 +126,9 @@ def make(images: Path, names: list[str]) -> None:
                 "AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret",
                 "AWS_EC2_METADATA_DISABLED": "true", "IMAGENET_CACHE": str(_CACHE),
             }  # fmt: skip
+        if any(run.name == "restore" for run in runs):
+            environment["CHECKPOINT"] = str(_checkpoint())
+            stack.callback(shutil.rmtree, _CHECKPOINT)
         for run in runs:
             more = {"IMAGENET": "s3://imagenet"} if run.is_remote else {}
             arguments = list(run.arguments)
@@ -125,14 +148,13 @@ def make(images: Path, names: list[str]) -> None:
             )  # fmt: skip
 
 
-def text_of(report: Report) -> str:
-    """What the terminal shows, in lines of at most 80 characters."""
-    text = to_text(report)
-    if report.baseline is not None:
-        screen = Console(file=StringIO(), width=80, no_color=True, color_system=None)
-        screen.print(comparison(report.baseline))
-        text += screen.file.getvalue()  # type: ignore[attr-defined]
-    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+def text_of(path: Path) -> str:
+    """What the terminal shows of a report's JSON file, in lines of at most 80 characters."""
+    text = path.read_text()
+    if json.loads(text).get("kind") == "restore":
+        return restore_text.to_text(RestoreReport.model_validate_json(text))
+    report = Report.from_json(text)
+    return to_text(report) + ("" if report.baseline is None else as_text(comparison(report.baseline)))
 
 
 def section(text: str, title: str) -> str:
@@ -158,7 +180,7 @@ def filled(page: str) -> str:
 def render() -> None:
     """Write texts and excerpts from the JSON."""
     for path in sorted(FOLDER.glob("*.json")):
-        path.with_suffix(".txt").write_text(text_of(Report.from_json(path.read_text())))
+        path.with_suffix(".txt").write_text(text_of(path))
     if PAGE.exists():
         PAGE.write_text(filled(PAGE.read_text()))
 

@@ -122,16 +122,21 @@ def in_a_bucket(server: Seaweed, paths: dict[str, Path], into: State) -> Runs:
     return {name: (run, None) for name, run in found.items() if run is not None}
 
 
+def parts_of(into: State) -> list[tuple[int, memoryview]]:
+    """The tensors' memory in parts of at most 8 MiB, and where each is to be read from, as if nothing lay between them."""
+    found, start = [], 0
+    for target in (bytes_of(tensor) for tensor in into.values()):
+        for lo in range(0, len(target), 8 * 2**20):
+            part = target[lo : lo + 8 * 2**20]
+            found.append((start, part))
+            start += len(part)
+    return found
+
+
 def _bare_s3(into: State) -> None:
     """As many bytes, straight into the tensors."""
     connector = S3Connector("s3://restore", S3Args())
-    targets = [bytes_of(tensor) for tensor in into.values()]
-    work, start = [], 0
-    for target in targets:
-        for lo in range(0, len(target), 8 * 2**20):
-            part = target[lo : lo + 8 * 2**20]
-            work.append((start, part))
-            start += len(part)
+    work = parts_of(into)
 
     def read(own: list[tuple[int, memoryview]]) -> None:
         for begin, part in own:
@@ -183,19 +188,13 @@ def _into(path: Path | str, into: State) -> None:
 
 def _bare(file: Path, into: State) -> None:
     """As many bytes, straight into the tensors, by two threads."""
-    targets = [bytes_of(tensor) for tensor in into.values()]
+    work = parts_of(into)
     fd = os.open(file, os.O_RDONLY)
 
     def read(own: list[tuple[int, memoryview]]) -> None:
         for start, part in own:
             os.preadv(fd, [part], start)
 
-    work, start = [], 0
-    for target in targets:
-        for lo in range(0, len(target), 8 * 2**20):
-            part = target[lo : lo + 8 * 2**20]
-            work.append((start, part))
-            start += len(part)
     threads = [threading.Thread(target=read, args=(work[n::2],)) for n in range(2)]
     for thread in threads:
         thread.start()

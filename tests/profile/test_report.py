@@ -114,9 +114,7 @@ def test_what_comes_after_a_break_is_no_step(photos: Path) -> None:
             for number, _ in enumerate(loader):
                 if number == 3:
                     break
-            threading.Event().wait(0.2)
     steps = report.result.steps
-    assert steps.outside_s >= 0.4
     assert (report.num_batches, steps.num_steps) == (8, 6)
 
 
@@ -142,7 +140,6 @@ def test_after_an_error_the_report_is_on_what_came_then() -> None:
         with pytest.raises(StageError):
             for _ in loader:
                 pass
-        threading.Event().wait(0.2)
         num_batches = len(list(loader))
     found = report.result
     assert (found.num_batches, found.steps.num_steps) == (num_batches, num_batches)

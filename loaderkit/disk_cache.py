@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from loaderkit.interrupts import opened
+
 logger = logging.getLogger("loaderkit")
 
 _PAGE_BYTES = 64 << 10
@@ -36,7 +38,7 @@ _SUSPENDED_S = 30.0
 _TOUCH_NS = 10**9
 _POLL_S = 0.005
 _ACCOUNT_S = 20.0  # looking at a million files takes some seconds
-_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_OPEN = os.O_RDWR | os.O_NOFOLLOW
 
 
 class _Entry(NamedTuple):
@@ -76,20 +78,18 @@ class DiskCache:
         A piece that is not what was written is removed, and not there.
         """
         path = self._path(name)
+        is_open = False
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+                is_open = True
+                is_good = self._read(fd, name, whole_bytes, start, buffer)
         except FileNotFoundError:
             return False
         except OSError as error:
             self._note_failure("read", error)
-            return False
-        try:
-            is_good = self._read(fd, name, whole_bytes, start, buffer)
-        except OSError as error:  # a bad sector, say
-            self._note_failure("read", error)
-            is_good = False
-        finally:
-            os.close(fd)
+            if not is_open:
+                return False
+            is_good = False  # a bad sector, say
         if not is_good:
             self.num_damaged += 1
             with suppress(OSError):
@@ -166,23 +166,21 @@ class DiskCache:
 
     def _write_file(self, name: str, data: memoryview, trailer: bytes) -> None:
         temporary = f"{self.folder}/temporary/{secrets.token_hex(12)}"
-        fd = os.open(temporary, _OPEN | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # says that its writer lives
-            os.ftruncate(fd, len(data) + len(trailer))  # so that the account knows what it is going to take
-            _write_all(fd, [data, memoryview(trailer)])
-            path = self._path(name)
-            try:
-                os.rename(temporary, path)
-            except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                os.rename(temporary, path)
+            with opened(temporary, _OPEN | os.O_CREAT | os.O_EXCL) as fd:
+                fcntl.flock(fd, fcntl.LOCK_EX)  # says that its writer lives
+                os.ftruncate(fd, len(data) + len(trailer))  # so that the account knows what it is going to take
+                _write_all(fd, [data, memoryview(trailer)])
+                path = self._path(name)
+                try:
+                    os.rename(temporary, path)
+                except FileNotFoundError:
+                    os.makedirs(os.path.dirname(path), exist_ok=True)
+                    os.rename(temporary, path)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        finally:
-            os.close(fd)
 
     def _note_failure(self, what: str, error: OSError) -> None:
         self.num_failures += 1
@@ -226,11 +224,8 @@ class DiskCache:
         return 0
 
     def _set_usage(self, num_bytes: int) -> None:
-        fd = os.open(f"{self.folder}/usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
+        with opened(f"{self.folder}/usage", _OPEN | os.O_CREAT) as fd:
             os.pwrite(fd, b"%020d" % num_bytes, 0)
-        finally:
-            os.close(fd)
 
     def _evict(self, num_bytes: int) -> int:
         """Look at all files, and make room for `num_bytes` if there is not enough; how many bytes are taken then."""
@@ -261,15 +256,12 @@ class DiskCache:
         so here it is what they have so far."""
         total = 0
         for file in _scan(f"{self.folder}/temporary"):
-            with suppress(OSError):
-                fd = os.open(file.path, _OPEN)
+            with suppress(OSError), opened(file.path, _OPEN) as fd:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(file.path)
                 except BlockingIOError:
                     total += os.fstat(fd).st_size
-                finally:
-                    os.close(fd)
         return total
 
     # --------------------------------------------------------------------------------------------------------- locks
@@ -295,8 +287,7 @@ class DiskCache:
     def _locked(self, place: int, wait_s: float) -> Iterator[None]:
         """Hold one byte of the lock file. It is the open file that holds it, so it keeps threads apart as well. Raises
         BlockingIOError if another one has it for so long."""
-        fd = os.open(f"{self.folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
+        with opened(f"{self.folder}/lock", _OPEN | os.O_CREAT) as fd:
             deadline_s = time.monotonic() + wait_s
             while True:
                 try:
@@ -310,8 +301,6 @@ class DiskCache:
                 yield
             finally:  # said aloud, since a fork made meanwhile has the file open, too
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, place))
-        finally:
-            os.close(fd)
 
 
 def _flock(kind: int, place: int) -> bytes:

@@ -105,7 +105,8 @@ class Hands:
         self.clock = clock
         self._num_threads = num_threads
         self._name = name
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[Call[Any]] = deque()
         self._threads: dict[threading.Thread, Call[Any] | None] = {}  # and what each is at
         self._num_resting = 0
@@ -115,7 +116,7 @@ class Hands:
     def begin(self, function: Callable[[Call[T]], T]) -> Call[T]:
         """Have `function` called by the next thread that is free."""
         call = Call(function, self)
-        with self._changed:
+        with self._lock:
             self._is_closed = False
             self._waiting.append(call)
             if self._num_resting >= len(self._waiting):
@@ -126,7 +127,7 @@ class Hands:
 
     def look_after(self) -> None:
         """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""
-        with self._changed:
+        with self._lock:
             if self.num_lost > _MOST_LOST:
                 raise TimeoutError(f"{self.num_lost} threads hang in calls that do not end")
             self._start_thread()
@@ -150,11 +151,11 @@ class Hands:
                 call.run()
                 del call
         finally:
-            with self._changed:
+            with self._lock:
                 self._threads.pop(me, None)
 
     def _next(self, me: threading.Thread) -> Call[Any] | None:
-        with self._changed:
+        with self._lock:
             self._threads[me] = None
             while not self._waiting:
                 if self._is_closed or len(self._threads) > self._num_threads + self.num_lost:
@@ -167,7 +168,7 @@ class Hands:
 
     def close(self, join_s: float = 1.0) -> None:
         """Give up all calls and let the threads go; those stuck end with their calls. Idempotent; `begin` starts others."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             for call in [*self._waiting, *self._threads.values()]:
                 if call is not None:

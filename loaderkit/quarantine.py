@@ -6,6 +6,7 @@ delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ class BadSamples:
         self._errors = errors
         self._epoch = -1
         self._seen: set[int] = set()
-        self._file: int | None = None
+        self._file: io.FileIO | None = None
         path = self._errors.quarantine
         if path is not None:
             folder = os.path.dirname(path)
@@ -79,8 +80,8 @@ class BadSamples:
         path, data = self._errors.quarantine, json.dumps(line).encode() + b"\n"
         try:
             if self._file is None:
-                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            if os.write(self._file, data) < len(data):  # one write a line: ranks may share the file
+                self._file = io.FileIO(path, "a")
+            if (self._file.write(data) or 0) < len(data):  # one write a line: ranks may share the file
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise ConnectorError(
@@ -90,7 +91,7 @@ class BadSamples:
 
     def close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
 

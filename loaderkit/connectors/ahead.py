@@ -79,7 +79,8 @@ class AheadConnector:
         self._pieces_from = pieces
         self._memory_bytes = memory_bytes
         self._num_requests = num_requests
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._place = (0, 0)
         self._generation = 0
         self._pieces: Iterator[Piece] | None = None
@@ -116,7 +117,7 @@ class AheadConnector:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
         held = self._claim(key, start, len(buffer), etag)
         if held is None or not self._take(held, start, buffer):
-            with self._changed:
+            with self._lock:
                 self._num_direct += 1
                 self._direct_bytes += len(buffer)
             self.inner.read_into(key, start, buffer, etag=etag)
@@ -148,7 +149,7 @@ class AheadConnector:
 
     def seek(self, epoch: int, position: int) -> None:
         """Forget what was fetched, and go on from another place."""
-        with self._changed:
+        with self._lock:
             self._forget()
             self._is_ended = False
             self._has_plan.clear()
@@ -158,7 +159,7 @@ class AheadConnector:
     def stop(self) -> None:
         """Let the threads go and forget what they fetched. Idempotent. Reads are errors until `seek`: they are those of
         workers that are to end."""
-        with self._changed:
+        with self._lock:
             self._is_stopped = self._is_ended = True
             self._forget(ClosedError("reading ahead was stopped"))
             self._has_plan.set()
@@ -180,10 +181,10 @@ class AheadConnector:
         if not num_bytes:
             return None
         if not self._has_plan.is_set():  # the very first reads are worth waiting for the plan they stand in
-            with self._changed:
+            with self._lock:
                 self._start()
             self._has_plan.wait()
-        with self._changed:
+        with self._lock:
             self._start()
             held = self._find(key, start, num_bytes, etag)
             if held is None:
@@ -231,7 +232,7 @@ class AheadConnector:
         """Copy from a piece once it is there; False if it is not going to be."""
         try:
             if held.data is None and held.error is None:
-                with self._changed:
+                with self._lock:
                     if held.data is None and held.error is None and held.ready is None:
                         held.ready = threading.Event()
                 if held.ready is not None:
@@ -247,7 +248,7 @@ class AheadConnector:
             # Another reader may raise it at the same time.
             raise type(error)(*error.args) if isinstance(error, ConnectorError) else error
         finally:
-            with self._changed:
+            with self._lock:
                 held.num_readers -= 1
                 if held.left_bytes <= 0 and not held.num_readers:
                     self._drop(held)
@@ -305,7 +306,7 @@ class AheadConnector:
 
     def _next(self, mine: _Threads) -> _Held | None:
         """The piece to fetch next, once there is room for it; None when this thread is to end."""
-        with self._changed:
+        with self._lock:
             while not self._is_stopped and mine is self._threads:
                 if self._urgent:
                     return self._urgent.popleft()
@@ -372,7 +373,7 @@ class AheadConnector:
             self.inner.read_into(piece.key, piece.start, data, etag=piece.etag)
         except BaseException as raised:
             error = raised.with_traceback(None)
-        with self._changed:
+        with self._lock:
             if held in self._held.get(piece.key, ()):
                 held.data, held.error = (data, None) if error is None else (None, error)
                 if error is None:
@@ -384,7 +385,7 @@ class AheadConnector:
                 held.ready.set()
 
     def _memory(self, num_bytes: int) -> memoryview:
-        with self._changed:
+        with self._lock:
             for number, spare in enumerate(self._spare):
                 if num_bytes <= len(spare) <= 2 * num_bytes:
                     del self._spare[number]

@@ -22,6 +22,7 @@ from loaderkit.errors import (
     ShortReadError,
     TemporaryError,
 )
+from loaderkit.interrupts import opened
 from loaderkit.native import kernels
 from loaderkit.ranges import runs
 from loaderkit.types import ObjectInfo, Ranges
@@ -29,7 +30,6 @@ from loaderkit.types import ObjectInfo, Ranges
 # An empty part, "." or "..": two spellings of one file, or a way out of the root.
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
 # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
-_OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 # What a network disk may say while its server is away or has started again; a broken disk says EIO as well.
 _TEMPORARY = {
@@ -320,8 +320,7 @@ def _read_ranges(path: str, starts: NDArray[np.int64], length: int, buffer: memo
 
 
 def _read_with_python(path: str, parts: Sequence[tuple[int, memoryview]]) -> tuple[int, int, int, int]:
-    fd = os.open(path, _OPEN_FLAGS)
-    try:
+    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
         status = os.fstat(fd)
         num_read = 0
         for start, part in parts if stat_bits.S_ISREG(status.st_mode) else ():
@@ -329,8 +328,6 @@ def _read_with_python(path: str, parts: Sequence[tuple[int, memoryview]]) -> tup
             num_read += num_here
             if num_here < len(part):
                 break
-    finally:
-        os.close(fd)
     return num_read, status.st_mode, status.st_size, status.st_mtime_ns
 
 

@@ -6,8 +6,8 @@ lock). An account entry costs about a microsecond.
 
 from __future__ import annotations
 
+import io
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +26,9 @@ _RING_LENGTH = 256
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
 _LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 3.5 us: only where it was off the CPU for longer
+# An entry is written in microseconds, but where Ctrl-C came in the middle of one, nobody will ever complete it.
+_MOST_READINGS = 50
+_PAUSE_S = 1e-4
 
 
 class States:
@@ -219,7 +222,7 @@ class Account:
 
     def read(self, now: float) -> list[float]:
         """Seconds by state up to `now`, the open interval included and what came after `now` not; for any thread."""
-        while True:
+        for _ in range(_MOST_READINGS):
             sequence = self._sequence
             totals, state, since = list(self.state_s), self.open_state, self.since_s
             if self._is_whole(sequence):
@@ -233,7 +236,7 @@ class Account:
 
     def read_cpu(self) -> list[float]:
         """CPU seconds by stage, those of the open interval included; for any thread."""
-        while True:
+        for _ in range(_MOST_READINGS):
             sequence = self._sequence
             found = [totals.cpu_s for totals in self.stages]
             state, since = self.open_state, self._cpu_since
@@ -248,9 +251,11 @@ class Account:
         return found
 
     def _is_whole(self, sequence: int) -> bool:
-        """Whether what was read since `sequence` was read is no half-written entry."""
-        # The writer itself may be reading: Ctrl-C came in the middle of an entry, and nobody will ever complete it.
-        return (sequence == self._sequence and sequence % 2 == 0) or self._thread == get_ident()
+        """Whether what was read since `sequence` was read is no half-written entry; else gives the writer time to end it."""
+        is_whole = sequence == self._sequence and sequence % 2 == 0
+        if not is_whole:
+            time.sleep(_PAUSE_S)
+        return is_whole
 
     def timeline(self, start_s: float, end_s: float) -> list[tuple[int, float, float]]:
         """(state, since, until) of what was done within [start_s, end_s), latest first, as far back as the marks go."""
@@ -270,12 +275,7 @@ class Account:
 def delayed_so_far_s() -> float:
     """How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not."""
     try:
-        descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return 0.0
-    try:
-        return int(os.read(descriptor, 64).split()[1]) * 1e-9
+        with io.FileIO("/proc/thread-self/schedstat") as file:
+            return int(file.read(64).split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
         return 0.0
-    finally:
-        os.close(descriptor)

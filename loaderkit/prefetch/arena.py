@@ -8,26 +8,31 @@ can be left behind: the memory is gone with the last mapping.
 from __future__ import annotations
 
 import errno
-import fcntl
+import io
 import mmap
 import os
 import resource
+import socket
 import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from loaderkit.interrupts import owned
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.schema import say_bytes
 
 _MAX_SPARE = 16
 _STDERR = 2
+
+Opened = TypeVar("Opened", io.FileIO, socket.socket)
 
 
 @contextmanager
@@ -40,21 +45,20 @@ def stdio_occupied() -> Iterator[None]:
     places: list[int] = []
     try:
         while not places or places[-1] <= _STDERR:
-            places.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+            places.extend(map(os.open, (os.devnull,), (os.O_RDWR | os.O_CLOEXEC,)))  # no moment for Ctrl-C in between
         yield
     finally:
         for place in places:
             os.close(place)
 
 
-def beyond_stdio(descriptor: int) -> int:
-    """The descriptor, moved to 3 or higher if need be."""
-    if descriptor > _STDERR:
-        return descriptor
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
-    finally:
-        os.close(descriptor)
+def beyond_stdio(end: Opened, again: Callable[[], Opened]) -> Opened:
+    """What was opened, or if its descriptor is not 3 or higher, what `again` opens in its place."""
+    with ExitStack() as low:
+        while end.fileno() <= _STDERR:
+            low.enter_context(end)
+            end = again()
+    return end
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
@@ -83,12 +87,12 @@ class Extent(NamedTuple):
 class Arena:
     """The mapping of one process. `memory` is all of it as bytes; only blocks that are allocated may be touched.
 
-    The descriptor is `mapping`'s own and is closed with it, when no array over it is left.
+    The mapping has a descriptor of its own, which is closed with it, when no array over it is left.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._mapping = _mapped(descriptor)
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._mapping = _mapped(file.fileno())
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would bring every hole into memory
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
 
@@ -100,12 +104,13 @@ class Arena:
         if limit != resource.RLIM_INFINITY:
             num_pages = min(num_pages, limit // 4 // num_arenas // mmap.PAGESIZE)
         size = num_pages * mmap.PAGESIZE
-        descriptor = beyond_stdio(os.memfd_create("loaderkit", os.MFD_CLOEXEC))
+        make = partial(owned, os.memfd_create, "loaderkit", os.MFD_CLOEXEC)
+        file = beyond_stdio(make(), make)
         try:
-            os.ftruncate(descriptor, size)
-            return cls(descriptor)
+            os.ftruncate(file.fileno(), size)
+            return cls(file)
         except OSError as error:
-            os.close(descriptor)
+            file.close()
             if error.errno == errno.EMFILE:
                 raise
             raise OSError(
@@ -116,13 +121,11 @@ class Arena:
 
     def fileno(self) -> int:
         """The descriptor to hand to the other process; good until `release_descriptor`."""
-        return self._descriptor
+        return self._file.fileno()
 
     def release_descriptor(self) -> None:
         """Close our own descriptor. The mapping stays, as long as anything sees it."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def view(self, extent: Extent) -> Bytes:
         """The bytes of a block."""

@@ -6,6 +6,7 @@ has taken it, so no more is read ahead than in one process. Its memory comes bac
 
 from __future__ import annotations
 
+import io
 import pickle
 import socket
 import threading
@@ -48,7 +49,7 @@ class Courier:
         position: int,
     ) -> None:
         self._outbox = outbox
-        self._arena = Arena(descriptor)
+        self._arena = Arena(io.FileIO(descriptor, "r+"))
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
         make_engine, self._share, num_torch_threads = _open_job(job, self._arena)
         torch.set_num_threads(num_torch_threads)

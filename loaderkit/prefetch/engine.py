@@ -108,7 +108,8 @@ class Engine:
             is_whole=len(pools) == 1,
             one_works=self.pools[0].one_works,
         )
-        self._sizing = threading.Condition()  # of pools; workers that are not wanted wait on it
+        self._sizing = threading.RLock()  # of pools
+        self._resized = threading.Condition(self._sizing)  # workers that are not wanted wait on it
         may_serve_itself = self_service and not inline and len(pools) == 1
         self._batch = next((number for number, stage in enumerate(stages) if stage.kind == "batch"), None)
         self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
@@ -174,7 +175,7 @@ class Engine:
         pool.num_workers = num_workers
         for number, account in enumerate(pool.accounts):
             account.is_wanted = number < num_workers
-        self._sizing.notify_all()
+        self._resized.notify_all()
 
     def _pool_of(self, stage: str) -> Pool:
         for pool in self.pools:
@@ -364,7 +365,7 @@ class Engine:
             pool.turns.close()
         with self._sizing:
             self._is_closed = True
-            self._sizing.notify_all()
+            self._resized.notify_all()
         deadline = time.monotonic() + join_s
         for thread in [thread for pool in self.pools for thread in pool.threads]:
             if thread.ident != threading.get_ident():
@@ -426,7 +427,7 @@ class Engine:
         pool.turns.leave(account)
         with self._sizing:
             while not account.is_wanted and not self._is_closed:
-                self._sizing.wait()
+                self._resized.wait()
 
     def _work_for_a_worker(self) -> bool:
         """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""

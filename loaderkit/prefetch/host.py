@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 from collections.abc import Iterable, Sequence
@@ -108,15 +109,10 @@ def _throttled_s(file: str) -> float:
 def _content(path: str) -> bytes:
     """A short file of the kernel's, without the layers of `open`; empty if there is none, or no descriptor left."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with io.FileIO(path) as file:
+            return file.read(4096)
     except OSError:
         return b""
-    try:
-        return os.read(descriptor, 4096)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
 
 
 def _numbers(content: bytes) -> dict[bytes, int]:

@@ -232,24 +232,28 @@ class Intake:
     def take(self, account: Account) -> Chunk | None:
         """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed, or when this worker
         is not wanted."""
-        with self._lock:
-            while not self.is_over and account.is_wanted:
-                if self._chunks:
-                    chunk = self._chunks.popleft()
-                    chunk.marks.append((self._clock(), stalls.QUEUED))
-                    chunk.scratch = self._scratches.pop() if self._scratches else {}
-                    if self._chunks and self._resting:
-                        self._room.notify()
-                    return chunk
-                if self._plan.specs is None and not self._is_preparing:
-                    self._prepare()
-                elif self._plan.specs is None or not self._may_open(account) or not self._open_next():
-                    if self._inline or account is self._lent:
-                        return None
-                    self._rest(account)
-            if self._resting and not account.is_wanted:
-                self._room.notify()  # it may have been woken in another one's place
-            return None
+        while True:
+            with self._lock:
+                while not self.is_over and account.is_wanted:
+                    if self._chunks:
+                        chunk = self._chunks.popleft()
+                        chunk.marks.append((self._clock(), stalls.QUEUED))
+                        chunk.scratch = self._scratches.pop() if self._scratches else {}
+                        if self._chunks and self._resting:
+                            self._room.notify()
+                        return chunk
+                    if self._plan.specs is None and not self._is_preparing:
+                        self._is_preparing = True
+                        break
+                    if self._plan.specs is None or not self._may_open(account) or not self._open_next():
+                        if self._inline or account is self._lent:
+                            return None
+                        self._rest(account)
+                else:
+                    if self._resting and not account.is_wanted:
+                        self._room.notify()  # it may have been woken in another one's place
+                    return None
+            self._prepare()
 
     @property
     def is_over(self) -> bool:
@@ -289,9 +293,7 @@ class Intake:
                 self._room.notify()
 
     def _prepare(self) -> None:
-        """Let the plan find out what batches look like. It runs a user's code, so the lock is open meanwhile."""
-        self._is_preparing = True
-        self._lock.release()
+        """Let the plan find out what batches look like. It runs a user's code, so not under the lock."""
         error: BaseException | None = None
         begin = self._clock()
         try:
@@ -299,13 +301,12 @@ class Intake:
             self._sample_s = self._clock() - begin  # so that large samples begin with small chunks, and little memory
         except BaseException as raised:
             error = raised
-        finally:
-            self._lock.acquire()
+        with self._lock:
             self._is_preparing = False
-        if error is not None:
-            self._failure = self._failure or error
-            self._ready.notify_all()
-        self._room.notify_all()
+            if error is not None:
+                self._failure = self._failure or error
+                self._ready.notify_all()
+            self._room.notify_all()
 
     def _open_next(self) -> bool:
         plan = self._plan

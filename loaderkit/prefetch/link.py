@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from loaderkit.errors import ConfigError, WorkerDiedError
+from loaderkit.interrupts import held
 from loaderkit.prefetch import child
 from loaderkit.prefetch.arena import Allocator, Arena, Extent, beyond_stdio
 from loaderkit.prefetch.deaths import describe_death
@@ -86,9 +87,7 @@ class Link:
             )
         self._life = _Life()
         self._asking = threading.Lock()
-        self._receiving = (
-            threading.RLock()
-        )  # closing a descriptor that is being waited for would wait for another one's
+        self._receiving = threading.RLock()  # to close a descriptor while it is waited for might close another one's
         self._serial = 0
         self._num_unanswered = 0
         self._is_closed = False
@@ -144,27 +143,29 @@ class Link:
         While one that does not answer owes as much as an answer, only what is to be done is told it: else the socket would
         be full of questions one day, and whoever wants to end the process would wait for room in it.
         """
-        if not self.is_awake or not self._asking.acquire(timeout=timeout_s):
+        if not self.is_awake:
             return None
-        try:
-            deadline = time.monotonic() + timeout_s
-            if question not in child.ORDERS:
-                while self._num_unanswered:
-                    if self._next_answer(deadline) is None:
-                        return None
-            self._serial += 1
-            order = ("ask", self._serial, question, *arguments)
-            self._control.send(pickle.dumps(order, 5), socket.MSG_DONTWAIT)
-            self._num_unanswered += 1
-            while (found := self._next_answer(deadline)) is not None:
-                serial, answer = found
-                if serial == self._serial:
-                    return answer
-            return None
-        except (OSError, ValueError):  # ended, or closed meanwhile, or no room: it has not listened for long
-            return None
-        finally:
-            self._asking.release()
+        with held(self._asking, timeout_s) as is_ours:
+            try:
+                return self._ask(question, arguments, timeout_s) if is_ours else None
+            except (OSError, ValueError):  # ended, or closed meanwhile, or no room: it has not listened for long
+                return None
+
+    def _ask(self, question: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        if question not in child.ORDERS:
+            while self._num_unanswered:
+                if self._next_answer(deadline) is None:
+                    return None
+        self._serial += 1
+        order = ("ask", self._serial, question, *arguments)
+        self._control.send(pickle.dumps(order, 5), socket.MSG_DONTWAIT)
+        self._num_unanswered += 1
+        while (found := self._next_answer(deadline)) is not None:
+            serial, answer = found
+            if serial == self._serial:
+                return answer
+        return None
 
     def _next_answer(self, deadline: float) -> tuple[int, Any] | None:
         """The number of a question, and the answer to it; None if none comes."""
@@ -254,12 +255,9 @@ class Link:
         deadline = time.monotonic() + join_s + _PATIENCE_S
         try:
             # A consumer that waits in another thread holds the lock: it is told to go by the shutdown below.
-            if self._receiving.acquire(blocking=False):
-                try:
-                    while (message := self.receive(max(0.0, deadline - time.monotonic()))) is not None:
-                        messages.append(message)
-                finally:
-                    self._receiving.release()
+            with held(self._receiving, 0.0) as is_ours:
+                while is_ours and (message := self.receive(max(0.0, deadline - time.monotonic()))) is not None:
+                    messages.append(message)
         except (EOFError, OSError):
             pass
         finally:
@@ -272,15 +270,15 @@ class Link:
             if threading.current_thread() is not self._keeper:
                 self._keeper.join(_PATIENCE_S)
             for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
-                if lock.acquire(timeout=_PATIENCE_S):
-                    end.close()
-                    lock.release()
+                with held(lock, _PATIENCE_S) as is_ours:
+                    if is_ours:
+                        end.close()
         return messages
 
 
 def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    end, other_end = (socket.socket(fileno=beyond_stdio(end.detach())) for end in pair)
+    end, other_end = (beyond_stdio(end, end.dup) for end in pair)
     return ours.enter_context(end), theirs.enter_context(other_end)
 
 

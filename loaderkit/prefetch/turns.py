@@ -89,7 +89,8 @@ class Turns:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._delay_clock = delay_clock
-        self._change = threading.Condition()
+        self._lock = threading.RLock()
+        self._change = threading.Condition(self._lock)
         self._chosen: Account | None = None  # who works while only one does
         self._num_inside = 0
         self._num_left = _WINDOW  # chunks until the next look
@@ -115,7 +116,7 @@ class Turns:
         waits for work: this one may have been woken in its place."""
         if not self.one_at_a_time:
             return
-        with self._change:
+        with self._lock:
             while self.one_at_a_time and not self._is_closed and self._chosen not in (None, account):
                 if account.open_state != idle:
                     account.enter(idle)
@@ -125,7 +126,7 @@ class Turns:
 
     def leave(self, account: Account) -> None:
         """This worker takes no more chunks: another one may have its turn."""
-        with self._change:
+        with self._lock:
             if self._chosen is account:
                 self._chosen = None
                 self._change.notify_all()
@@ -136,7 +137,7 @@ class Turns:
             return None
         if self._is_long and self._num_inside and not self.one_at_a_time:
             self._gil_waits.append(self._ask_for_gil())
-        with self._change:
+        with self._lock:
             now = self._clock()
             self._note_overlap(now)
             self._num_inside += 1
@@ -147,11 +148,11 @@ class Turns:
         if ticket is None:
             self._num_left -= 1  # workers may race here: it is a number of chunks, more or less
             if self.one_at_a_time and self._clock() >= self._until_s:
-                with self._change:
+                with self._lock:
                     self._let_all_in(_WINDOW)
             return
         cpu_s, delayed_s = self._cpu_clock() - ticket.cpu_since_s, self._delay_clock() - ticket.delayed_since_s
-        with self._change:
+        with self._lock:
             now = self._clock()
             seconds = max(now - ticket.since_s, 1e-9)
             num_inside = max(ticket.num_inside, self._num_inside)
@@ -199,7 +200,7 @@ class Turns:
 
     def close(self) -> None:
         """Let everybody go."""
-        with self._change:
+        with self._lock:
             self._is_closed = True
             self._change.notify_all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from loaderkit.interrupts import opened
 from loaderkit.types import Connector, Source
 
 
@@ -25,9 +26,6 @@ def evict(paths: Iterable[str]) -> None:
     Raises OSError for a file that cannot be opened.
     """
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY) as descriptor:
             os.fsync(descriptor)  # pages not yet written stay
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

@@ -52,7 +52,14 @@ def interrupt(executor: str, delay_s: float) -> bool:
     return was_interrupted
 
 
+def pass_over(unraisable: sys.UnraisableHookArgs) -> None:
+    """Not ours to tell: Ctrl-C inside a destructor is lost, and a file that it takes from us is closed by Python."""
+    if not issubclass(unraisable.exc_type, (KeyboardInterrupt, ResourceWarning)):
+        sys.__unraisablehook__(unraisable)
+
+
 def main(executor: str, seed: int, num_rounds: int) -> None:
+    sys.unraisablehook = pass_over
     chance = random.Random(seed)
     live(executor)  # what is loaded once and for all
     whole_s = live(executor)

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,10 @@ import torch
 def resources() -> tuple[int, int, int, int]:
     """Threads, descriptors, mappings of the arena, and processes of ours."""
     gc.collect()
-    children = [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    children: list[str] = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            children += file.read_text().split()
     maps = Path("/proc/self/maps").read_text().count("memfd:loaderkit")
     return threading.active_count(), len(os.listdir("/proc/self/fd")), maps, len(children)
 

@@ -116,11 +116,11 @@ class TestAllocator:
 
 
 STDIO_CLOSED = """
-import os, sys
+import io, os, sys
 from loaderkit.prefetch.arena import Arena
 for number in range(3):
     os.close(number)
-arena = Arena.create() if sys.argv[1] == "before" else Arena(os.dup2(int(sys.argv[2]), 9))
+arena = Arena.create() if sys.argv[1] == "before" else Arena(io.FileIO(os.dup2(int(sys.argv[2]), 9), "r+"))
 found = {place: os.path.realpath(f"/proc/self/fd/{place}") for place in os.listdir("/proc/self/fd")}
 os._exit(any("memfd" in target for place, target in found.items() if int(place) < 3))
 """

@@ -279,3 +279,19 @@ class TestCtrlC:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
         assert ran.returncode == 0, ran.stderr
         assert ran.stderr == ""
+
+    @pytest.mark.parametrize(
+        ("executor", "num_parts"),
+        [
+            ("inline", 1),
+            ("thread", 1),
+            ("process", 20),
+            ("two processes", 40),
+            *(pytest.param(executor, 1, marks=pytest.mark.prove) for executor in ("process", "two processes")),
+        ],
+    )
+    def test_at_every_place(self, executor: str, num_parts: int) -> None:
+        """Every place of the package where the interpreter looks for it, or one in `num_parts`."""
+        command = [sys.executable, str(HERE / "everywhere.py"), executor, "0", str(num_parts)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+        assert ran.returncode == 0, ran.stdout + ran.stderr[-5000:]

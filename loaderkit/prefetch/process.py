@@ -251,8 +251,8 @@ class ProcessEngine:
         with ExitStack() as ending:  # all of them, also when one is interrupted
             for host in self._hosts:
                 ending.callback(host.close, join_s)
-            for host in self._hosts:
-                host.begin_closing(join_s)
+            for host in self._hosts:  # first of all, as callbacks are called in turn from the last
+                ending.callback(host.begin_closing, join_s)
 
     def abandon(self) -> None:
         """Close, once the loader is garbage; the collector may run in a thread that closing would wait for."""

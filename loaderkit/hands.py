@@ -121,8 +121,12 @@ class Hands:
             self._waiting.append(call)
             if self._num_resting >= len(self._waiting):
                 self._changed.notify()
-            else:
+                return call
+            try:
                 self._start_thread()
+            except BaseException:
+                self._waiting.remove(call)
+                raise
         return call
 
     def look_after(self) -> None:
@@ -142,7 +146,12 @@ class Hands:
             self._number += 1
             thread = threading.Thread(target=self._work, name=f"{self._name}-{self._number}", daemon=True)
             self._threads[thread] = None
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:  # the system has no more threads, or Ctrl-C
+                if thread.ident is None:
+                    del self._threads[thread]
+                raise
 
     def _work(self) -> None:
         me = threading.current_thread()

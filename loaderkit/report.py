@@ -105,5 +105,5 @@ def table_of(first: str, *numbers: str, folds: bool = False) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(first, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=not folds, overflow="fold")
+        table.add_column(name, justify="right", no_wrap=not folds, overflow="fold" if folds else "ellipsis")
     return table

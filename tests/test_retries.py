@@ -174,6 +174,21 @@ class TestHands:
         assert hands.begin(slow).wait(1.0) == "done"
         hands.close()
 
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("can't start new thread")])
+    def test_a_thread_that_does_not_start_takes_no_place(
+        self, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | BaseException
+    ) -> None:
+        def refuse(thread: threading.Thread) -> None:
+            raise error
+
+        hands, done = Hands(1, "test-hands"), []
+        with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, RuntimeError)):
+            patched.setattr(threading.Thread, "start", refuse)
+            hands.begin(lambda call: done.append(1))
+        assert hands.begin(lambda call: "done").wait(60) == "done"
+        hands.close()
+        assert not done
+
     def test_closing_tells_who_waits(self) -> None:
         hands = Hands(1, "test-hands")
         release = threading.Event()

@@ -31,8 +31,8 @@ def read_bare(
     *,
     most_s: float,
 ) -> Bare:
-    """Read the first `sizes[key]` bytes of every object, in parts of 8 MiB, for about `most_s` at most. Raises
-    ConnectorError."""
+    """Read the first `sizes[key]` bytes of every object, in parts of 8 MiB, for about `most_s` at most. Ctrl-C
+    waits for reads that are under way. Raises ConnectorError."""
     parts = [
         (key, start, min(_PART_BYTES, size - start))
         for key, size in sizes.items()
@@ -63,19 +63,17 @@ def read_bare(
     try:
         for thread in threads:
             thread.start()
-    except BaseException:  # the system has no more of them, or Ctrl-C
+        begin_s = time.perf_counter()
+        all_are_there.wait()
+        begin_s = time.perf_counter()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C, or the system has no more threads
+        errors.append(error)  # so that they do not read on with nobody there, nor from a closed connector
         all_are_there.abort()
-        raise
-    begin_s = time.perf_counter()
-    all_are_there.wait()
-    begin_s = time.perf_counter()
-    try:
         for thread in threads:
-            thread.join()
-    except BaseException as error:  # Ctrl-C: they are not to read on with nobody there, nor from a closed connector
-        errors.append(error)
-        for thread in threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
         raise
     if errors:
         raise errors[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -91,6 +92,7 @@ class Filling:
             clock=clock,
             counters=getattr(connector, "counters", None),
         )
+        self._finalizer = weakref.finalize(self, self.engine.abandon)  # where Ctrl-C keeps `close` from its end
 
     def __iter__(self) -> Iterator[list[tuple[str, Any]]]:
         """What every destination gave, as it became whole: names with their tensors.
@@ -114,6 +116,7 @@ class Filling:
     def close(self) -> None:
         """Stop the workers. Idempotent."""
         self.engine.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> Filling:
         return self

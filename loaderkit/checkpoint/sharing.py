@@ -277,15 +277,16 @@ def run_beside(
             done.set()
 
     thread = threading.Thread(target=run, name="loaderkit-sharing", daemon=True)
-    thread.start()
     try:
+        thread.start()
         failed = group.attend(done, tick)
         if failed is not None:
             raise failed
     except BaseException as error:  # Ctrl-C, or this rank hangs and the others have given it up
         group.fail(error)
         stop(error)
-        thread.join(_LEAVE_S)
+        if thread.ident is not None:
+            thread.join(_LEAVE_S)
         raise
     thread.join()
     if raised:

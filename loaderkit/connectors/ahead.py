@@ -294,7 +294,13 @@ class AheadConnector:
             name = f"loaderkit-ahead-{number}"
             thread = threading.Thread(target=self._work, args=(self._threads,), name=name, daemon=True)
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:  # the system has no more threads, or Ctrl-C
+                if thread.ident is None:
+                    self._threads.remove(thread)
+                self._is_stopped = not self._threads
+                raise
 
     def _work(self, mine: _Threads) -> None:
         while True:

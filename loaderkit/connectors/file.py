@@ -29,7 +29,6 @@ from loaderkit.types import ObjectInfo, Ranges
 
 # An empty part, "." or "..": two spellings of one file, or a way out of the root.
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
-# Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
 
 # What a network disk may say while its server is away or has started again; a broken disk says EIO as well.
 _TEMPORARY = {
@@ -320,7 +319,7 @@ def _read_ranges(path: str, starts: NDArray[np.int64], length: int, buffer: memo
 
 
 def _read_with_python(path: str, parts: Sequence[tuple[int, memoryview]]) -> tuple[int, int, int, int]:
-    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
+    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:  # without it, opening a named pipe would wait for a writer
         status = os.fstat(fd)
         num_read = 0
         for start, part in parts if stat_bits.S_ISREG(status.st_mode) else ():

@@ -25,8 +25,8 @@ Clock = Callable[[], float]
 _RING_LENGTH = 256
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
-_LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 3.5 us: only where it was off the CPU for longer
-# An entry is written in microseconds, but where Ctrl-C came in the middle of one, nobody will ever complete it.
+_LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 5 us: only where it was off the CPU for longer
+# An entry is written in microseconds; but if it ever is not, nobody is to wait for that.
 _MOST_READINGS = 50
 _PAUSE_S = 1e-4
 
@@ -174,6 +174,7 @@ class Account:
         before, since_s = self.open_state, self.since_s
         is_stage = before < self.num_stages
         cpu_now = thread_time() if is_stage or state < self.num_stages else self._cpu_since
+        self.marks.append((now, state))  # a call, during which Ctrl-C may come: not in the middle of the entry
         self._sequence += 1
         self.state_s[before] += now - since_s
         if is_stage:
@@ -181,7 +182,6 @@ class Account:
         cpu_before, self._cpu_since = self._cpu_since, cpu_now
         self.open_state = state
         self.since_s = now
-        self.marks.append((now, state))
         self._sequence += 1
         if self.tape is not None:
             self.tape.append((now, state, self.item if state < self.num_stages else None))

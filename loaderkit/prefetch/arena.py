@@ -48,8 +48,8 @@ def stdio_occupied() -> Iterator[None]:
             places.extend(map(os.open, (os.devnull,), (os.O_RDWR | os.O_CLOEXEC,)))  # no moment for Ctrl-C in between
         yield
     finally:
-        for place in places:
-            os.close(place)
+        while places:
+            os.close(places.pop())
 
 
 def beyond_stdio(end: Opened, again: Callable[[], Opened]) -> Opened:

@@ -21,7 +21,7 @@ from loaderkit.prefetch import stalls, watch
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.intake import Intake
-from loaderkit.prefetch.intraop import threads_to_come_kept
+from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
 from loaderkit.prefetch.plan import Plan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
@@ -195,7 +195,7 @@ class Engine:
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
         since_s = self.clock()  # starting them is part of their time: a few milliseconds
         ready = threading.Barrier(len(missing) + 1)
-        with threads_to_come_kept() as compute_alone:
+        with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
             try:
                 for pool, number in missing:
                     self._start_worker(pool, number, ready, since_s, compute_alone)
@@ -239,6 +239,8 @@ class Engine:
                 service.leaves(end)
         except BaseException:
             self.waits.begin(None)  # only waits that end in a batch count
+            if os.getpid() == self._pid:  # in a fork's child its lock may never open
+                self.intake.give_back()  # Ctrl-C may have come right after borrowing
             raise
         assert destination.last_chunk is not None
         way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)

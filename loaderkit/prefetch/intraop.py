@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-_ONE_AT_A_TIME = threading.Lock()  # what it guards belongs to the process, too
+ONE_AT_A_TIME = threading.Lock()
+"""To be held around `threads_to_come_kept`: what that guards belongs to the process."""
 
 
 @contextmanager
@@ -25,12 +26,11 @@ def threads_to_come_kept() -> Iterator[Callable[[], None]]:
             found.append(torch.get_num_threads())
             torch.set_num_threads(1)
 
-    with _ONE_AT_A_TIME:
-        try:
-            yield compute_alone
-        finally:
-            if found:
-                _put_back(found[0])
+    try:
+        yield compute_alone
+    finally:
+        if found:
+            _put_back(found[0])
 
 
 def _put_back(number_to_come: int) -> None:

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-from loaderkit.prefetch.intraop import threads_to_come_kept
+from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
 from loaderkit.schema import format_seconds
 
 logger = logging.getLogger("loaderkit")
@@ -105,7 +105,7 @@ class _Companion:
 
 
 def _serve(orders: SimpleQueue[Order | None], answers: SimpleQueue[Answer]) -> None:
-    with threads_to_come_kept() as compute_alone:
+    with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
         compute_alone()  # as in the workers
     while (order := orders.get()) is not None:
         function, arguments = order

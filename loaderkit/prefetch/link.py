@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from loaderkit.errors import ConfigError, WorkerDiedError
-from loaderkit.interrupts import held
 from loaderkit.prefetch import child
 from loaderkit.prefetch.arena import Allocator, Arena, Extent, beyond_stdio
 from loaderkit.prefetch.deaths import describe_death
@@ -145,11 +144,15 @@ class Link:
         """
         if not self.is_awake:
             return None
-        with held(self._asking, timeout_s) as is_ours:
-            try:
-                return self._ask(question, arguments, timeout_s) if is_ours else None
-            except (OSError, ValueError):  # ended, or closed meanwhile, or no room: it has not listened for long
-                return None
+        is_ours: list[bool] = []
+        try:
+            is_ours.extend(map(self._asking.acquire, (True,), (timeout_s,)))  # no moment for Ctrl-C in between
+            return self._ask(question, arguments, timeout_s) if is_ours[0] else None
+        except (OSError, ValueError):  # ended, or closed meanwhile, or no room: it has not listened for long
+            return None
+        finally:
+            if is_ours and is_ours[0]:
+                self._asking.release()
 
     def _ask(self, question: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -251,16 +254,19 @@ class Link:
     def close(self, join_s: float) -> list[Any]:
         """Behind `begin_closing`: wait for the end, bring it about by force after `join_s`, and give back sockets and
         thread. Returns what the process still had to say."""
-        messages = []
+        messages: list[Any] = []
+        is_ours: list[bool] = []
         deadline = time.monotonic() + join_s + _PATIENCE_S
         try:
             # A consumer that waits in another thread holds the lock: it is told to go by the shutdown below.
-            with held(self._receiving, 0.0) as is_ours:
-                while is_ours and (message := self.receive(max(0.0, deadline - time.monotonic()))) is not None:
-                    messages.append(message)
+            is_ours.extend(map(self._receiving.acquire, (False,)))
+            while is_ours[0] and (message := self.receive(max(0.0, deadline - time.monotonic()))) is not None:
+                messages.append(message)
         except (EOFError, OSError):
             pass
         finally:
+            if is_ours and is_ours[0]:
+                self._receiving.release()
             if not self._life.ended.wait(max(0.0, deadline - time.monotonic())):
                 self.kill()
             self._is_closed = True
@@ -270,9 +276,9 @@ class Link:
             if threading.current_thread() is not self._keeper:
                 self._keeper.join(_PATIENCE_S)
             for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
-                with held(lock, _PATIENCE_S) as is_ours:
-                    if is_ours:
-                        end.close()
+                if lock.acquire(timeout=_PATIENCE_S):
+                    end.close()
+                    lock.release()
         return messages
 
 

@@ -215,6 +215,7 @@ class Host:
 
     def close(self, join_s: float) -> None:
         """End it, by force after `join_s`; batches that were delivered stay valid."""
+        self.begin_closing(join_s)  # Ctrl-C may have kept it from hearing of it
         for message in self._link.close(join_s) if self._link is not None else ():
             if isinstance(message, wire.LogMessage):
                 relay(message)

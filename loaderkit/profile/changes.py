@@ -13,6 +13,9 @@ from loaderkit.profile.patch import num_processes, value_of, workers_settings
 from loaderkit.schema import format_bytes
 
 _MOST_WORKERS = 128
+_BY_PIXEL = frozenset(
+    {"center_crop", "random_crop", "random_horizontal_flip", "color_jitter", "batch", "normalize", "transfer"}
+)
 _RESIZING = frozenset({"resize", "random_resized_crop", "center_crop", "random_crop"})
 
 
@@ -125,22 +128,29 @@ def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
 
     half = _with_stages(model, lambda stage: smaller(stage, 0.25))
     yield Change("images stored at half the width and height", half, note="made once beforehand, offline")
-    resizing = config.stages[kinds.index(first)].name
-    behind = {stage.name for stage in config.stages[kinds.index(first) + 1 :]}
-
-    def shorter(stage: Demand) -> Demand:
-        if stage.name == resizing:  # rows of the image that is read stay as many, and get half as long
-            return replace(stage, cpu_s=stage.cpu_s / 2)
-        return replace(stage, cpu_s=stage.cpu_s / 4, wait_s=stage.wait_s / 4) if stage.name in behind else stage
-
-    used = _with_stages(model, shorter)
-    yield Change(
-        f"{resizing} to half the width and height", used, note="other images for the network, and a faster step"
-    )
+    is_scaled = getattr(
+        config.stages[kinds.index("decode")].args, "scaled", False
+    )  # then decoding would change with it
+    if first in ("resize", "random_resized_crop") and not is_scaled:
+        yield _used_smaller(model, config, kinds.index(first))
     gone = {stage.name for stage in config.stages[kinds.index("decode") :] if stage.kind not in ("batch", "transfer")}
     on_gpu = _with_stages(model, lambda stage: replace(stage, cpu_s=0.0, wait_s=0.0) if stage.name in gone else stage)
     note = "decode: {device: gpu}; how fast the GPU decodes, and what it takes from training, is not in the model"
     yield Change("decoding on the GPU", on_gpu, note=note)
+
+
+def _used_smaller(model: Model, config: PipelineConfig, place: int) -> Change:
+    """The stage at `place`, which resizes, makes images of half the width and height."""
+    resizing = config.stages[place].name
+    behind = {stage.name for stage in config.stages[place + 1 :] if stage.kind in _BY_PIXEL}
+
+    def smaller(stage: Demand) -> Demand:
+        if stage.name == resizing:  # rows of the image that is read stay as many, and get half as long
+            return replace(stage, cpu_s=stage.cpu_s / 2)
+        return replace(stage, cpu_s=stage.cpu_s / 4, wait_s=stage.wait_s / 4) if stage.name in behind else stage
+
+    note = "other images for the network, and a faster step"
+    return Change(f"{resizing} to half the width and height", _with_stages(model, smaller), note=note)
 
 
 def _with_pool(model: Model, number: int, pool: PoolModel) -> Model:

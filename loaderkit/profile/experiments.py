@@ -102,9 +102,9 @@ def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float, most_
     """Let every variant run in each round, in turning order.
 
     Where batches are slow there are three rounds at least, of which intervals can be told, and no more than begin within
-    `most_s`; default: twice the time that windows and draining are to take.
+    `most_s`; default: the time that windows and draining are to take.
     """
-    most_s = 4 * rounds * len(variants) * window_s if most_s is None else most_s
+    most_s = 2 * rounds * len(variants) * window_s if most_s is None else most_s
     until_s = time.perf_counter() + most_s
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and time.perf_counter() >= until_s:

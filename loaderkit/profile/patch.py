@@ -128,7 +128,7 @@ def value_of(config: PipelineConfig, key: str) -> Any:
         args: Any = next(stage.args for stage in config.stages if stage.name == name)
     else:
         args = getattr(config, section)
-    return args.model_dump(mode="json").get(rest)
+    return args.model_dump(mode="json", include={rest}).get(rest)  # another field may hold an object that has no name
 
 
 def patch_of(settings: Sequence[Setting]) -> str | None:

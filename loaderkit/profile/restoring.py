@@ -136,6 +136,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
                 del given  # a large tensor must not wait for the next one
         except KeyboardInterrupt:
             partial = "interrupted"
+            filling.close()
         wall_s = time.perf_counter() - begin_s
         stats = loader.stats()
         found = {
@@ -148,16 +149,19 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
         }
         hits = stats.host.minus(before).page_cache_hits
         is_from_disk = bool(paths) and (cold or (hits is not None and hits < _FROM_MEMORY))
-        if is_from_disk:
-            evict(paths)
         sizes = {
             key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
             for key, totals in filling.totals.objects.items()
         }
         bare = None
         if partial is None:
-            bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
-        note = "" if not paths else "both from disk" if is_from_disk else "both from the page cache"
+            try:
+                if is_from_disk:
+                    evict(paths)
+                bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
+            except KeyboardInterrupt:
+                found["partial"] = "interrupted in the bare read"
+        note = "" if not paths or bare is None else "both from disk" if is_from_disk else "both from the page cache"
         return _report(config, loader, filling, stats, bare, note, found)
 
 

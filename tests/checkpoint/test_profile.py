@@ -164,6 +164,17 @@ def test_ctrl_c_leaves_a_report_on_what_was_read(
     assert threading.active_count() == before
 
 
+def test_ctrl_c_in_the_bare_read_leaves_a_report_as_well(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loaderkit.profile.restoring.read_bare", interrupted)
+    assert main(["profile", str(PIPELINE), "--set", CPU]) == 128 + signal.SIGINT
+    assert "(partial: interrupted in the bare read)" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_the_same_engine_as_restore(folder: Path) -> None:
     config: Any = Pipeline.checkpoint(str(folder)).read().config
     report = profile_restore(config, cold=False)

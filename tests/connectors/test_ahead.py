@@ -80,6 +80,20 @@ class TestReading:
         assert [num for _, _, num in inner.reads] == [1000] * 100
         connector.stop()
 
+    def test_a_thread_that_does_not_start_is_not_waited_for(
+        self, inner: Watched, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(thread: threading.Thread) -> None:
+            raise KeyboardInterrupt
+
+        etag = inner.stat("a").etag
+        connector = made(inner, blocks_of("a", etag, 1000, 100))
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(threading.Thread, "start", refuse)
+            read(connector, "a", 0, 100, etag)
+        assert read(connector, "a", 0, 100, etag) == DATA[:100]
+        connector.close()
+
     def test_memory_is_bounded(self, inner: Watched) -> None:
         etag = inner.stat("a").etag
         connector = made(inner, blocks_of("a", etag, 10_000, 10), memory_bytes=25_000)

@@ -1,7 +1,10 @@
 """Interrupts a loader's life at every place of the package where the interpreter looks for Ctrl-C, one life each, and says
 where anything was left of it.
 
-    python everywhere.py EXECUTOR PART NUM_PARTS
+    python everywhere.py LIFE PART NUM_PARTS
+
+LIFE is an executor, `records` (of which the loop makes batches itself), `pictures` (made inline from JPEGs, with a cache), or
+`restore` (of a checkpoint).
 
 The interpreter looks after calls, at the beginning of functions, and where loops begin anew. So SIGINT is noted right before
 one of those is executed, by a trace function that is none of Python's: one of those would find the signal itself.
@@ -13,14 +16,24 @@ import ctypes
 import dis
 import faulthandler
 import gc
+import io
 import signal
 import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,10 +42,14 @@ from of_executors import EXECUTORS
 from of_numbers import numbers, wait_for
 
 import loaderkit
+from loaderkit.prefetch import self_service
+from loaderkit.prefetch.intraop import ONE_AT_A_TIME
 
-_LOOKING = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
+_LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)
 _PATIENCE_S = 20.0
+self_service._TIGHT, self_service._QUICK_S = 1e4, 1.0  # a loop that is traced is slow
+_LONG_S = 8.0  # a life takes a second at most
 
 _interrupt = ctypes.PyDLL(None).PyErr_SetInterrupt  # called as trace functions are, with what it does not look at
 _interrupt.argtypes = [ctypes.py_object] * 3
@@ -52,7 +69,7 @@ class Place(NamedTuple):
 def _offsets(code: CodeType) -> frozenset[int]:
     """Of the instructions right before those that look for signals."""
     found = [instruction for instruction in dis.get_instructions(code) if instruction.opname != "CACHE"]
-    return frozenset(before.offset for before, after in pairwise(found) if after.opname in _LOOKING)
+    return frozenset(before.offset for before, after in pairwise(found) if after.opname.startswith(_LOOKING))
 
 
 class Finder:
@@ -86,10 +103,46 @@ class Interrupter:
         return self
 
 
-def live(executor: str) -> None:
-    with loaderkit.build(numbers(400), overrides=EXECUTORS[executor]) as loader:
+def load_pictures(folder: Path) -> None:
+    cache = {"dir": tempfile.mkdtemp(dir=folder), "size": "100MB"}
+    source = loaderkit.Pipeline.tar(str(folder / "pictures.tar"), cache=cache)
+    pipeline = source.shuffle("global").read().decode().resize((16, 16)).batch(4)
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as loader:
         for number, _ in enumerate(loader):
-            if number == 3:
+            if number == 1:
+                break
+
+
+def restore(folder: Path) -> None:
+    into = {f"layer.{number}": torch.empty(64, 64) for number in range(4)}
+    loaderkit.restore(folder / "model.safetensors", into)
+
+
+def fill(folder: Path) -> None:
+    """Write what the lives read."""
+    colours = np.random.default_rng(0).integers(0, 256, (8, 3))
+    with tarfile.open(folder / "pictures.tar", "w") as archive:
+        for number, colour in enumerate(colours):
+            file = io.BytesIO()
+            Image.new("RGB", (40, 30), tuple(colour)).save(file, "JPEG")
+            member = tarfile.TarInfo(f"{number}.jpg")
+            member.size = file.tell()
+            file.seek(0)
+            archive.addfile(member, file)
+    np.save(folder / "records.npy", np.arange(8000).reshape(2000, 4))
+    state = {f"layer.{number}": torch.full((64, 64), float(number)) for number in range(4)}
+    save_file(state, folder / "model.safetensors")
+
+
+def load_records(folder: Path) -> None:
+    pipeline = loaderkit.Pipeline.array(str(folder / "records.npy")).shuffle(seed=0).read().batch(16)
+    load(pipeline, {"prefetch.executor": "thread", "prefetch.concurrency": 1})
+
+
+def load(pipeline: loaderkit.Pipeline, overrides: dict[str, Any]) -> None:
+    with loaderkit.build(pipeline, overrides=overrides) as loader:
+        for number, _ in enumerate(loader):
+            if number == 30:  # the loop makes its batches itself by then, if it may
                 loader.set_epoch(3)
                 break
         for number, _ in enumerate(loader):
@@ -97,7 +150,7 @@ def live(executor: str) -> None:
                 break
 
 
-def live_with(trace: Any, executor: str) -> bool:
+def live_with(trace: Any, live: Callable[[], None]) -> bool:
     """One life; whether it was interrupted, which it is once at most."""
     was_interrupted = False
 
@@ -112,16 +165,16 @@ def live_with(trace: Any, executor: str) -> bool:
     with suppress(KeyboardInterrupt):
         try:
             sys.settrace(trace)
-            live(executor)
+            live()
         finally:
             sys.settrace(None)
     return was_interrupted
 
 
-def main(executor: str, part: int, num_parts: int) -> None:
-    live(executor)  # what is loaded once and for all
+def main(live: Callable[[], None], part: int, num_parts: int) -> None:
+    live()  # what is loaded once and for all
     finder = Finder()
-    live_with(finder, executor)
+    live_with(finder, live)
     places = sorted(finder.places, key=str)[part::num_parts]
     gc.collect()
     gc.freeze()  # so that looking for garbage is quick
@@ -130,7 +183,11 @@ def main(executor: str, part: int, num_parts: int) -> None:
     for place in places:
         print(place, file=sys.stderr, flush=True)
         faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
-        num_interrupted += live_with(Interrupter(place), executor)
+        begin_s = time.monotonic()
+        num_interrupted += live_with(Interrupter(place), live)
+        if time.monotonic() - begin_s > _LONG_S or ONE_AT_A_TIME.locked():
+            print(f"{place}: {time.monotonic() - begin_s:.1f} s, or a lock is held")
+            num_left += 1
         with suppress(AssertionError):
             wait_for(lambda before=before: resources() == before, _PATIENCE_S / 2)  # type: ignore[misc]
         if resources() != before:
@@ -139,7 +196,15 @@ def main(executor: str, part: int, num_parts: int) -> None:
             before = resources()
     faulthandler.cancel_dump_traceback_later()
     print(f"{len(places)} places, interrupted at {num_interrupted}, something was left at {num_left}")
-    sys.exit(num_left > 0)
+    sys.exit(num_left > 0 or num_interrupted < 0.9 * len(places) or not places)
 
 
-main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+with tempfile.TemporaryDirectory() as name:
+    fill(Path(name))
+    lives = {
+        "pictures": partial(load_pictures, Path(name)),
+        "restore": partial(restore, Path(name)),
+        "records": partial(load_records, Path(name)),
+        **{executor: partial(load, numbers(400), overrides) for executor, overrides in EXECUTORS.items()},
+    }
+    main(lives[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3]))

@@ -281,17 +281,23 @@ class TestCtrlC:
         assert ran.stderr == ""
 
     @pytest.mark.parametrize(
-        ("executor", "num_parts"),
+        ("life", "num_parts"),
         [
             ("inline", 1),
             ("thread", 1),
+            ("records", 1),
+            ("pictures", 4),
+            ("restore", 4),
             ("process", 20),
             ("two processes", 40),
-            *(pytest.param(executor, 1, marks=pytest.mark.prove) for executor in ("process", "two processes")),
+            *(
+                pytest.param(life, 1, marks=pytest.mark.prove)
+                for life in ("pictures", "restore", "process", "two processes")
+            ),
         ],
     )
-    def test_at_every_place(self, executor: str, num_parts: int) -> None:
+    def test_at_every_place(self, life: str, num_parts: int) -> None:
         """Every place of the package where the interpreter looks for it, or one in `num_parts`."""
-        command = [sys.executable, str(HERE / "everywhere.py"), executor, "0", str(num_parts)]
+        command = [sys.executable, str(HERE / "everywhere.py"), life, "0", str(num_parts)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=3000)
         assert ran.returncode == 0, ran.stdout + ran.stderr[-5000:]

@@ -277,6 +277,7 @@ def test_predictions_and_the_verdict_are_checked(
     assert all(row.can_run == bool(row.settings) for row in rows.values())
 
 
+@pytest.mark.alone
 class TestTune:
     def run(self, path: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> Any:
         assert main(["tune", str(path), "--seconds", "8", "--json", *options]) == 0

@@ -15,6 +15,7 @@ from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.parsing import parse
 from loaderkit.profile.model import Setting
+from loaderkit.profile.patch import value_of
 from loaderkit.profile.yamledit import diff_of, edited
 
 BLOCK = """\
@@ -136,3 +137,16 @@ def test_a_patch_of_a_file_without_an_end_of_line(text: str, tmp_path: Path) -> 
     subprocess.run(["patch", "--quiet", str(path)], input=found, text=True, check=True)
     prefetch = parse(yaml.safe_load(path.read_text())).prefetch
     assert (prefetch.executor, prefetch.processes) == ("process", 3)
+
+
+class Nameless:
+    """An object that no pipeline's file could name."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return sample
+
+
+def test_what_a_stage_has_is_told_beside_an_object_without_a_name() -> None:
+    pipeline = Pipeline.dataset([{"x": 1}]).read().call(Nameless(), workers=3).batch(1)
+    assert value_of(pipeline.config, "stages.call.workers") == 3
+    assert value_of(pipeline.config, "prefetch.memory") == pipeline.config.prefetch.model_dump(mode="json")["memory"]

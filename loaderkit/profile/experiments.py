@@ -21,8 +21,9 @@ from loaderkit.profile.driving import Batches, Step, endless
 from loaderkit.profile.model import Rate
 
 _LEAST_ROUNDS = 3
-LEAST_BATCHES = 2 * _LEAST_ROUNDS * 4
-"""That two variants take turns with at least: one is drained, one begins the window, and two are counted."""
+LEAST_BATCHES = 2 * (1 + _LEAST_ROUNDS) * 4
+"""That two variants take turns with at least: one is drained, one begins the window, and two are counted; the first window of
+each says nothing yet."""
 # Student's t for 95 %, both sides, by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
@@ -99,13 +100,18 @@ class Variant:
 
 
 def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float, most_s: float | None = None) -> None:
-    """Let every variant run in each round, in turning order.
+    """Let every variant run in each round, in turning order, once it is well under way: while threads start, and chunks find
+    their size, it is slower.
 
     Where batches are slow there are three rounds at least, of which intervals can be told, and no more than begin within
     `most_s`; default: the time that windows and draining are to take.
     """
-    most_s = 2 * rounds * len(variants) * window_s if most_s is None else most_s
+    most_s = 2 * (1 + rounds) * len(variants) * window_s if most_s is None else most_s
     until_s = time.perf_counter() + most_s
+    for variant in variants:
+        variant.drain(window_s)
+        variant.run(window_s)
+        variant.windows.pop()
     for number in range(rounds):
         if number >= _LEAST_ROUNDS and time.perf_counter() >= until_s:
             return

@@ -128,9 +128,8 @@ def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
 
     half = _with_stages(model, lambda stage: smaller(stage, 0.25))
     yield Change("images stored at half the width and height", half, note="made once beforehand, offline")
-    is_scaled = getattr(
-        config.stages[kinds.index("decode")].args, "scaled", False
-    )  # then decoding would change with it
+    # Where decoding is scaled it would change as well, and by how much is not in the model.
+    is_scaled = getattr(config.stages[kinds.index("decode")].args, "scaled", False)
     if first in ("resize", "random_resized_crop") and not is_scaled:
         yield _used_smaller(model, config, kinds.index(first))
     gone = {stage.name for stage in config.stages[kinds.index("decode") :] if stage.kind not in ("batch", "transfer")}
@@ -140,17 +139,17 @@ def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
 
 
 def _used_smaller(model: Model, config: PipelineConfig, place: int) -> Change:
-    """The stage at `place`, which resizes, makes images of half the width and height."""
-    resizing = config.stages[place].name
+    """The stage at `place`, which resizes, makes images of half the width and height.
+
+    It takes about as long itself (in ours a fifth less): each pixel that is read is weighed, whatever comes of it.
+    """
     behind = {stage.name for stage in config.stages[place + 1 :] if stage.kind in _BY_PIXEL}
 
     def smaller(stage: Demand) -> Demand:
-        if stage.name == resizing:  # rows of the image that is read stay as many, and get half as long
-            return replace(stage, cpu_s=stage.cpu_s / 2)
         return replace(stage, cpu_s=stage.cpu_s / 4, wait_s=stage.wait_s / 4) if stage.name in behind else stage
 
     note = "other images for the network, and a faster step"
-    return Change(f"{resizing} to half the width and height", _with_stages(model, smaller), note=note)
+    return Change(f"{config.stages[place].name} to half the width and height", _with_stages(model, smaller), note=note)
 
 
 def _with_pool(model: Model, number: int, pool: PoolModel) -> Model:

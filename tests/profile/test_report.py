@@ -14,7 +14,10 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import StageError
+from loaderkit.profile.changes import changes
+from loaderkit.profile.demands import model_of
 from loaderkit.profile.model import Report
+from loaderkit.profile.predict import bounds
 
 
 def pictures(photos: Path) -> Pipeline:
@@ -215,3 +218,19 @@ def test_a_pipeline_that_no_file_can_hold_is_reported_on(photos: Path) -> None:
         list(loader)
     assert "cannot be written as YAML" in report.config["note"]
     json.loads(report.to_json())
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_smaller_images_never_promise_less_than_before(photos: Path, is_scaled: bool) -> None:
+    source = Pipeline.files(photos, include="**/*.jpg", label="parent").read()
+    pipeline = source.decode(scaled=is_scaled).resize((16, 16)).random_horizontal_flip().batch(4)
+    with loaderkit.build(pipeline) as loader, loader.profile() as report:
+        assert len(list(loader)) == 15
+    model = model_of(report.result)
+    assert model is not None
+    found = {
+        change.name: min(bounds(change.model).values()) for change in changes(model, report.result, pipeline.config)
+    }
+    assert ("resize to half the width and height" in found) is not is_scaled
+    for name in ("resize to half the width and height", "images stored at half the width and height"):
+        assert is_scaled or found[name] >= min(bounds(model).values())

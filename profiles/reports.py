@@ -39,9 +39,8 @@ FOLDER = ROOT / "profiles" / "reports"
 PAGE = ROOT / "docs" / "reading-a-report.md"
 _EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DOTALL)
 _LATENCY_S = 0.02
-_IMAGES, _CACHE, _CHECKPOINT = (
-    Path("/tmp") / name for name in ("imagenet", "imagenet-cache", "step-1000")
-)  # in reports
+# As reports name them.
+_IMAGES, _CACHE, _CHECKPOINT = (Path("/tmp") / name for name in ("imagenet", "imagenet-cache", "step-1000"))
 
 
 class Run(NamedTuple):

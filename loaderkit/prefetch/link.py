@@ -276,7 +276,7 @@ class Link:
             if threading.current_thread() is not self._keeper:
                 self._keeper.join(_PATIENCE_S)
             for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
-                if lock.acquire(timeout=_PATIENCE_S):
+                if lock.acquire(timeout=_PATIENCE_S):  # were it kept by Ctrl-C, nobody would ask for it any more
                     end.close()
                     lock.release()
         return messages

@@ -42,14 +42,14 @@ def stdio_occupied() -> Iterator[None]:
     Else the system would hand out those numbers, and whatever prints would write into the memory of batches. It still
     does so if another thread closes one of them meanwhile: `beyond_stdio` is for what must never be there.
     """
-    places: list[int] = []
+    places: list[io.FileIO] = []
     try:
-        while not places or places[-1] <= _STDERR:
-            places.extend(map(os.open, (os.devnull,), (os.O_RDWR | os.O_CLOEXEC,)))  # no moment for Ctrl-C in between
+        while not places or places[-1].fileno() <= _STDERR:
+            places.append(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC))
         yield
     finally:
-        while places:
-            os.close(places.pop())
+        for place in places:
+            place.close()
 
 
 def beyond_stdio(end: Opened, again: Callable[[], Opened]) -> Opened:

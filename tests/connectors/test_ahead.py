@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,7 @@ from loaderkit.ranges import Piece, Wanted, coalesce
 from loaderkit.sources.files import FilesArgs, FilesSource
 
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
+_MADE: list[AheadConnector] = []
 
 
 class Watched(MemoryConnector):
@@ -50,7 +52,9 @@ def made(inner: Watched, pieces: list[Piece], **more: int) -> AheadConnector:
     def from_place(epoch: int, position: int) -> Iterator[Piece]:
         return iter(pieces[position:])
 
-    return AheadConnector(inner, from_place, **{"memory_bytes": 50_000, "num_requests": 3, **more})
+    connector = AheadConnector(inner, from_place, **{"memory_bytes": 50_000, "num_requests": 3, **more})
+    _MADE.append(connector)
+    return connector
 
 
 @pytest.fixture
@@ -61,7 +65,10 @@ def inner() -> Watched:
 @pytest.fixture(autouse=True)
 def _no_threads_left() -> Iterator[None]:
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit-ahead")]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit-ahead")]
+    while _MADE:  # a test that failed leaves nothing to the next
+        _MADE.pop().stop()
+    assert not left
 
 
 def blocks_of(key: str, etag: str, size: int, num: int) -> list[Piece]:
@@ -158,11 +165,16 @@ class TestReading:
 
     def test_a_seek_begins_elsewhere(self, inner: Watched) -> None:
         etag = inner.stat("a").etag
-        connector = made(inner, blocks_of("a", etag, 1000, 100))
-        read(connector, "a", 0, 1000, etag)
+        connector = made(inner, blocks_of("a", etag, 1000, 100), memory_bytes=3000)
+        assert read(connector, "a", 0, 1000, etag) == DATA[:1000]
+        deadline = time.monotonic() + 30
+        while connector.counters()["ahead_bytes"] < 4000:  # the next three: no room for more
+            assert time.monotonic() < deadline
         connector.seek(0, 50)
         inner.reads.clear()
-        assert read(connector, "a", 50_000, 1000, etag) == DATA[50_000:51_000]
+        for place in range(50_000, 100_000, 1000):
+            assert read(connector, "a", place, 1000, etag) == DATA[place : place + 1000]
+        assert connector.counters()["num_direct_reads"] == 0
         assert min(start for _, start, _ in inner.reads) == 50_000
         connector.stop()
 

@@ -49,7 +49,7 @@ _LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)
 _PATIENCE_S = 20.0
 self_service._TIGHT, self_service._QUICK_S = 1e4, 1.0  # a loop that is traced is slow
-_LONG_S = 8.0  # a life takes a second at most
+_LONG_S = 8.0  # longer than an undisturbed life, which takes a second or so
 
 _interrupt = ctypes.PyDLL(None).PyErr_SetInterrupt  # called as trace functions are, with what it does not look at
 _interrupt.argtypes = [ctypes.py_object] * 3
@@ -174,7 +174,9 @@ def live_with(trace: Any, live: Callable[[], None]) -> bool:
 def main(live: Callable[[], None], part: int, num_parts: int) -> None:
     live()  # what is loaded once and for all
     finder = Finder()
+    begin_s = time.monotonic()
     live_with(finder, live)
+    long_s = _LONG_S + 3 * (time.monotonic() - begin_s)
     places = sorted(finder.places, key=str)[part::num_parts]
     gc.collect()
     gc.freeze()  # so that looking for garbage is quick
@@ -185,7 +187,7 @@ def main(live: Callable[[], None], part: int, num_parts: int) -> None:
         faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
         begin_s = time.monotonic()
         num_interrupted += live_with(Interrupter(place), live)
-        if time.monotonic() - begin_s > _LONG_S or ONE_AT_A_TIME.locked():
+        if time.monotonic() - begin_s > long_s or ONE_AT_A_TIME.locked():
             print(f"{place}: {time.monotonic() - begin_s:.1f} s, or a lock is held")
             num_left += 1
         with suppress(AssertionError):

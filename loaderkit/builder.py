@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,22 +60,28 @@ class Parts:
     index_s: float = 0.0  # the indexes of archives, which were read or built
 
 
-def open_source(
-    config: PipelineConfig, given: Mapping[str, Connector], load: Callable[..., TarIndex] = load_index
-) -> tuple[Source, Connector | None]:
+def _open_connector(config: PipelineConfig, given: Mapping[str, Connector]) -> Connector | None:
+    """Where the samples are; None if they are Python objects. Raises SourceError, ConnectorError."""
+    args = config.source
+    if isinstance(args, FilesArgs):
+        return open_connector(args.url, given, args)
+    if isinstance(args, (ArrayArgs, TarArgs)):
+        return open_connector(args.root, given, args)
+    return None
+
+
+def _open_source(config: PipelineConfig, connector: Connector | None, load: Callable[..., TarIndex]) -> Source:
     """The samples, listed; `load` reads an archive's index. Raises SourceError, ConnectorError, FormatError."""
     args = config.source
     if isinstance(args, DatasetArgs):
-        return DatasetSource(open_object(args), args), None
+        return DatasetSource(open_object(args), args)
+    assert connector is not None
     if isinstance(args, FilesArgs):
-        connector = open_connector(args.url, given, args)
-        return FilesSource(connector, args), connector
+        return FilesSource(connector, args)
     if isinstance(args, ArrayArgs):
-        connector = open_connector(args.root, given, args)
-        return ArraySource(connector, args), connector
+        return ArraySource(connector, args)
     assert isinstance(args, TarArgs)
-    connector = open_connector(args.root, given, args)
-    return TarSource(connector, args, partial(load, connector, cache_dir=default_cache_dir())), connector
+    return TarSource(connector, args, partial(load, connector, cache_dir=default_cache_dir()))
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -116,18 +123,52 @@ def make_parts(
             "use loaderkit run, check, explain or restore"
         )
     rank, world_size = ranks_of(rank, world_size)
-    indexes = _Timed(load_index)
-    begin_s = time.perf_counter()
-    source, connector = open_source(config, connectors, indexes)
-    list_s = time.perf_counter() - begin_s
-    batch = config.stage("batch").args
-    assert isinstance(batch, BatchArgs)
-    schedule = Schedule(len(source), rank, world_size, batch.size, batch.drop_last)
-    if schedule.num_batches() == 0:
-        raise ConfigError(
-            f"an epoch has no batch at all: {len(source)} samples do not fill one batch of {batch.size} on each of "
-            f"{world_size} ranks, and stages.batch.drop_last is true"
+    with ExitStack() as opened:  # closed again if anything is wrong
+        connector = _open_connector(config, connectors)
+        owns_connector = connector is not None and connector not in connectors.values()
+        if connector is not None and owns_connector:
+            opened.callback(connector.close)
+        indexes = _Timed(load_index)
+        begin_s = time.perf_counter()
+        source = _open_source(config, connector, indexes)
+        list_s = time.perf_counter() - begin_s
+        opened.callback(source.close)
+        batch = config.stage("batch").args
+        assert isinstance(batch, BatchArgs)
+        schedule = Schedule(len(source), rank, world_size, batch.size, batch.drop_last)
+        if schedule.num_batches() == 0:
+            raise ConfigError(
+                f"an epoch has no batch at all: {len(source)} samples do not fill one batch of {batch.size} on each of "
+                f"{world_size} ranks, and stages.batch.drop_last is true"
+            )
+        tuning, lane, make_executor = _prepare(config, source, connector, schedule, clock=clock, stretch=stretch)
+        parts = Parts(
+            config,
+            source,
+            connector,
+            owns_connector,
+            schedule,
+            _fingerprint(config, source),
+            tuning,
+            make_executor,
+            lane,
+            list_s=list_s - indexes.seconds,
+            index_s=indexes.seconds,
         )
+        opened.pop_all()
+    return parts
+
+
+def _prepare(
+    config: PipelineConfig,
+    source: Source,
+    connector: Connector | None,
+    schedule: Schedule,
+    *,
+    clock: Clock,
+    stretch: Stretch | None,
+) -> tuple[dict[str, Any], Lane | None, Callable[[], Executor]]:
+    """What statistics say of how it runs, where batches go on a GPU, and what makes the executor."""
     inline = config.prefetch.executor == "inline"
     num_workers = num_cpus() if config.prefetch.concurrency == "auto" else config.prefetch.concurrency
     recipe = Recipe(config, source, connector, schedule, 1 if inline else num_workers, stretch)
@@ -147,20 +188,7 @@ def make_parts(
             )
         pools, make_executor = assembly.described_pools(), partial(assembly.make_engine, clock)
     tuning |= {"cpus": num_cpus(), "concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
-    owns_connector = connector not in connectors.values()
-    return Parts(
-        config,
-        source,
-        connector,
-        owns_connector,
-        schedule,
-        _fingerprint(config, source),
-        tuning,
-        make_executor,
-        assembly.lane,
-        list_s=list_s - indexes.seconds,
-        index_s=indexes.seconds,
-    )
+    return tuning, assembly.lane, make_executor
 
 
 class _Timed:

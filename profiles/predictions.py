@@ -154,11 +154,16 @@ def main() -> None:
         if options.only in case.name:
             found.append(look_at(case, seconds=options.seconds, checks=not options.no_checks))
             print(table(found[-1:]).partition("| pipeline")[2], flush=True)
+            if options.out is not None:
+                write(found, options.out)  # what there is, should it be broken off
     print(table(found))
-    if options.out is not None:
-        name = f"predictions-{os.cpu_count()}cpu-{datetime.date.today().isoformat()}"
-        (options.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        (options.out / f"{name}.md").write_text(table(found))
+
+
+def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Both files, as JSON and as Markdown."""
+    name = f"predictions-{os.cpu_count()}cpu-{datetime.date.today().isoformat()}"
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(table(found))
 
 
 if __name__ == "__main__":

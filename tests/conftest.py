@@ -9,8 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from PIL import Image
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
+
+# How busy a machine is decides no test.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 CLASSES = ("ant", "bee", "cat")
 NUM_PHOTOS = 60  # 20 of each class

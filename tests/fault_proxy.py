@@ -39,6 +39,7 @@ class Request:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+_JOIN_S = 60.0
 Rule = Callable[[Request], Fault | None]
 
 
@@ -59,10 +60,16 @@ class FaultProxy:
         self._start(self._accept)
 
     def __enter__(self) -> FaultProxy:
+        self._before = set(threading.enumerate())
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close, and wait until the threads have ended that were in a request: other tests look for threads."""
         self.close()
+        for thread in set(threading.enumerate()) - self._before:
+            if thread.name.startswith("loaderkit"):
+                thread.join(_JOIN_S)
+                assert not thread.is_alive(), thread.name
 
     def close(self) -> None:
         """Break off everything."""

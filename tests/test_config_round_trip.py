@@ -183,14 +183,14 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(descriptions(), st.booleans())
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 def test_yaml_round_trip(tmp_path_factory: pytest.TempPathFactory, description: dict[str, Any], defaults: bool) -> None:
     check_round_trip(tmp_path_factory.getbasetemp(), description, defaults)
 
 
 @pytest.mark.prove
 @given(descriptions(), st.booleans())
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 def test_yaml_round_trip_of_many(
     tmp_path_factory: pytest.TempPathFactory, description: dict[str, Any], defaults: bool
 ) -> None:

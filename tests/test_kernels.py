@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -46,7 +46,6 @@ def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_c
 class TestSameAsTorch:
     @given(pictures, st.integers(0, 2), st.booleans())
-    @settings(deadline=None)
     def test_write_image(self, pixels: kernels.Pixels, slot: int, mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
         slots = torch.full((3, 3, *pixels.shape[:2]), 9, dtype=torch.uint8)
@@ -56,7 +55,6 @@ class TestSameAsTorch:
             assert np.array_equal(slots[number].numpy(), wanted)
 
     @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4), st.booleans())
-    @settings(deadline=None)
     def test_write_normalized(self, pixels: kernels.Pixels, present: list[bool], mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
         shape = (len(present) + 2, 3, *pixels.shape[:2])
@@ -70,7 +68,6 @@ class TestSameAsTorch:
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
     @given(pictures)
-    @settings(deadline=None)
     def test_packed(self, pixels: kernels.Pixels) -> None:
         again = kernels.packed(pixels[:, ::-1])
         assert np.array_equal(again, pixels[:, ::-1])
@@ -108,7 +105,6 @@ class TestSameAsTorch:
             call(compiled)
 
     @given(pictures, st.integers(1, 300), st.integers(1, 300))
-    @settings(deadline=None)
     def test_resize_is_pillows_within_one_level(self, pixels: kernels.Pixels, height: int, width: int) -> None:
         target = np.zeros((height, width, 3), np.uint8)
         if not kernels.can_resample(pixels):
@@ -124,7 +120,6 @@ class TestSameAsTorch:
         st.tuples(*[st.floats(0, 0.45)] * 2),
         st.tuples(*[st.floats(0.05, 0.5)] * 2),
     )
-    @settings(deadline=None)
     def test_resize_of_a_part_is_pillows_within_one_level(
         self, pixels: kernels.Pixels, height: int, width: int, start: Any, extent: Any
     ) -> None:
@@ -138,7 +133,6 @@ class TestSameAsTorch:
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
     @given(st.integers(0, 255), st.integers(1, 50), st.integers(1, 50), st.integers(1, 90), st.integers(1, 90))
-    @settings(deadline=None)
     def test_a_plain_picture_stays_plain(
         self, level: int, height: int, width: int, to_height: int, to_width: int
     ) -> None:
@@ -159,7 +153,6 @@ class TestJpegSize:
         st.binary(max_size=40),
         st.integers(0, 4000),
     )
-    @settings(deadline=None)
     def test_is_the_decoders(
         self, height: int, width: int, mode: str, progressive: bool, comment: bytes, cut: int
     ) -> None:

@@ -80,7 +80,7 @@ def test_the_same_from_a_bucket(seaweed: Seaweed, tmp_path: Path, kind: str) -> 
 
 
 @given(flat_states())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
 def test_any_state_is_the_same_from_a_bucket(seaweed: Seaweed, kind: str, found: dict[str, torch.Tensor]) -> None:
     tensors = {name: tensor for name, tensor in found.items() if name != "__metadata__"} | {"one": torch.ones(2)}

@@ -43,7 +43,7 @@ def fill(data: bytes, pieces: list[Piece], limits: Limits) -> int:
 
 
 @given(boxes(), st.booleans(), st.integers(0, 40), st.integers(8, 200), st.sampled_from([torch.float32, None]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: torch.dtype | None) -> None:
     tensor, offsets, sizes = box
     limits = Limits(most, gap, 16)

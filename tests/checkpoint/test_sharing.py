@@ -158,7 +158,7 @@ INTERVALS = st.lists(
 
 
 @given(INTERVALS, st.integers(0, 20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_segments_cover_what_is_needed_once(intervals: list[Interval], gap: int) -> None:
     limits = Limits(most_bytes=64, gap_bytes=gap, least_direct=16)
     segments = divided(intervals, limits, 4)

@@ -178,7 +178,7 @@ class TestReading:
         assert min(start for _, start, _ in inner.reads) == 50_000
         connector.stop()
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(
         planned=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 99)), max_size=30),
         wanted=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 900), st.integers(1, 99)), max_size=60),
@@ -222,7 +222,7 @@ class TestCoalescing:
 
 
 class TestForecast:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         num=st.integers(1, 60),
         order=st.sampled_from(["global", "none", "block"]),
@@ -259,7 +259,7 @@ class TestForecast:
             if order != "none" and world_size == 1 and start == 0:
                 assert len(pieces) == 2 * num
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(
         num=st.integers(1, 60),
         is_block=st.booleans(),

@@ -79,7 +79,7 @@ class TestReading:
             assert (counters["cache_hit_bytes"] > 0) is (attempt == 1)
             inner.reads.clear()
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.lists(st.tuples(st.integers(0, len(LARGE)), st.integers(1, 3 * BLOCK_BYTES)), min_size=1, max_size=4))
     def test_any_ranges_of_a_large_object(self, ranges: list[tuple[int, int]]) -> None:
         import tempfile
@@ -154,7 +154,7 @@ class TestReading:
 
 
 class TestDamage:
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(
         place=st.integers(0, 10**9), how=st.sampled_from(["flip", "cut", "grow", "empty", "zero"]), large=st.booleans()
     )

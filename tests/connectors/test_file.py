@@ -118,7 +118,7 @@ class TestGathering:
         FileConnector(root).gather_into(key, np.array(starts, np.int64), length, memoryview(buffer), etag=etag)
         return bytes(buffer)
 
-    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(length=st.integers(1, 50), numbers=st.lists(st.integers(0, 19), max_size=40))
     def test_any_records_in_any_order(self, tmp_path: Path, length: int, numbers: list[int]) -> None:
         data = bytes(n % 251 for n in range(1000))

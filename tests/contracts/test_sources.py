@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loaderkit.builder import open_source
+from loaderkit.builder import make_parts
 from loaderkit.errors import SourceError
 from loaderkit.parsing import parse
 from loaderkit.types import Connector, Source
@@ -18,7 +19,9 @@ Opened = tuple[Source, Connector | None]
 
 
 def opened(**source: Any) -> Opened:
-    return open_source(parse({"source": source, "stages": ["read", {"batch": {"size": 1}}]}), {})
+    config = parse({"source": source, "stages": ["read", {"batch": {"size": 1}}]})
+    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
+    return parts.source, parts.connector
 
 
 @pytest.fixture(params=["files", "tar", "array", "windows", "dataset"])

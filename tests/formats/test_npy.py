@@ -72,7 +72,6 @@ def assert_same(found: NDArray[Any], wanted: NDArray[Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Stored array in format")
-@settings(deadline=None)
 @given(array=arrays, version=st.sampled_from([(1, 0), (2, 0), (3, 0), None]), is_fortran=st.booleans())
 def test_headers_and_views_are_numpys(array: NDArray[Any], version: tuple[int, int] | None, is_fortran: bool) -> None:
     array = np.asfortranarray(array) if is_fortran else array
@@ -152,7 +151,7 @@ def test_damaged_headers(data: bytes, message: str) -> None:
         view_npy(memoryview(data))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(place=st.integers(0, 127), value=st.integers(0, 255))
 @pytest.mark.filterwarnings("ignore")
 def test_any_damaged_byte_of_a_header_is_read_as_numpy_reads_it_or_refused(place: int, value: int) -> None:
@@ -171,7 +170,7 @@ def test_any_damaged_byte_of_a_header_is_read_as_numpy_reads_it_or_refused(place
 
 
 @pytest.mark.filterwarnings("ignore:Stored array in format")
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(members=st.dictionaries(st.sampled_from(["a", "b/c", "über", "x.npy"]), arrays), packed=st.booleans())
 def test_archives_are_numpys(members: dict[str, NDArray[Any]], packed: bool) -> None:
     data = npz(members, packed=packed)
@@ -265,7 +264,7 @@ def test_names_are_only_names() -> None:
     assert list(view_npz(memoryview(zipped(["../../etc/x.npy", "/abs.npy"])))) == ["../../etc/x", "/abs"]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(place=st.integers(0, len(PACKED) - 1), value=st.integers(0, 255), packed=st.booleans())
 @pytest.mark.filterwarnings("ignore")
 def test_any_damaged_byte_of_an_archive_is_harmless_or_refused(place: int, value: int, packed: bool) -> None:

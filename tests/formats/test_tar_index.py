@@ -95,7 +95,7 @@ ENTRIES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(entries=ENTRIES, form=st.sampled_from(list(FORMATS)))
 def test_same_members_as_tarfile(entries: list[tarfile.TarInfo | tuple[str, bytes]], form: str) -> None:
     try:

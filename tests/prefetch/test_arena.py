@@ -39,7 +39,7 @@ def used_bytes(arena: Arena) -> int:
 
 
 class TestAllocator:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE)), max_size=40))
     def test_blocks_never_overlap_and_are_found(self, steps: list[tuple[bool, int]]) -> None:
         arena = Arena.create()

@@ -52,7 +52,7 @@ def opened(plan: BatchPlan) -> Any:
 
 
 class TestDealing:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(
         size=st.integers(1, 40),
         batch=st.integers(1, 9),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit.prefetch.accounts import Account, States
@@ -17,7 +17,6 @@ def chunk_of(*samples: int) -> Chunk:
     return Chunk(destination, 0, len(samples), 3, indices)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=200, unique=True))
 def test_the_slowest_are_kept(durations: list[float]) -> None:
     items = SlowItems(2)

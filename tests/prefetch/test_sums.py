@@ -77,7 +77,7 @@ class Steps:
         self._clock.step()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0, 3), min_size=1, max_size=9).filter(any),
     st.sets(st.integers(1, 70), min_size=2, max_size=6),

@@ -84,7 +84,6 @@ def test_the_warm_up_does_not_count() -> None:
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=2, max_size=60), st.integers(1, 30))
-@settings(deadline=None)
 def test_windows_are_alike_and_leave_out_less_than_one(items: list[float], num_windows: int) -> None:
     found = windows(items, num_windows)
     assert len({len(window) for window in found}) == 1
@@ -97,7 +96,7 @@ def test_windows_are_alike_and_leave_out_less_than_one(items: list[float], num_w
 @given(
     st.lists(st.floats(1, 100), min_size=2, max_size=30), st.lists(st.floats(1, 100), min_size=2, max_size=30)
 )  # fmt: skip
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_difference_turns_around_with_its_sides(one: list[float], other: list[float]) -> None:
     there, back = welch(one, other), welch(other, one)
     assert there.mean == pytest.approx(-back.mean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit.profile.demands import Demand, Model, PoolModel, Stragglers
@@ -79,7 +79,6 @@ def test_inline_is_one_after_the_other() -> None:
     assert predict(model).stall_percent == pytest.approx(80)
 
 
-@settings(deadline=None)
 @given(models())
 def test_no_bound_is_passed_and_the_stall_fits(model: Model) -> None:
     found = predict(model)
@@ -87,7 +86,6 @@ def test_no_bound_is_passed_and_the_stall_fits(model: Model) -> None:
     assert found.stall_percent == pytest.approx(100 * (1 - found.samples_per_s * model.compute_s), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(models(), st.integers(0, 2), st.integers(2, 4))
 def test_more_of_anything_is_never_slower(model: Model, number: int, factor: int) -> None:
     before = predict(model).samples_per_s
@@ -100,7 +98,6 @@ def test_more_of_anything_is_never_slower(model: Model, number: int, factor: int
     assert predict(more).samples_per_s >= before * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(models(), st.floats(1, 1e5))
 def test_nothing_changed_is_what_was_measured(model: Model, measured: float) -> None:
     found = predict(model, model, measured).samples_per_s

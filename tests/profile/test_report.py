@@ -209,7 +209,7 @@ def test_a_report_fits_80_columns_without_colour(photos: Path) -> None:
     text = str(report)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "\x1b" not in text
-    assert "the loop waited" in text.splitlines()[0]
+    assert " ".join(text.split()).index("the loop waited") < 80
 
 
 def test_a_pipeline_that_no_file_can_hold_is_reported_on(photos: Path) -> None:

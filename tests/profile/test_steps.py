@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit.profile.steps import StepLog
@@ -25,7 +25,6 @@ epochs = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(epochs)
 def test_the_parts_sum_to_the_whole(passes: list[tuple[list[tuple[float, float]], float, bool]]) -> None:
     clock = Clock()

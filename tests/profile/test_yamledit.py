@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
@@ -62,7 +62,6 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("text", [BLOCK, FLOW, BARE])
-@settings(deadline=None)
 @given(chosen=st.lists(st.sampled_from(SETTINGS), unique_by=lambda pair: pair[0], max_size=6))
 def test_it_reads_as_meant(text: str, chosen: list[tuple[str, Any]]) -> None:
     after = edited(text, [Setting(key=key, value=value) for key, value in chosen])
@@ -70,7 +69,6 @@ def test_it_reads_as_meant(text: str, chosen: list[tuple[str, Any]]) -> None:
     assert parse(yaml.safe_load(after)) == meant
 
 
-@settings(deadline=None)
 @given(chosen=st.lists(st.sampled_from(SETTINGS), unique_by=lambda pair: pair[0], max_size=6))
 def test_comments_stay(chosen: list[tuple[str, Any]]) -> None:
     after = edited(BLOCK, [Setting(key=key, value=value) for key, value in chosen])

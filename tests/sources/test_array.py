@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
@@ -39,7 +39,6 @@ def sample_bytes(source: ArraySource, index: int) -> bytes:
     return bytes(buffer)
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 4), max_size=2),
     num_records=st.integers(1, 30),

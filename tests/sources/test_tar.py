@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import webdataset
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -106,7 +106,6 @@ NAMES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 def grouped(members: Members) -> Any:
     """Keys, member names and sizes of all samples, and the number of members in none; or the error."""
     try:
@@ -139,7 +138,6 @@ def test_names_that_do_not_fit_their_number_are_refused() -> None:
             kernels.group_names(names, num)
 
 
-@settings(deadline=None)
 @given(st.lists(NAMES, min_size=1, max_size=10, unique_by=str.lower).map(sorted))
 def test_random_names_as_webdataset(names: list[str]) -> None:
     data = archive([(name, name.encode()) for name in names])

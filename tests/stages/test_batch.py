@@ -90,7 +90,7 @@ def test_tensors_are_those_of_default_collate(name: str) -> None:
     st.sampled_from(["u1", "i2", "i4", "i8", "f2", "f4", "f8", "?", "c8"]),
     st.integers(0, 100),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_array_arrives_unchanged(num: int, shape: tuple[int, ...], dtype: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     arrays = [np.array(rng.integers(0, 2, shape)).astype(dtype) for _ in range(num)]
@@ -325,7 +325,7 @@ def test_names_that_batches_need_are_refused() -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_numbers_of_batches(num: int, size: int, drop_last: bool) -> None:
     items = [{"x": i, "t": str(i)} for i in range(num)]
     if drop_last and num < size:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image as Pillow
@@ -272,7 +272,6 @@ def test_a_truncated_png_says_so(share: float) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(["jpg", "png", "webp", "gif", "tif", "bmp", "ppm"]))
-@settings(suppress_health_check=[HealthCheck.too_slow])
 def test_any_bytes_are_a_picture_or_an_error(data: bytes, extension: str) -> None:
     try:
         found = decode_field(data, extension)

@@ -17,6 +17,7 @@ def threads_to_come_kept() -> Iterator[Callable[[], None]]:
     """Gives a function that threads new to torch call, before the end of the block: torch uses no other thread for what is
     computed in them. Threads to come are left as they were, though setting one thread's number sets theirs as well.
     """
+    torch.get_num_threads()  # initialises the caller's thread, which else would take over what threads in here set
     found: list[int] = []
     setting = threading.Lock()
 

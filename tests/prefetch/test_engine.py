@@ -265,6 +265,19 @@ class TestTorchThreads:
             thread.join()
             assert inside == [before]
 
+    def test_also_in_a_program_that_has_computed_nothing_yet(self) -> None:
+        """torch gives a thread its number when that is first asked for: it must not be the workers'."""
+        load = (
+            "with loaderkit.build(loaderkit.Pipeline.dataset([{'x': n} for n in range(9)]).read().batch(3)) as loader:\n"
+            "    list(loader)\n"
+        )
+        found = []
+        for between in ("", load):
+            program = f"import loaderkit, torch\n{between}print(torch.get_num_threads())"
+            ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            found.append(ran.stdout)
+        assert found[0] == found[1]
+
 
 @pytest.mark.prove
 def test_a_million_trivial_samples_leave_memory_flat() -> None:

@@ -28,6 +28,9 @@ from profiles.bottlenecks import CASES, DOZEN, Case, build, is_right
 
 _NUM_WARM, _NUM_STEPS = 10, 48
 _GAIN = 1.0
+_NUM_TRIES = 3
+_QUIET_CPUS = 0.3
+_MOST_HALF = 0.25  # of a ratio: a wider interval says that other programs came and went
 # What is injected there does not go along into another process: a delay of the memory connector, a lock, a stage's stand-in.
 _STAYS_HERE = frozenset(
     {"slow store", "high latency", "one straggler in 50", "little memory", "shared lock", "slow transfer"}
@@ -42,7 +45,21 @@ def maker(case: Case) -> Make:
 
 
 def report_of(case: Case) -> Report:
-    """A profile of a case, but for its beginning."""
+    """A profile of a case, but for its beginning: of up to three the first that other programs left alone, or else the one
+    that they disturbed least, right or wrong."""
+    found = []
+    for _ in range(_NUM_TRIES):
+        found.append(_report_of(case))
+        if _others(found[-1]) < _QUIET_CPUS:
+            break
+    return min(found, key=_others)
+
+
+def _others(report: Report) -> float:
+    return float(report.host.get("others_cpus") or 0.0)
+
+
+def _report_of(case: Case) -> Report:
     loader, step_s = build(case)
     factor = 4 if case.bottleneck == "little memory" else 1
     with loader:
@@ -55,7 +72,8 @@ def report_of(case: Case) -> Report:
 
 
 def try_change(case: Case, report: Report, seconds: float) -> dict[str, Any] | None:
-    """What the verdict's settings bring; None where it has none."""
+    """What the verdict's settings bring; None where it has none. Measured on while the interval is wide, up to three times
+    as long."""
     settings = {setting.key: setting.value for setting in report.verdict.settings}
     if not settings:
         return None
@@ -64,10 +82,13 @@ def try_change(case: Case, report: Report, seconds: float) -> dict[str, Any] | N
         with ExitStack() as stack:
             old = Variant(stack.enter_context(make({}, None)), step)
             new = Variant(stack.enter_context(make(settings, None)), step)
-            in_turns([old, new], rounds=5, window_s=seconds / 20)
+            for _ in range(_NUM_TRIES):
+                in_turns([old, new], rounds=5, window_s=seconds / 20)
+                ratio, half = ratio_of(new, old)
+                if half < _MOST_HALF * ratio:
+                    break
     except Exception as error:
         return {"settings": settings, "error": f"{type(error).__name__}: {error}"[:200]}
-    ratio, half = ratio_of(new, old)
     return {"settings": settings, "speedup": ratio, "interval": half}
 
 

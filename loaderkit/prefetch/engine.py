@@ -230,13 +230,10 @@ class Engine:
         if self.first_wait_s is None:
             self.first_wait_s = begin
         self.waits.begin(begin)
-        service = self._self_service
         try:
             self.start()
             destination = self._wait(begin)
             end = self.clock()
-            if service is not None:
-                service.leaves(end)
         except BaseException:
             self.waits.begin(None)  # only waits that end in a batch count
             if os.getpid() == self._pid:  # in a fork's child its lock may never open
@@ -254,6 +251,8 @@ class Engine:
             self.num_samples += len(destination)
         destination.last_chunk = None
         destination.chunks = []
+        if self._self_service is not None:
+            self._self_service.leaves(self.clock())
         return destination
 
     def attribute(self, begin_s: float, end_s: float, way: stalls.Way) -> dict[str, float]:
@@ -437,7 +436,8 @@ class Engine:
         account = self.intake.borrow()
         if account is None:
             return False
-        ticket = pool.begin()
+        one_works = pool.one_works()  # else this says nothing of one worker beside others
+        ticket = pool.begin() if one_works else None
         try:
             has_worked = self._work_inline(account)
             if not has_worked:  # no room: what else there is has to end first
@@ -445,7 +445,8 @@ class Engine:
             return has_worked
         finally:
             self.intake.give_back()
-            pool.end(ticket, self.plan.batch_size)
+            if one_works:
+                pool.end(ticket, self.plan.batch_size)
 
     def _work_inline(self, account: Account | None = None) -> bool:
         """Carry one chunk through every pool, in the consumer's thread; False if there is none."""

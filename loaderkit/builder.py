@@ -59,6 +59,11 @@ class Parts:
     list_s: float = 0.0  # what it took to list the source, but for
     index_s: float = 0.0  # the indexes of archives, which were read or built
 
+    def close(self) -> None:
+        """Close the connector, unless it was given."""
+        if self.connector is not None and self.owns_connector:
+            self.connector.close()
+
 
 def _open_connector(config: PipelineConfig, given: Mapping[str, Connector]) -> Connector | None:
     """Where the samples are; None if they are Python objects. Raises SourceError, ConnectorError."""
@@ -132,7 +137,6 @@ def make_parts(
         begin_s = time.perf_counter()
         source = _open_source(config, connector, indexes)
         list_s = time.perf_counter() - begin_s
-        opened.callback(source.close)
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
         schedule = Schedule(len(source), rank, world_size, batch.size, batch.drop_last)

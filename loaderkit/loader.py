@@ -59,7 +59,12 @@ def build(
         from loaderkit.checkpoint.loading import TensorLoader  # the one case that has no batches
 
         return cast(Loader, TensorLoader(config, connectors or {}, clock))
-    return Loader(make_parts(config, rank=rank, world_size=world_size, connectors=connectors or {}, clock=clock))
+    parts = make_parts(config, rank=rank, world_size=world_size, connectors=connectors or {}, clock=clock)
+    try:
+        return Loader(parts)
+    except BaseException:
+        parts.close()
+        raise
 
 
 def to_config(
@@ -373,9 +378,7 @@ class Loader:
             self._stop_engine()
         finally:  # Ctrl-C may come here, too
             self._bad.close()
-            self._parts.source.close()
-            if self._parts.connector is not None and self._parts.owns_connector:
-                self._parts.connector.close()
+            self._parts.close()
 
     def __enter__(self) -> Loader:
         self._check_open()

@@ -193,8 +193,6 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
 
-    def close(self) -> None: ...
-
 
 class TableSource(Protocol):
     """What a `Source` may have besides, so that nothing is asked sample by sample."""

@@ -92,13 +92,18 @@ def try_change(case: Case, report: Report, seconds: float) -> dict[str, Any] | N
     return {"settings": settings, "speedup": ratio, "interval": half}
 
 
-def look_at(case: Case, *, seconds: float, checks: bool) -> dict[str, Any]:
+def look_at(case: Case, *, seconds: float, checks: bool, what_ifs: bool = True) -> dict[str, Any]:
     """Everything about one case; `seconds` for each change."""
     report = report_of(case)
     make, step = maker(case), resting(build(case)[1])
     rows, off = what_if(report, build(case)[0].config)
-    runnable = [row for row in rows if row.can_run and not (case.bottleneck in _STAYS_HERE and _moves(row.settings))]
-    verify(make, step, runnable, seconds=seconds * max(1, len(runnable)))
+    runnable = [
+        row
+        for row in rows
+        if what_ifs and row.can_run and not (case.bottleneck in _STAYS_HERE and _moves(row.settings))
+    ]
+    if runnable:
+        verify(make, step, runnable, seconds=seconds * len(runnable))
     check = check_verdict(make, step, report, seconds=2 * seconds) if checks else None
     return {
         "case": case.name,
@@ -168,23 +173,25 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all eighty cases, not a dozen of them")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each change")
+    parser.add_argument("--no-what-if", action="store_true", help="only verdicts, and what they suggest")
     parser.add_argument("--no-checks", action="store_true", help="no causal checks")
     options = parser.parse_args()
+    what = "changes" if options.no_what_if else "predictions"
+    name = f"{what}-{os.cpu_count()}cpu-{datetime.date.today().isoformat()}"
+    partial = None if options.out is None else options.out / f"{name}.json.partial"
     found = []
     for case in CASES if options.all or options.only else DOZEN:
         if options.only in case.name:
-            found.append(look_at(case, seconds=options.seconds, checks=not options.no_checks))
+            found.append(
+                look_at(case, seconds=options.seconds, what_ifs=not options.no_what_if, checks=not options.no_checks)
+            )
             print(table(found[-1:]).partition("| pipeline")[2], flush=True)
-            if options.out is not None:
-                write(found, options.out)  # what there is, should it be broken off
+            if partial is not None:
+                partial.write_text(json.dumps(found, indent=1) + "\n")  # what there is, should it be broken off
     print(table(found))
-
-
-def write(found: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Both files, as JSON and as Markdown."""
-    name = f"predictions-{os.cpu_count()}cpu-{datetime.date.today().isoformat()}"
-    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(table(found))
+    if partial is not None:
+        partial.with_name(f"{name}.md").write_text(table(found))
+        partial.rename(partial.with_name(f"{name}.json"))
 
 
 if __name__ == "__main__":

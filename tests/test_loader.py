@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_photo
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.errors import ClosedError, ConfigError, StateError
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import ClosedError, ConfigError, LoaderkitError, StateError
 
 
 def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, seed: int = 3) -> Pipeline:
@@ -387,7 +389,51 @@ def test_a_loader_is_not_copied(way: Callable[[Any], Any], photos: Path) -> None
         way(loader)
 
 
+class Shared(MemoryConnector):
+    """Notes whether it was closed."""
+
+    was_closed = False
+
+    def close(self) -> None:
+        self.was_closed = True
+
+
 class TestClosing:
+    def test_a_connector_that_was_given_is_not_closed(self) -> None:
+        """Other loaders may be reading from it."""
+        shared = Shared({"a.jpg": make_photo(0), "b.jpg": make_photo(1)})
+        pipeline: dict[str, Any] = {
+            "source": {"kind": "files", "url": "memory://"},
+            "stages": ["read", {"batch": {"size": 2}}],
+        }
+        with loaderkit.build(pipeline, connectors={"memory": shared}) as loader:
+            assert len(list(loader)) == 1
+        wanting = {"stages.batch.size": 3, "stages.batch.drop_last": True}
+        with pytest.raises(ConfigError, match="no batch at all"):
+            loaderkit.build(pipeline, connectors={"memory": shared}, overrides=wanting)
+        assert not shared.was_closed
+
+    @pytest.mark.parametrize("what", ["source", "batches", "loader"])
+    def test_what_cannot_be_built_closes_what_it_opened(
+        self, what: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened: list[Shared] = []
+
+        def open_connector(*_: Any) -> Shared:
+            opened.append(Shared({"a.jpg": make_photo(0)}))
+            return opened[-1]
+
+        monkeypatch.setattr("loaderkit.builder.open_connector", open_connector)
+        changes: dict[str, Any] = {
+            "source": {"source.include": "*.png"},
+            "batches": {"stages.batch.size": 3, "stages.batch.drop_last": True},
+            "loader": {"errors.on_bad_sample": "skip", "errors.quarantine": str(tmp_path / "nowhere" / "bad.jsonl")},
+        }
+        pipeline = Pipeline.files(photos).read().batch(1)
+        with pytest.raises(LoaderkitError):
+            loaderkit.build(pipeline, overrides=changes[what])
+        assert [connector.was_closed for connector in opened] == [True]
+
     def test_close_is_idempotent_and_final(self, photos: Path) -> None:
         loader = loaderkit.build(augmented(photos))
         next(iter(loader))

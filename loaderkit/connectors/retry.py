@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
@@ -85,6 +86,7 @@ class RetryConnector:
         with self._lock:
             if self._hands is None or self._pid != os.getpid():
                 self._hands, self._pid = Hands(_NUM_HANDS, "loaderkit-read"), os.getpid()
+                weakref.finalize(self, self._hands.close)
             hands = self._hands
         timeout_s = self._timeout_s * patience
         call = hands.begin(lambda call: function())

@@ -230,10 +230,13 @@ class Engine:
         if self.first_wait_s is None:
             self.first_wait_s = begin
         self.waits.begin(begin)
+        service = self._self_service
         try:
             self.start()
             destination = self._wait(begin)
             end = self.clock()
+            if service is not None:
+                service.leaves(end)
         except BaseException:
             self.waits.begin(None)  # only waits that end in a batch count
             if os.getpid() == self._pid:  # in a fork's child its lock may never open
@@ -251,8 +254,6 @@ class Engine:
             self.num_samples += len(destination)
         destination.last_chunk = None
         destination.chunks = []
-        if self._self_service is not None:
-            self._self_service.leaves(self.clock())
         return destination
 
     def attribute(self, begin_s: float, end_s: float, way: stalls.Way) -> dict[str, float]:
@@ -436,8 +437,7 @@ class Engine:
         account = self.intake.borrow()
         if account is None:
             return False
-        one_works = pool.one_works()  # else this says nothing of one worker beside others
-        ticket = pool.begin() if one_works else None
+        ticket = pool.begin()
         try:
             has_worked = self._work_inline(account)
             if not has_worked:  # no room: what else there is has to end first
@@ -445,8 +445,7 @@ class Engine:
             return has_worked
         finally:
             self.intake.give_back()
-            if one_works:
-                pool.end(ticket, self.plan.batch_size)
+            pool.end(ticket, self.plan.batch_size)
 
     def _work_inline(self, account: Account | None = None) -> bool:
         """Carry one chunk through every pool, in the consumer's thread; False if there is none."""
@@ -455,9 +454,9 @@ class Engine:
         if item is None:
             return False
         num_torch_threads = torch.get_num_threads()
-        if num_torch_threads > 1:
-            torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
         try:
+            if num_torch_threads > 1:
+                torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
             for pool in self.pools:
                 if item is not None:
                     item = self._run(pool, account, item)

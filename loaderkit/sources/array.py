@@ -152,10 +152,6 @@ class ArraySource:
         parts = (records.dtype, records.is_swapped, records.shape, self._args.window, self._size, self._info.size)
         return blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
-    def close(self) -> None:
-        """Close the connector."""
-        self._connector.close()
-
     # ------------------------------------------------------------------------------------------------- building
 
     def _of_npy(self) -> tuple[str, bool, tuple[int, ...], int]:

@@ -183,6 +183,3 @@ class DatasetSource:
 
     def fingerprint(self) -> str:
         return f"{self._name}-{self._size}"
-
-    def close(self) -> None:
-        """Nothing to release: the object is the user's."""

@@ -114,10 +114,6 @@ class FilesSource:
         found.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
         return found.hexdigest()
 
-    def close(self) -> None:
-        """Close the connector."""
-        self._connector.close()
-
     def _chosen(self, folder_ids: array[int]) -> Iterator[ObjectInfo]:
         """The files that are samples; notes every matching file's folder, and the samples' in `folder_ids`."""
         num_chosen = 0

@@ -180,10 +180,6 @@ class TarSource:
         found.update("\0".join(self._extensions).encode("utf-8", "surrogateescape"))
         return found.hexdigest()
 
-    def close(self) -> None:
-        """Close the connector."""
-        self._connector.close()
-
     # ------------------------------------------------------------------------------------------------- building
 
     def _found_shards(self) -> list[ObjectInfo]:

@@ -39,7 +39,6 @@ def test_samples_classes_and_ranges() -> None:
     assert source.origin(2) == "dog/a.JPG"
     with pytest.raises(IndexError):
         source.key(4)
-    source.close()
 
 
 def test_without_labels() -> None:

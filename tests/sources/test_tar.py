@@ -169,7 +169,6 @@ def test_contract_and_default_fields() -> None:
     for index in (2, -3):
         with pytest.raises(IndexError):
             source.ranges(index)
-    source.close()
 
 
 def test_own_fields_choose_and_order() -> None:

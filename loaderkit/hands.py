@@ -6,8 +6,10 @@ and only while somebody still wants them; if it is given up, the thread is writt
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -54,6 +56,7 @@ class Call(Generic[T]):
             if self._touched_s is None:
                 self._hands.look_after()
             elif self._left_s(timeout_s) <= 0 and self.give_up():
+                self._hands.count_timeout()
                 raise TimeoutError
         error, self._error = self._error, None  # its traceback holds the buffers
         if error is not None:
@@ -99,12 +102,20 @@ class Call(Generic[T]):
 
 
 class Hands:
-    """At most `num_threads` daemon threads, started when there is something to do, and kept until `close`."""
+    """At most `num_threads` daemon threads, started when there is something to do, and kept until `close`, or until `owner` is
+    gone, or the program ends. A child of the process begins with none."""
 
-    def __init__(self, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, owner: object, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.num_timeouts = 0
         self._num_threads = num_threads
         self._name = name
+        self._begin_anew()
+        _ALL.add(self)
+        # At exit, too: a thread that comes out of a call in C when there is no Python any more may end in a panic.
+        weakref.finalize(owner, self.close)
+
+    def _begin_anew(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Call[Any]] = deque()
@@ -129,10 +140,16 @@ class Hands:
                 raise
         return call
 
+    def count_timeout(self) -> None:
+        """A call was given up because it took too long."""
+        with self._lock:
+            self.num_timeouts += 1
+
     def look_after(self) -> None:
         """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""
         with self._lock:
             if self.num_lost > _MOST_LOST:
+                self.count_timeout()
                 raise TimeoutError(f"{self.num_lost} threads hang in calls that do not end")
             self._start_thread()
 
@@ -189,3 +206,15 @@ class Hands:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+_ALL: weakref.WeakSet[Hands] = weakref.WeakSet()
+
+
+def _begin_anew_in_child() -> None:
+    """The threads are not here, and one of them may have held a lock."""
+    for hands in list(_ALL):
+        hands._begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)

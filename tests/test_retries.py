@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,7 +129,7 @@ class TestRetries:
 class TestHands:
     @pytest.fixture
     def hands(self) -> Iterator[Hands]:
-        hands = Hands(2, "test-hands")
+        hands = Hands(self, 2, "test-hands")
         yield hands
         hands.close()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-hands")]
@@ -162,7 +165,7 @@ class TestHands:
 
     def test_what_goes_on_has_all_the_time(self) -> None:
         now_s = 0.0
-        hands = Hands(1, "test-hands", clock=lambda: now_s)
+        hands = Hands(self, 1, "test-hands", clock=lambda: now_s)
 
         def slow(call: Call[str]) -> str:
             nonlocal now_s
@@ -181,7 +184,7 @@ class TestHands:
         def refuse(thread: threading.Thread) -> None:
             raise error
 
-        hands, done = Hands(1, "test-hands"), []
+        hands, done = Hands(self, 1, "test-hands"), []
         with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, RuntimeError)):
             patched.setattr(threading.Thread, "start", refuse)
             hands.begin(lambda call: done.append(1))
@@ -190,7 +193,7 @@ class TestHands:
         assert not done
 
     def test_closing_tells_who_waits(self) -> None:
-        hands = Hands(1, "test-hands")
+        hands = Hands(self, 1, "test-hands")
         release = threading.Event()
         calls = [hands.begin(lambda call: release.wait()) for _ in range(3)]
         hands.close(join_s=0.01)
@@ -198,6 +201,50 @@ class TestHands:
             with pytest.raises(ClosedError):
                 call.wait(60)
         release.set()
+
+    def test_they_go_with_their_owner(self) -> None:
+        class Owner:
+            pass
+
+        owner = Owner()
+        hands = Hands(owner, 1, "test-hands")
+        assert hands.begin(lambda call: "done").wait(60) == "done"
+        del owner
+        gc.collect()
+        assert not hands._threads
+
+    def test_a_child_has_its_own(self) -> None:
+        """Also where the lock was held when the child was made, and when the child ends as programs do."""
+        program = (
+            "import os, signal, sys, threading\n"
+            "from loaderkit.hands import Hands\n"
+            "class Owner: pass\n"
+            "owner = Owner()\n"
+            "hands = Hands(owner, 1, 'test-hands')\n"
+            "assert hands.begin(lambda call: 1).wait(60) == 1\n"
+            "held, done = threading.Event(), threading.Event()\n"
+            "def hold():\n"
+            "    with hands._lock:\n"
+            "        held.set()\n"
+            "        done.wait()\n"
+            "thread = threading.Thread(target=hold)\n"
+            "thread.start()\n"
+            "held.wait()\n"
+            "pid = os.fork()\n"
+            "if not pid: signal.alarm(60)\n"
+            "done.set()\n"
+            "if pid: print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+            "elif {more}: assert hands.begin(lambda call: 2).wait(60) == 2\n"
+        )
+        for more in (True, False):
+            ran = subprocess.run(
+                [sys.executable, "-W", "ignore", "-c", program.format(more=more)],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
+            assert ran.stdout.split() == ["0"]
 
 
 class Flaky(MemoryConnector):

@@ -6,9 +6,6 @@ without its ever writing to memory that has become another one's. Without one th
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
@@ -43,10 +40,7 @@ class RetryConnector:
         self.store = getattr(inner, "store", "")
         self._policy, self._timeout_s, self._owns_inner = policy, timeout_s, owns_inner
         self._retries = Retries(policy)
-        self._lock = threading.Lock()
-        self._num_timeouts = 0
-        self._hands: Hands | None = None
-        self._pid = os.getpid()
+        self._hands = Hands(self, _NUM_HANDS, "loaderkit-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remade, (type(self), self.inner, self._policy, self._timeout_s, self._owns_inner)
@@ -83,20 +77,13 @@ class RetryConnector:
         """What `function` returns, if it does within so many times the timeout."""
         if self._timeout_s is None:
             return function()
-        with self._lock:
-            if self._hands is None or self._pid != os.getpid():
-                self._hands, self._pid = Hands(_NUM_HANDS, "loaderkit-read"), os.getpid()
-                weakref.finalize(self, self._hands.close)
-            hands = self._hands
         timeout_s = self._timeout_s * patience
-        call = hands.begin(lambda call: function())
+        call = self._hands.begin(lambda call: function())
         try:
             return call.wait(timeout_s)
         except TimeoutError as error:
             if isinstance(error, TemporaryError):
                 raise
-            with self._lock:
-                self._num_timeouts += 1
             raise RequestTimeoutError(
                 f"{where}: nothing came for {timeout_s:g} s, so the read was given up; source.retry.timeout allows more"
             ) from None
@@ -109,16 +96,13 @@ class RetryConnector:
         """The store's, and what was tried again."""
         found = dict(getattr(self.inner, "counters", dict)())
         found["num_retries"] = found.get("num_retries", 0) + self._retries.num_retries
-        found["num_timeouts"] = found.get("num_timeouts", 0) + self._num_timeouts
+        found["num_timeouts"] = found.get("num_timeouts", 0) + self._hands.num_timeouts
         return found
 
     def close(self) -> None:
         """Give up what hangs or waits; close `inner`, if it is this one's."""
-        with self._lock:
-            hands, self._hands = self._hands, None
         self._retries.stop()
-        if hands is not None and self._pid == os.getpid():
-            hands.close()
+        self._hands.close()
         self._retries.resume()
         if self._owns_inner:
             self.inner.close()

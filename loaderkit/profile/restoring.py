@@ -20,10 +20,9 @@ from loaderkit.checkpoint.filling import Filling
 from loaderkit.checkpoint.loading import TensorLoader
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch.host import host_stats
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.attribute import machine
-from loaderkit.profile.cold import evict
+from loaderkit.profile.cold import cached_share, evict
 from loaderkit.profile.model import SCHEMA_VERSION, Machine, Part
 from loaderkit.types import Connector, ObjectInfo
 
@@ -31,6 +30,7 @@ _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
 _NEAR = 80.0  # percent of what the store gives: there is little to be had
 _FROM_MEMORY = 0.5
+_ALL = 0.02  # but for so little
 
 
 class ObjectRow(Part):
@@ -126,9 +126,11 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             )
         if cold:
             evict(paths)
+        share = cached_share(paths) if paths else 1.0
+        is_from_disk = share < _FROM_MEMORY
         watched = _Watched(connector)
         filling = loader.fill()
-        before, begin_s = host_stats(), time.perf_counter()
+        begin_s = time.perf_counter()
         num_tensors, partial = 0, None
         try:
             for given in filling:
@@ -147,8 +149,6 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             "store": dict(getattr(connector, "counters", dict)()),
             "objects": _rows(filling, connector, watched.by_object()),
         }
-        hits = stats.host.minus(before).page_cache_hits
-        is_from_disk = bool(paths) and (cold or (hits is not None and hits < _FROM_MEMORY))
         sizes = {
             key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
             for key, totals in filling.totals.objects.items()
@@ -161,8 +161,17 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
                 bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
             except KeyboardInterrupt:
                 found["partial"] = "interrupted in the bare read"
-        note = "" if not paths or bare is None else "both from disk" if is_from_disk else "both from the page cache"
+        note = "" if not paths or bare is None else _where(share)
         return _report(config, loader, filling, stats, bare, note, found)
+
+
+def _where(share: float) -> str:
+    """From where both were read, if so much of it lay in the page cache before."""
+    if share < _ALL:
+        return "both from disk"
+    if share > 1 - _ALL:
+        return "both from the page cache"
+    return f"{share:.0%} lay in the page cache at first, and {'nothing' if share < _FROM_MEMORY else 'all'} for the bare read"
 
 
 def _report(  # noqa: PLR0917

@@ -159,7 +159,7 @@ def test_ctrl_c_leaves_a_report_on_what_was_read(
     assert (report.partial, report.bare_bytes_per_s, report.percent_of_bare) == ("interrupted", None, None)
     assert report.num_tensors < 22
     captured = capsys.readouterr()
-    assert "(partial: interrupted)" in " ".join(captured.out.split())
+    assert 0 <= " ".join(captured.out.split()).find("(partial: interrupted)") < 120
     assert f"the report is on {report.num_tensors} tensors" in captured.err
     assert threading.active_count() == before
 
@@ -172,7 +172,7 @@ def test_ctrl_c_in_the_bare_read_leaves_a_report_as_well(
 
     monkeypatch.setattr("loaderkit.profile.restoring.read_bare", interrupted)
     assert main(["profile", str(PIPELINE), "--set", CPU]) == 128 + signal.SIGINT
-    assert "(partial: interrupted in the bare read)" in " ".join(capsys.readouterr().out.split())
+    assert 0 <= " ".join(capsys.readouterr().out.split()).find("(partial: interrupted in the bare read)") < 120
 
 
 def test_the_same_engine_as_restore(folder: Path) -> None:

@@ -12,6 +12,7 @@ one of those is executed, by a trace function that is none of Python's: one of t
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import dis
 import faulthandler
@@ -56,6 +57,11 @@ _NUM_TRIES = 3  # where it took longer: a machine may be busy
 _interrupt = ctypes.PyDLL(None).PyErr_SetInterrupt  # called as trace functions are, with what it does not look at
 _interrupt.argtypes = [ctypes.py_object] * 3
 _interrupt.restype = None
+
+
+def all_resources() -> tuple[int, ...]:
+    """Those of `resources`, what runs of any thread, and how many threads torch computes with in this one."""
+    return *resources(), _thread._count(), torch.get_num_threads()
 
 
 class Place(NamedTuple):
@@ -201,7 +207,7 @@ def main(live: Callable[[], None], part: int, num_parts: int) -> None:
     places = sorted(finder.places, key=str)[part::num_parts]
     gc.collect()
     gc.freeze()  # so that looking for garbage is quick
-    before = resources()
+    before = all_resources()
     num_interrupted = num_left = 0
     for place in places:
         print(place, file=sys.stderr, flush=True)
@@ -211,11 +217,11 @@ def main(live: Callable[[], None], part: int, num_parts: int) -> None:
             print(f"{place}: {complaint}", flush=True)
             num_left += 1
         with suppress(AssertionError):
-            wait_for(lambda before=before: resources() == before, _SETTLED_S)  # type: ignore[misc]
-        if resources() != before:
-            print(f"{place}: {resources()} instead of {before}", flush=True)
+            wait_for(lambda before=before: all_resources() == before, _SETTLED_S)  # type: ignore[misc]
+        if all_resources() != before:
+            print(f"{place}: {all_resources()} instead of {before}", flush=True)
             num_left += 1
-            before = resources()
+            before = all_resources()
     faulthandler.cancel_dump_traceback_later()
     print(f"{len(places)} places, interrupted at {num_interrupted}, something was left at {num_left}")
     sys.exit(num_left > 0 or num_interrupted < 0.9 * len(places) or not places)

@@ -205,7 +205,7 @@ class TestVerdicts:
     @pytest.mark.parametrize("pools", [{}, {"stages.call.workers": 2, "stages.call-2.workers": 1}])
     @pytest.mark.parametrize("slow", ["read", "call", "call-2"])
     def test_threads_blame_the_slow_stage(self, slow: str, pools: dict[str, Any]) -> None:
-        with loaderkit.build(self.slow_in(slow, 0.03, time.sleep), overrides=pools) as loader:
+        with loaderkit.build(self.slow_in(slow, 0.01, time.sleep), overrides=pools) as loader:
             stream = iter(loader)
             next(stream)
             begun = loader.stats()

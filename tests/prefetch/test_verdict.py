@@ -257,7 +257,7 @@ def test_it_is_in_the_statistics(executor: str) -> None:
 @pytest.mark.parametrize("case", DOZEN, ids=lambda case: case.name)
 def test_a_bottleneck_is_found(case: Case) -> None:
     found: list[dict[str, Any]] = []
-    while len(found) < 8:  # a machine that is busy with something else may be the bottleneck just then, for a while
+    while len(found) < 3:  # a machine that is busy with something else may be the bottleneck just then
         found.append(measure(case)["verdict"])
         if is_right(case, found[-1]):
             return

@@ -237,7 +237,7 @@ def test_ctrl_c_writes_what_was_seen(waiting: Path, tmp_path: Path) -> None:
     report = Report.from_json(path.read_text())
     assert report.partial == "interrupted"
     assert report.num_batches == 5
-    assert "partial: interrupted" in " ".join(done.stdout.split())
+    assert 0 <= " ".join(done.stdout.split()).find("partial: interrupted") < 120
     assert done.stderr.strip().endswith("the report is on 5 batches")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,17 +26,15 @@ class Requests:
     def __init__(self, place: Place, reach: Reach, *, connections: int, policy: RetryPolicy, timeout_s: float) -> None:
         self._place = place
         self._reach = reach
-        self._connections = connections
         self._timeout_s = timeout_s
         self.retries = Retries(policy)
         self.store = reach.endpoint or f"S3 in {reach.region}"
         self.num_requests = 0
-        self.num_timeouts = 0
         self.fetched_bytes = 0
         self.first_byte_s = self.body_s = 0.0  # of reads, all together: until the first bytes came, and from then on
         self.by_key: dict[str, list[float]] | None = None  # key -> the same two, while a report wants to know
         self._lock = threading.Lock()
-        self._hands: Hands | None = None
+        self._hands = Hands(self, connections, f"loaderkit-s3-{place.bucket}"[:40])
         self._client: Client | None = None
         self._pid = os.getpid()
         self._made_s = 0.0  # time of day
@@ -102,10 +99,10 @@ class Requests:
 
     def begin(self, request: Callable[[Client, Call[T]], T]) -> Call[T]:
         """Have a request made; it is waited for with `finish`."""
-        client, hands = self._tools()
+        client = self._client_here()
         with self._lock:
             self.num_requests += 1
-        return hands.begin(lambda call: request(client, call))
+        return self._hands.begin(lambda call: request(client, call))
 
     def finish(self, call: Call[T], where: str, patience: float = 1.0) -> T:
         """The answer. Raises ConnectorError, as this is where the client's errors are translated."""
@@ -113,8 +110,6 @@ class Requests:
         try:
             return call.wait(timeout_s)
         except TimeoutError as error:
-            with self._lock:
-                self.num_timeouts += 1
             raise RequestTimeoutError(
                 f"{where}: {self.store} said nothing for {timeout_s:g} s: it is overloaded, or the network loses packets; "
                 f"source.retry.timeout allows more{f' ({error})' if str(error) else ''}"
@@ -125,22 +120,24 @@ class Requests:
                 raise translate(str(error), where, self.store) from None
             raise
 
-    def _tools(self) -> tuple[Client, Hands]:
-        """The client and the threads, made in this process."""
-        if self._pid != os.getpid():  # another thread may have held it when the fork was made, and is not here
-            self._lock = threading.Lock()
+    @property
+    def num_timeouts(self) -> int:
+        """Requests that were given up because they took too long."""
+        return self._hands.num_timeouts
+
+    def _client_here(self) -> Client:
+        """The client, made in this process."""
+        self._look_where()
         with self._lock:
-            if self._pid != os.getpid():  # a fork's child has neither
-                self._client = self._hands = None
-                self._pid = os.getpid()
             if self._client is None:
                 self._made_s = time.time()
                 self._client = Client(self._place, self._reach)
-            if self._hands is None:
-                self._hands = Hands(self._connections, f"loaderkit-s3-{self._place.bucket}"[:40])
-                # At exit, too: a thread that comes out of the client when there is no Python any more ends in a panic.
-                weakref.finalize(self, self._hands.close)
-            return self._client, self._hands
+            return self._client
+
+    def _look_where(self) -> None:
+        """In a fork's child another thread may have held the lock when the fork was made, and the client is not to be used."""
+        if self._pid != os.getpid():
+            self._lock, self._client, self._pid = threading.Lock(), None, os.getpid()
 
     def renew(self) -> bool:
         """Have the next request look for credentials anew, if somebody has written some since the client was made."""
@@ -156,10 +153,9 @@ class Requests:
 
     def close(self) -> None:
         """Give up what is under way and let client and threads go; both are made again when they are needed."""
+        self._look_where()
         with self._lock:
-            hands, self._hands, self._client = self._hands, None, None
-            is_ours = self._pid == os.getpid()
+            self._client = None
         self.retries.stop()
-        if hands is not None and is_ours:
-            hands.close()
+        self._hands.close()
         self.retries.resume()

@@ -83,15 +83,11 @@ class Limit:
     def is_gil(self) -> bool:
         """Whether its workers compute, together no more than one CPU can, and wait for one another meanwhile."""
         row, case = self.row, self.case
-        if self.is_as_fast_alone is False:
-            return False
         if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU * case.num_processes or case.is_inline:
             return False
-        trial = self.pool.trial
-        if trial.holds_gil is not None:
-            # Where it was to be had when asked for, a busy machine may be why: nobody had a CPU to take it on.
-            return trial.holds_gil or (self.together_waiting > WAITING and self.is_as_fast_alone is True)
-        return self.num_side_by_side > 1 and self.together_waiting > WAITING
+        if (holds_gil := self.pool.trial.holds_gil) is not None:
+            return holds_gil
+        return self.num_side_by_side > 1 and self.together_waiting > WAITING and self.is_as_fast_alone is not False
 
     @property
     def together_waiting(self) -> float:

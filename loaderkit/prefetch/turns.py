@@ -23,13 +23,18 @@ _PATIENCE = 1000  # chunks until the other way is tried again
 _PATIENCE_S = 5.0  # and no longer than that with one worker alone: its store may have turned slow
 # Of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for.
 _BUSY_SHARE = 0.75
-# How long a thread that wakes up waits for the GIL says whether the others hold it. Beside four other programs on two CPUs:
-# 1.1 to 3 ms where two or four threads are in Python, 0.1 to 0.7 in a decoder. A shorter sleep ends before another one has
-# taken the GIL. Asked only where chunks take so long that it costs nothing.
+# How long a thread that wakes up waits for the GIL says whether the others hold it. Waits are either short or as long as the
+# interpreter's switch interval, 5 ms, so it is their mean that tells, over many of them: beside one to four other programs on
+# two CPUs 2.5 to 5 ms where two or four threads are in Python, 0.2 to 1.3 in a decoder. A shorter sleep ends before another
+# one has taken the GIL. Asked only where chunks take so long that it costs nothing.
 _PROBE_S = 1e-3
-_HELD_S = 0.9e-3
+_HELD_S = 1.8e-3
+_SUSPECT_S = 0.9e-3
+_MOST_WAIT_S = 6e-3  # longer ones were for want of a CPU
 _LONG_S = 2e-3
 _NUM_PROBES = 3
+_MOST_PROBES = 32
+_PROBE_EVERY_S = 0.1  # while it is settled who works
 _GAIN = 1.05
 _LEAST = 3  # chunks after which a trial that plainly loses is given up
 _HOPELESS = 0.7
@@ -56,7 +61,7 @@ class Trial(NamedTuple):
     waiting_share: float | None = None
     """Of the time in which workers that overlapped could have had a CPU, how much they waited for something else."""
     gil_wait_s: float | None = None
-    """How long one that woke up waited for Python's lock, which others beside it may hold, in the median."""
+    """How long one that woke up waited for Python's lock, which others beside it may hold, on average."""
     num_inside: float | None = None
     """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
 
@@ -71,6 +76,9 @@ def merged_trials(trials: Sequence[Trial]) -> Trial:
     those that saw anything."""
     known = ([value for value in values if value is not None] for values in zip(*trials, strict=True))
     return Trial(*(fmean(values) if values else None for values in known))
+
+
+_SETTLED = Ticket(0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
 
 
 @dataclass
@@ -99,8 +107,10 @@ class Turns:
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
         self._undelayed_speeds: deque[float] = deque(maxlen=_WINDOW)  # of each worker, had it always had a CPU
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
-        self._gil_waits: deque[float] = deque(maxlen=_WINDOW)
+        self._gil_waits: deque[float] = deque(maxlen=_MOST_PROBES)
+        self._next_probe_s = 0.0  # the earliest, while it is settled who works
         self._is_long = False  # chunks take so long that to ask for the GIL costs nothing
+        self._num_at_work = 0  # workers inside with chunks that are measured, or long
         self._free_speed: float | None = None  # with all workers, if that was just measured
         self._is_closed = False
         self.one_at_a_time = False
@@ -109,7 +119,16 @@ class Turns:
         self._overlap_s = 0.0  # how long two workers or more have been inside, while it is measured
         self._inside_s = 0.0  # the same time, as often as there were workers
         self._changed_s = 0.0
-        self.trial = Trial()  # the last one
+        self._trial = Trial()  # the last one
+
+    @property
+    def trial(self) -> Trial:
+        """What came of the last one, and how long workers waited for Python's lock lately."""
+        return self._trial._replace(gil_wait_s=self._gil_wait_s())
+
+    def _gil_wait_s(self) -> float | None:
+        waits = list(self._gil_waits)  # at once: workers go on
+        return fmean(waits) if len(waits) >= _NUM_PROBES else None
 
     def wait(self, account: Account, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
         """Return when this worker may take a chunk; until then it is accounted as idle. `pass_on` wakes another worker that
@@ -133,11 +152,17 @@ class Turns:
 
     def begin(self) -> Ticket | None:
         """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
-        if self._num_left > _WINDOW:
+        is_settled = self._num_left > _WINDOW
+        if self._is_long and self._num_at_work and not self.one_at_a_time:
+            if not is_settled or self._clock() >= self._next_probe_s:
+                self._next_probe_s = self._clock() + _PROBE_EVERY_S
+                self._gil_waits.append(min(max(self._ask_for_gil(), 0.0), _MOST_WAIT_S))
+        elif is_settled and not self._is_long:
             return None
-        if self._is_long and self._num_inside and not self.one_at_a_time:
-            self._gil_waits.append(self._ask_for_gil())
         with self._lock:
+            self._num_at_work += 1
+            if is_settled:
+                return _SETTLED
             now = self._clock()
             self._note_overlap(now)
             self._num_inside += 1
@@ -145,7 +170,10 @@ class Turns:
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it: note what came of that."""
-        if ticket is None:
+        if ticket is None or ticket is _SETTLED:
+            if ticket is _SETTLED:
+                with self._lock:
+                    self._num_at_work -= 1
             self._num_left -= 1  # workers may race here: it is a number of chunks, more or less
             if self.one_at_a_time and self._clock() >= self._until_s:
                 with self._lock:
@@ -158,6 +186,7 @@ class Turns:
             num_inside = max(ticket.num_inside, self._num_inside)
             self._note_overlap(now)
             self._num_inside -= 1
+            self._num_at_work -= 1
             self._is_long = seconds > _LONG_S
             if not self.one_at_a_time:
                 self._together.num_samples += num_samples * (self._overlap_s - ticket.overlap_since_s) / seconds
@@ -207,9 +236,8 @@ class Turns:
     def _decide(self) -> None:
         # Medians: a chunk during which the whole process stood still says nothing of either way.
         speed, cpu_share = median(self._speeds), median(self._cpu_shares)
-        gil_wait_s = median(self._gil_waits) if len(self._gil_waits) >= _NUM_PROBES else None
-        is_waiting = cpu_share < _BUSY_SHARE or (gil_wait_s is not None and gil_wait_s > _HELD_S)
-        self._compare(median(self._undelayed_speeds), Trial(None, 1 - cpu_share, gil_wait_s), is_waiting)
+        is_waiting = cpu_share < _BUSY_SHARE or (self._gil_wait_s() or 0.0) > _SUSPECT_S
+        self._compare(median(self._undelayed_speeds), Trial(None, 1 - cpu_share), is_waiting)
         self._forget()
         if not self.one_at_a_time:
             self._free_speed = speed
@@ -231,14 +259,14 @@ class Turns:
         if not self.one_at_a_time:
             self._together_s = self._overlap_s - together.overlap_begun_s
             inside_s = self._inside_s - together.inside_begun_s
-            self.trial = seen._replace(
-                alone_share=self.trial.alone_share if is_tried_alone else None,
+            self._trial = seen._replace(
+                alone_share=self._trial.alone_share if is_tried_alone else None,
                 num_inside=inside_s / self._together_s if self._together_s > 0 else None,
             )
             if is_tried_alone:
                 return
         elif together.num_samples > 0:
-            self.trial = self.trial._replace(alone_share=alone_speed * self._together_s / together.num_samples)
+            self._trial = self._trial._replace(alone_share=alone_speed * self._together_s / together.num_samples)
         self._together = _Together(overlap_begun_s=self._overlap_s, inside_begun_s=self._inside_s)
 
     def _let_all_in(self, num_chunks: int) -> None:
@@ -250,5 +278,5 @@ class Turns:
         self._change.notify_all()
 
     def _forget(self) -> None:
-        for seen in (self._speeds, self._undelayed_speeds, self._cpu_shares, self._gil_waits):
+        for seen in (self._speeds, self._undelayed_speeds, self._cpu_shares):
             seen.clear()

@@ -21,14 +21,23 @@ def takes_turns(machine: Machine) -> bool:
 
 
 class Machine:
-    """Two workers in one thread's hands: how long a chunk of ten samples takes, how much of that is CPU time, and how much
-    the worker was ready to run while no CPU was free."""
+    """Two workers in one thread's hands: how long a chunk of ten samples takes, how much of that is CPU time, how much
+    the worker was ready to run while no CPU was free, and how long it waits for Python's lock when it wakes up."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.cpu = 0.0
         self.delay = 0.0
-        self.turns = Turns(lambda: self.now, lambda: self.cpu, lambda: self.delay)
+        self.gil_waits_s = [0.0]  # over and over
+        self.num_asked = 0
+        machine = self
+
+        class Asking(Turns):
+            def _ask_for_gil(self) -> float:
+                machine.num_asked += 1
+                return machine.gil_waits_s[machine.num_asked % len(machine.gil_waits_s)]
+
+        self.turns = Asking(lambda: self.now, lambda: self.cpu, lambda: self.delay)
 
     def overlapping(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         """Two chunks at the same time, each taking so long; one, where only one worker may."""
@@ -231,6 +240,29 @@ def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None
         machine.overlapping(1.0, 0.4, 0.55)
         assert not takes_turns(machine)
     assert machine.turns.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
+
+
+def test_waits_for_the_lock_are_told_by_their_mean() -> None:
+    """Most are short even where the lock is held, as on a busy machine: the median would say nothing."""
+    machine = Machine()
+    machine.gil_waits_s = [0.0001, 0.0001, 0.0052, 0.0001, 0.0052, 9.0]
+    for _ in range(_PATIENCE // 2):
+        machine.overlapping(0.01, 0.95)
+    assert machine.turns.trial.holds_gil
+    machine.gil_waits_s = [0.0001, 0.0001, 0.0052, 0.0001, 0.0001, 0.0001]
+    for _ in range(_PATIENCE):
+        machine.overlapping(0.01, 0.95)
+    assert machine.turns.trial.holds_gil is False
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.01, 110), (0.001, 0)])
+def test_the_lock_is_asked_for_seldom(seconds: float, most: int) -> None:
+    """Where it is settled who works: ten times a second, and never where chunks are short."""
+    machine = Machine()
+    for _ in range(round(10 / seconds)):
+        machine.overlapping(seconds, 0.95)
+    assert most / 2 <= machine.num_asked <= most + 2 * _WINDOW * (most > 0)
+    assert machine.turns._num_at_work == 0
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -27,6 +27,7 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.demo.photos import demo_data
 from loaderkit.formats.tar_index import default_cache_dir
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account
@@ -55,9 +56,9 @@ class Numbers:
 
 def pictures() -> Pipeline:
     photos = default_cache_dir() / "peers" / "photos"
-    source = Pipeline.files(
-        photos if photos.is_dir() else default_cache_dir() / "demo" / "photos", include="**/*.jpg", label="parent"
-    )
+    if not photos.is_dir():
+        photos = demo_data(default_cache_dir() / "demo", 2000, print).train
+    source = Pipeline.files(photos, include="**/*.jpg", label="parent")
     return (
         source.read().decode().random_resized_crop(224).random_horizontal_flip().batch(64, drop_last=True).normalize()
     )

@@ -151,7 +151,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
         }
         sizes = {
             key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
-            for key, totals in filling.totals.objects.items()
+            for key, totals in list(filling.totals.objects.items())
         }
         bare = None
         if partial is None:
@@ -273,7 +273,7 @@ def _inside(connector: Connector) -> Connector | None:
 
 def _rows(filling: Filling, connector: Connector, watched: Mapping[str, tuple[float, float]]) -> list[ObjectRow]:
     rows = []
-    for key, totals in filling.totals.objects.items():
+    for key, totals in list(filling.totals.objects.items()):  # at once: a read that hangs may come back
         name = connector.describe(key)
         first_byte_s, body_s = watched.get(name.partition("!")[0], (None, None))
         rows.append(

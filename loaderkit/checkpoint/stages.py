@@ -1,4 +1,4 @@
-"""What is done to the chunks of a checkpoint: `read`, `verify` where there are checksums, `place`."""
+"""What is done to the chunks of a checkpoint: `read`, which compares checksums where there are any, and `place`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 from loaderkit.types import Chunk, Connector, ObjectInfo, Stage
 
 _PINNED = "pinned"
+# What is read at a time from where reading is copying, and hashed before more is read: it lies in the CPU's cache then.
+_STEP_BYTES = 2**22
 
 
 class Checksums(NamedTuple):
@@ -27,6 +29,37 @@ class Checksums(NamedTuple):
     def end_of(self, number: int) -> int:
         """Where a block ends."""
         return min((number + 1) * self.block_bytes, self.num_bytes)
+
+
+class _Comparison:
+    """Compares an object's blocks with their checksums, from the one that begins at `begin` on, as their bytes come."""
+
+    def __init__(self, checksums: Checksums, begin: int) -> None:
+        self.wrong: tuple[int, int] | None = None  # [lo, hi) of the first block that differs
+        self.took_s = 0.0
+        self._checksums = checksums
+        self._at = begin
+        self._number = begin // checksums.block_bytes
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, data: memoryview) -> None:
+        """The bytes that follow."""
+        begin_s = time.perf_counter()
+        while len(data):
+            end = self._checksums.end_of(self._number)
+            part = data[: end - self._at]
+            self._digest.update(part)
+            self._at += len(part)
+            data = data[len(part) :]
+            if self._at == end:
+                self._end_block(end)
+        self.took_s += time.perf_counter() - begin_s
+
+    def _end_block(self, end: int) -> None:
+        if self.wrong is None and self._digest.hexdigest() != self._checksums.hashes[self._number]:
+            self.wrong = self._number * self._checksums.block_bytes, end
+        self._digest.reset()
+        self._number += 1
 
 
 class Shards:
@@ -49,18 +82,17 @@ class Shards:
         self._checksums = checksums
         self._device = device
         self._touched = touched
+        self._is_remote = bool(getattr(connector, "is_remote", False))
 
     def stages(self) -> list[Stage]:
         """In their order."""
-        found = [Stage("read", "read", "sample", self.read)]
-        if self._checksums:
-            found.append(Stage("verify", "verify", "sample", self.verify))
-        return [*found, Stage("place", "place", "sample", self.place)]
+        return [Stage("read", "read", "sample", self.read), Stage("place", "place", "sample", self.place)]
 
     # ------------------------------------------------------------------------------------------------------- read
 
     def read(self, chunk: Chunk) -> int:
-        """Read every run of a chunk: to its target, or to staging memory. The number of bytes."""
+        """Read every run of a chunk: to its target, or to staging memory; what differs from its checksum once more. The
+        number of bytes. Raises CheckpointError."""
         assert isinstance(chunk, RangeChunk)
         spans = [self._span(run) for run in chunk.runs]
         sizes = [_staged(run, *span) for run, span in zip(chunk.runs, spans, strict=True)]
@@ -94,15 +126,45 @@ class Shards:
         return run.start // block * block, min(-(-run.end // block) * block, checksums.num_bytes)
 
     def _read_run(self, run: Run, buffer: memoryview, begin: int, end: int) -> None:
+        """Read [begin, end), and once more if a block in it has not the checksum it should. Raises CheckpointError."""
+        if self._first_wrong(run, buffer, begin) is None:
+            return
+        with self._totals.lock:
+            self._totals.num_reread += 1
+        wrong = self._first_wrong(run, buffer, begin)
+        if wrong is not None:
+            lo, hi = wrong
+            raise CheckpointError(
+                f"{_who(run, lo, hi)} is damaged: bytes {lo} to {hi} of {self._connector.describe(run.key)} are not those of "
+                "its manifest, read twice. Restore another checkpoint; or, if this one was replaced on purpose, write its "
+                "manifest again"
+            )
+
+    def _first_wrong(self, run: Run, buffer: memoryview, begin: int) -> tuple[int, int] | None:
+        """Read a run; the first block that has another checksum, [lo, hi) of the object, if there are checksums."""
+        checksums = self._checksums.get(run.key)
+        comparison = None if checksums is None else _Comparison(checksums, begin)
         if run.is_direct:
             self._touch(run.pieces[0])
         for start, part in _parts(run, buffer, begin):
+            step = max(1, len(part)) if comparison is None or self._is_remote else _STEP_BYTES
+            read_s = 0.0
+            for lo in range(0, len(part), step):
+                piece = part[lo : lo + step]
+                begin_s = time.perf_counter()
+                self._read_range(run, start + lo, piece)
+                read_s += time.perf_counter() - begin_s
+                if comparison is not None:
+                    comparison.add(piece)
             if len(part):
-                self._read_range(run, start, part)
+                self._totals.note(run.key, len(part), read_s)
+        if comparison is None:
+            return None
+        self._totals.note_work(run.key, verify_s=comparison.took_s)
+        return comparison.wrong
 
     def _read_range(self, run: Run, start: int, buffer: memoryview) -> None:
         info = self._objects.get(run.key)
-        begin_s = time.perf_counter()
         try:
             self._connector.read_into(run.key, start, buffer, etag=info.etag if info is not None else None)
         except ConnectorError as error:
@@ -110,42 +172,6 @@ class Shards:
                 f"{_who(run)} could not be read (bytes {start} to {start + len(buffer)} of "
                 f"{self._connector.describe(run.key)}): {error}"
             ) from error
-        self._totals.note(run.key, len(buffer), time.perf_counter() - begin_s)
-
-    # ----------------------------------------------------------------------------------------------------- verify
-
-    def verify(self, chunk: Chunk) -> int:
-        """Compare the checksums of every block read; what differs is read once more. Raises CheckpointError."""
-        assert isinstance(chunk, RangeChunk)
-        num_bytes = 0
-        for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
-            checksums = self._checksums.get(run.key)
-            if checksums is None:
-                continue
-            begin_s = time.perf_counter()
-            span = self._span(run)
-            if self._first_wrong(run, buffer, checksums, span) is not None:
-                with self._totals.lock:
-                    self._totals.num_reread += 1
-                self._read_run(run, buffer, *span)
-                wrong = self._first_wrong(run, buffer, checksums, span)
-                if wrong is not None:
-                    lo, hi = wrong * checksums.block_bytes, checksums.end_of(wrong)
-                    raise CheckpointError(
-                        f"{_who(run, lo, hi)} is damaged: bytes {lo} to {hi} of "
-                        f"{self._connector.describe(run.key)} are not those of its manifest, read twice. Restore another "
-                        "checkpoint; or, if this one was replaced on purpose, write its manifest again"
-                    )
-            num_bytes += span[1] - span[0]
-            self._totals.note_work(run.key, verify_s=time.perf_counter() - begin_s)
-        return num_bytes
-
-    def _first_wrong(self, run: Run, buffer: memoryview, checksums: Checksums, span: tuple[int, int]) -> int | None:
-        parts = _parts(run, buffer, span[0])
-        for number in range(span[0] // checksums.block_bytes, -(-span[1] // checksums.block_bytes)):
-            if not _is_right(parts, checksums, number):
-                return number
-        return None
 
     # ------------------------------------------------------------------------------------------------------ place
 
@@ -208,22 +234,6 @@ def _parts(run: Run, buffer: memoryview, begin: int) -> list[tuple[int, memoryvi
         return [(begin, buffer)]
     num_before = run.start - begin
     return [(begin, buffer[:num_before]), (run.start, target), (run.end, buffer[num_before:])]
-
-
-def _is_right(parts: Sequence[tuple[int, memoryview]], checksums: Checksums, number: int) -> bool:
-    """Whether a block has the checksum it should, its bytes lying in one part or over several."""
-    lo, hi = number * checksums.block_bytes, checksums.end_of(number)
-    inside = [
-        data[max(lo, start) - start : min(hi, start + len(data)) - start]
-        for start, data in parts
-        if max(lo, start) < min(hi, start + len(data))
-    ]
-    if len(inside) == 1:
-        return xxhash.xxh3_64_hexdigest(inside[0]) == checksums.hashes[number]
-    digest = xxhash.xxh3_64()
-    for data in inside:
-        digest.update(data)
-    return digest.hexdigest() == checksums.hashes[number]
 
 
 def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import errno
+import ctypes
+import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from loaderkit.interrupts import opened
 from loaderkit.types import Connector, Source
 
 _NUM_SAMPLES = 256
+
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def files_of(source: Source, connector: Connector | None, indices: Iterable[int]) -> list[str] | None:
@@ -35,7 +41,8 @@ def evict(paths: Iterable[str]) -> None:
 
 
 def cached_share(paths: Iterable[str]) -> float:
-    """How much of these files lies in the page cache, from 0 to 1, by samples; 1 where the filesystem does not say.
+    """How much of these files lies in the page cache, from 0 to 1, by samples; 1 where the kernel does not say, as of files
+    that are another user's.
 
     Raises OSError for a file that cannot be opened.
     """
@@ -45,17 +52,21 @@ def cached_share(paths: Iterable[str]) -> float:
     begin = 0
     for path, size in sizes.items():
         with opened(path, os.O_RDONLY) as descriptor:
-            found += [_is_cached(descriptor, offset) for offset in range(-begin % step, size, step)]
+            found += _are_cached(descriptor, range(-begin % step, size, step))
         begin += size
     return sum(found) / max(len(found), 1)
 
 
-def _is_cached(descriptor: int, offset: int) -> bool:
-    try:
-        os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-    return True
+def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
+    """Whether the bytes at these places are in memory: by mincore(2), which reads nothing, as an attempt to read would."""
+    if not offsets:
+        return []
+    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapping:
+        pages = np.frombuffer(mapping, np.uint8)
+        begin = pages.ctypes.data
+        del pages  # it would keep the mapping open
+        found = (ctypes.c_ubyte * 1)()
+        return [
+            _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, found) != 0 or bool(found[0] & 1)
+            for offset in offsets
+        ]

@@ -28,6 +28,7 @@ from loaderkit.types import Connector, ObjectInfo
 
 _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
+_MUCH = 0.4  # of the time of `read`
 _NEAR = 80.0  # percent of what the store gives: there is little to be had
 _FROM_MEMORY = 0.5
 _ALL = 0.02  # but for so little
@@ -44,7 +45,7 @@ class ObjectRow(Part):
     body_s: float | None = Field(
         description="and from then on; several parts may come at once, and then it is more than read_s"
     )
-    verify_s: float = Field(description="comparing checksums")
+    verify_s: float = Field(description="comparing checksums, by the threads that read")
     copy_s: float = Field(description="from staging memory, as it is")
     cast_s: float = Field(description="to another type, to strides, out of an archive, or to a GPU")
     bytes_per_s: float = Field(description="of one thread while it reads")
@@ -187,14 +188,18 @@ def _report(  # noqa: PLR0917
     bytes_per_s = totals.needed_bytes / max(wall_s, 1e-9)
     percent = 100.0 * bytes_per_s / bare.bytes_per_s if bare is not None and bare.num_bytes else None
     waited = stats.to_dict()["stall"]["by_stage"]
-    rows = found.pop("objects")
+    rows: list[ObjectRow] = found.pop("objects")
+    read_s = sum(row.read_s for row in rows)
+    verify_s = sum(row.verify_s for row in rows)
     return RestoreReport(
         name=config.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(),
         url=loader.source.found.name,
         format=loader.source.found.format,
-        verdict=judge(waited, wall_s, percent, filling.engine.pools[0].num_workers),
+        verdict=judge(
+            waited, wall_s, percent, filling.engine.pools[0].num_workers, verify_s / max(read_s + verify_s, 1e-9)
+        ),
         num_bytes=totals.needed_bytes,
         fetched_bytes=totals.fetched_bytes,
         num_reads=totals.num_reads,
@@ -223,8 +228,11 @@ def _report(  # noqa: PLR0917
     )
 
 
-def judge(waited: Mapping[str, float], wall_s: float, percent_of_bare: float | None, threads: int) -> RestoreVerdict:
-    """What to change. `waited`: the loop's waits in s by cause; `percent_of_bare`: of the store's own speed, if known."""
+def judge(
+    waited: Mapping[str, float], wall_s: float, percent_of_bare: float | None, threads: int, verify_share: float = 0.0
+) -> RestoreVerdict:
+    """What to change. `waited`: the loop's waits in s by cause; `percent_of_bare`: of the store's own speed, if known;
+    `verify_share`: of the time of `read`, spent on checksums."""
     cause = max(waited, key=lambda name: waited[name], default="start")
     share = 100.0 * sum(waited.values()) / max(wall_s, 1e-9)
     part = 100.0 * waited.get(cause, 0.0) / max(wall_s, 1e-9)
@@ -238,7 +246,7 @@ def judge(waited: Mapping[str, float], wall_s: float, percent_of_bare: float | N
         return RestoreVerdict(limit="loop", evidence=f"the loop waited {share:.0f} % of the time", change=change)
     changes: dict[str, tuple[Literal["read", "verify", "place", "memory", "start"], str]] = {
         "read": ("read", f"prefetch.concurrency: {2 * threads}, so that more requests are under way"),
-        "verify": ("verify", "more CPUs; or source.verify: false, where the store keeps checksums of its own"),
+        "checksums": ("verify", "more CPUs; or source.verify: false, where the store keeps checksums of its own"),
         "place": (
             "place",
             "save the types that are wanted, contiguous, as safetensors: then bytes are read to where they stay",
@@ -247,7 +255,9 @@ def judge(waited: Mapping[str, float], wall_s: float, percent_of_bare: float | N
         "wakeup": ("start", "tensors are small: fewer and larger ones, or loaderkit.restore(url, into=...)"),
         "start": ("start", "the checkpoint is small: to open it takes longer than to read it"),
     }
-    limit, change = changes.get(cause, changes["start"])
+    limit, change = changes.get("checksums" if cause == "read" and verify_share > _MUCH else cause, changes["start"])
+    if limit == "verify":
+        evidence += f", of which checksums took {100 * verify_share:.0f} %"
     return RestoreVerdict(limit=limit, evidence=evidence, change=change)
 
 

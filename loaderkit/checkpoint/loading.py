@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from loaderkit.checkpoint.filling import Filling
+from loaderkit.checkpoint.records import Stored
 from loaderkit.checkpoint.restoring import Source, opened, parse_device
 from loaderkit.checkpoint.wanting import choose
 from loaderkit.config import PipelineConfig
@@ -59,6 +60,11 @@ class TensorLoader:
     def __len__(self) -> int:
         """Tensors in all."""
         return len(self._names)
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Where they lie."""
+        return [self.source.found.tensors[name] for name in self._names]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, from the first; ends an earlier iteration."""

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from loaderkit.checkpoint.laying import Piece
-from loaderkit.checkpoint.plan import RangeChunk, Run, Totals
+from loaderkit.checkpoint.plan import SMALL_GAP, RangeChunk, Run, Totals, gap_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 from loaderkit.types import Chunk, Connector, ObjectInfo, Stage
 
@@ -82,7 +82,7 @@ class Shards:
         self._checksums = checksums
         self._device = device
         self._touched = touched
-        self._is_remote = bool(getattr(connector, "is_remote", False))
+        self._answers_late = gap_of(connector) >= SMALL_GAP
 
     def stages(self) -> list[Stage]:
         """In their order."""
@@ -103,7 +103,7 @@ class Shards:
             buffer = staging[offset : offset + size]
             chunk.buffers.append(buffer)
             offset += -(-size // 64) * 64
-            self._read_run(run, buffer, *span)
+            self._read_run(run, buffer, span[0])
             num_bytes += span[1] - span[0]
         return num_bytes
 
@@ -125,8 +125,8 @@ class Shards:
         block = checksums.block_bytes
         return run.start // block * block, min(-(-run.end // block) * block, checksums.num_bytes)
 
-    def _read_run(self, run: Run, buffer: memoryview, begin: int, end: int) -> None:
-        """Read [begin, end), and once more if a block in it has not the checksum it should. Raises CheckpointError."""
+    def _read_run(self, run: Run, buffer: memoryview, begin: int) -> None:
+        """Read a run, from `begin` on; once more if a block in it has not the checksum it should. Raises CheckpointError."""
         if self._first_wrong(run, buffer, begin) is None:
             return
         with self._totals.lock:
@@ -147,7 +147,7 @@ class Shards:
         if run.is_direct:
             self._touch(run.pieces[0])
         for start, part in _parts(run, buffer, begin):
-            step = max(1, len(part)) if comparison is None or self._is_remote else _STEP_BYTES
+            step = max(1, len(part)) if comparison is None or self._answers_late else _STEP_BYTES
             read_s = 0.0
             for lo in range(0, len(part), step):
                 piece = part[lo : lo + step]

@@ -21,6 +21,7 @@ _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
 _ALL_ALONE = 0.9  # of what all workers get done: one alone does it all
 _FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
+_MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
 
 
@@ -86,7 +87,9 @@ class Limit:
         if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU * case.num_processes or case.is_inline:
             return False
         if (holds_gil := self.pool.trial.holds_gil) is not None:
-            return holds_gil
+            # Where the lock is held for a part of the time, several workers still get more done.
+            is_full = case.cpus_used > _MOST_OF_A_CPU * case.num_processes
+            return holds_gil and (is_full or self.is_as_fast_alone is not False)
         return self.num_side_by_side > 1 and self.together_waiting > WAITING and self.is_as_fast_alone is not False
 
     @property

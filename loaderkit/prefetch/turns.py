@@ -24,9 +24,9 @@ _PATIENCE_S = 5.0  # and no longer than that with one worker alone: its store ma
 # Of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for.
 _BUSY_SHARE = 0.75
 # How long a thread that wakes up waits for the GIL says whether the others hold it. Waits are either short or as long as the
-# interpreter's switch interval, 5 ms, so it is their mean that tells, over many of them: beside one to four other programs on
-# two CPUs 2.5 to 5 ms where two or four threads are in Python, 0.2 to 1.3 in a decoder. A shorter sleep ends before another
-# one has taken the GIL. Asked only where chunks take so long that it costs nothing.
+# interpreter's switch interval, 5 ms, so it is their mean that tells, over many of them: beside one other program on two CPUs
+# 1.5 to 5 ms where two or four threads are in Python, 0.1 to 2 in a decoder. A shorter sleep ends before another one has
+# taken the GIL. Asked only where chunks take so long that it costs nothing.
 _PROBE_S = 1e-3
 _HELD_S = 1.8e-3
 _SUSPECT_S = 0.9e-3
@@ -234,6 +234,8 @@ class Turns:
             self._change.notify_all()
 
     def _decide(self) -> None:
+        if not self._is_long:
+            self._gil_waits.clear()  # nobody asks any more
         # Medians: a chunk during which the whole process stood still says nothing of either way.
         speed, cpu_share = median(self._speeds), median(self._cpu_shares)
         is_waiting = cpu_share < _BUSY_SHARE or (self._gil_wait_s() or 0.0) > _SUSPECT_S

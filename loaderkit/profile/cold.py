@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -40,21 +40,27 @@ def evict(paths: Iterable[str]) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def cached_share(paths: Iterable[str]) -> float:
-    """How much of these files lies in the page cache, from 0 to 1, by samples; 1 where the kernel does not say, as of files
-    that are another user's.
+def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | None:
+    """How much of these parts of files, (start, length) by path, lies in the page cache: from 0 to 1, by samples.
 
-    Raises OSError for a file that cannot be opened.
+    None where that is not known: Linux tells it only to who owns a file or may write to it.
     """
-    sizes = {path: os.stat(path).st_size for path in paths}
-    step = max(1, sum(sizes.values()) // _NUM_SAMPLES)
+    step = max(1, sum(length for parts in ranges.values() for _, length in parts) // _NUM_SAMPLES)
     found: list[bool] = []
-    begin = 0
-    for path, size in sizes.items():
-        with opened(path, os.O_RDONLY) as descriptor:
-            found += _are_cached(descriptor, range(-begin % step, size, step))
-        begin += size
-    return sum(found) / max(len(found), 1)
+    begin = 0  # of the part, were all parts one behind another
+    try:
+        for path, parts in ranges.items():
+            if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK, effective_ids=True):
+                return None
+            places: list[int] = []
+            for start, length in parts:
+                places += range(start - begin % -step, start + length, step)
+                begin += length
+            with opened(path, os.O_RDONLY) as descriptor:
+                found += _are_cached(descriptor, places)
+    except (OSError, ValueError):  # it cannot be opened or mapped; whoever reads it says why
+        return None
+    return sum(found) / len(found) if found else None
 
 
 def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
@@ -67,6 +73,6 @@ def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
         del pages  # it would keep the mapping open
         found = (ctypes.c_ubyte * 1)()
         return [
-            _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, found) != 0 or bool(found[0] & 1)
+            _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, found) == 0 and bool(found[0] & 1)
             for offset in offsets
         ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -18,17 +18,18 @@ from pydantic import Field
 from loaderkit.checkpoint.bare import Bare, read_bare
 from loaderkit.checkpoint.filling import Filling
 from loaderkit.checkpoint.loading import TensorLoader
+from loaderkit.checkpoint.records import Stored
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.attribute import machine
 from loaderkit.profile.cold import cached_share, evict
 from loaderkit.profile.model import SCHEMA_VERSION, Machine, Part
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.types import Connector
 
 _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
-_MUCH = 0.4  # of the time of `read`
+_MUCH = 0.2  # of the time of `read`
 _NEAR = 80.0  # percent of what the store gives: there is little to be had
 _FROM_MEMORY = 0.5
 _ALL = 0.02  # but for so little
@@ -120,15 +121,15 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
     with TensorLoader(config, {}, time.perf_counter) as loader:
         open_s = time.perf_counter() - begin_s
         connector, objects = loader.source.found.connector, loader.source.objects
-        paths = _paths(connector, objects)
+        paths = _ranges(connector, loader.stored)
         if cold and not paths:
             raise ConfigError(
                 f"--cold: {loader.source.found.name} lies in no files of this machine that could be put out of its page cache"
             )
         if cold:
             evict(paths)
-        share = cached_share(paths) if paths else 1.0
-        is_from_disk = share < _FROM_MEMORY
+        share = cached_share(paths)
+        is_from_disk = share < _FROM_MEMORY if share is not None else cold
         watched = _Watched(connector)
         filling = loader.fill()
         begin_s = time.perf_counter()
@@ -162,7 +163,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
                 bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
             except KeyboardInterrupt:
                 found["partial"] = "interrupted in the bare read"
-        note = "" if not paths or bare is None else _where(share)
+        note = "" if share is None or bare is None else _where(share)
         return _report(config, loader, filling, stats, bare, note, found)
 
 
@@ -257,7 +258,7 @@ def judge(
     }
     limit, change = changes.get("checksums" if cause == "read" and verify_share > _MUCH else cause, changes["start"])
     if limit == "verify":
-        evidence += f", of which checksums took {100 * verify_share:.0f} %"
+        evidence += f"; checksums took {100 * verify_share:.0f} % of the time of its threads"
     return RestoreVerdict(limit=limit, evidence=evidence, change=change)
 
 
@@ -303,9 +304,15 @@ def _rows(filling: Filling, connector: Connector, watched: Mapping[str, tuple[fl
     return rows
 
 
-def _paths(connector: Connector, objects: Mapping[str, ObjectInfo]) -> list[str]:
-    """The files that a checkpoint lies in; none where it lies in a store."""
+def _ranges(connector: Connector, stored: Iterable[Stored]) -> dict[str, list[tuple[int, int]]]:
+    """What is read of which files, (start, length) by path; nothing where a checkpoint lies in a store."""
     if getattr(connector, "is_remote", False):
-        return []
-    paths = sorted({connector.describe(key).partition("!")[0] for key in objects})
-    return paths if all(os.path.isfile(path) for path in paths) else []
+        return {}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for part in (part for one in stored for part in one.parts):
+        path, _, member = connector.describe(part.key).partition("!")
+        if not member:
+            found.setdefault(path, []).append((part.start, part.length))
+        elif path not in found and os.path.isfile(path):  # an archive counts as a whole
+            found[path] = [(0, os.path.getsize(path))]
+    return found if all(os.path.isfile(path) for path in found) else {}

@@ -22,6 +22,7 @@ from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline import Pipeline
+from loaderkit.profile.cold import cached_share, evict
 from loaderkit.profile.restore_text import to_text
 from loaderkit.profile.restoring import RestoreReport, judge, profile_restore
 
@@ -91,6 +92,34 @@ def test_options_for_batches_are_refused(folder: Path, capsys: pytest.CaptureFix
     assert "--cold, --json, --out and --set apply" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_from_where_it_was_read(folder: Path, is_packed: bool) -> None:
+    strange = folder / "notes.bin"
+    strange.write_bytes(bytes(30_000_000))  # nobody reads it
+    config = Pipeline.checkpoint(str(folder)).read().config
+    if is_packed:
+        pack(sorted({*folder.iterdir()} - {strange}), folder, folder.parent / "c.tar")
+        config = Pipeline.checkpoint(str(folder.parent / "c.tar")).read().config
+    evict([str(path) for path in folder.parent.rglob("*.*")])
+    if cached_share({str(strange): [(0, 30_000_000)]}) != 0:
+        pytest.skip("the files of this filesystem are nowhere but in memory")
+    note = profile_restore(config, cold=False).note  # but for the descriptions, which were read before
+    assert note == "both from disk" or note.endswith("lay in the page cache at first, and nothing for the bare read")
+    assert profile_restore(config, cold=False).note == "both from the page cache"
+    assert profile_restore(config, cold=True).note == "both from disk"
+
+
+def test_cold_is_cold_where_the_page_cache_is_not_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted: list[list[str]] = []
+    monkeypatch.setattr("loaderkit.profile.restoring.cached_share", lambda ranges: None)
+    monkeypatch.setattr("loaderkit.profile.restoring.evict", lambda paths: evicted.append(sorted(paths)))
+    config = Pipeline.checkpoint(str(folder)).read().config
+    assert profile_restore(config, cold=False).note == ""
+    assert not evicted
+    profile_restore(config, cold=True)
+    assert evicted == [[str(folder / f"{name}.safetensors") for name in ("large", "small")]] * 2
+
+
 @pytest.mark.parametrize("where", ["c", "c.tar"])
 def test_in_a_bucket_first_bytes_are_told_from_the_rest(
     folder: Path, tmp_path: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch, where: str
@@ -116,7 +145,7 @@ def test_in_a_bucket_first_bytes_are_told_from_the_rest(
     ("waited", "percent", "share", "limit", "said"),
     [
         ({"read": 0.9}, 95.0, 0.5, "store", "nothing here"),
-        ({"read": 0.9}, 30.0, 0.3, "read", "prefetch.concurrency: 8"),
+        ({"read": 0.9}, 30.0, 0.1, "read", "prefetch.concurrency: 8"),
         ({"read": 0.9}, 30.0, 0.5, "verify", "source.verify: false"),
         ({"place": 0.9}, 30.0, 0.5, "place", "save the types that are wanted"),
         ({"memory": 0.9}, 30.0, 0.0, "memory", "prefetch.memory"),

@@ -245,14 +245,32 @@ def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None
 def test_waits_for_the_lock_are_told_by_their_mean() -> None:
     """Most are short even where the lock is held, as on a busy machine: the median would say nothing."""
     machine = Machine()
-    machine.gil_waits_s = [0.0001, 0.0001, 0.0052, 0.0001, 0.0052, 9.0]
+    machine.gil_waits_s = [0.0001, 0.0052, 0.0001, 0.0052, 0.0001]
     for _ in range(_PATIENCE // 2):
         machine.overlapping(0.01, 0.95)
     assert machine.turns.trial.holds_gil
-    machine.gil_waits_s = [0.0001, 0.0001, 0.0052, 0.0001, 0.0001, 0.0001]
-    for _ in range(_PATIENCE):
+    machine.gil_waits_s = [*[0.0001] * 9, 9.0]  # once the machine stood still
+    for _ in range(3 * _PATIENCE):
         machine.overlapping(0.01, 0.95)
     assert machine.turns.trial.holds_gil is False
+
+
+@pytest.mark.parametrize(("wait_s", "tries"), [(0.0005, False), (0.0015, True)])
+def test_waits_for_the_lock_are_reason_enough_to_try_one_alone(wait_s: float, tries: bool) -> None:
+    machine = Machine()
+    machine.gil_waits_s = [wait_s]
+    machine.until_tried(0.01, 0.95)
+    assert takes_turns(machine) is tries
+
+
+def test_waits_for_the_lock_are_forgotten_once_nobody_asks() -> None:
+    machine = Machine()
+    machine.gil_waits_s = [0.005]
+    machine.until_tried(0.01, 0.95)
+    assert machine.turns.trial.holds_gil
+    for _ in range(3 * _PATIENCE):
+        machine.overlapping(0.001, 0.95)
+    assert machine.turns.trial.holds_gil is None
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.01, 110), (0.001, 0)])

@@ -142,6 +142,14 @@ class TestOfAStage:
         assert self.verdict(taking_turns, trial=Trial(1.1, 0.5)).kind == "gil"
         assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
 
+    def test_whether_the_lock_is_held_was_asked(self) -> None:
+        held, free = 3e-3, 0.5e-3
+        assert self.verdict(row("call", 19, 9.2), trial=Trial(None, 0.1, held)).kind == "gil"
+        assert self.verdict(row("call", 19, 9.2), trial=Trial(1.02, 0.5, free)).kind != "gil"
+        # Beside another program one alone may seem slower; but where much of a CPU is idle, it is.
+        assert self.verdict(row("call", 19, 9.2), trial=Trial(0.6, 0.1, held)).kind == "gil"
+        assert self.verdict(row("call", 19, 6.0), trial=Trial(0.6, 0.5, held)).kind != "gil"
+
     def test_computing_in_several_processes(self) -> None:
         """Workers share a lock of Python's with those of their own process: two of four, which then have two CPUs."""
         two = {"executor": "process", "processes": 2}

@@ -1,4 +1,4 @@
-"""What of a file lies in the page cache."""
+"""What of files lies in the page cache."""
 
 from __future__ import annotations
 
@@ -10,18 +10,46 @@ import pytest
 from loaderkit.profile.cold import cached_share, evict
 
 
-def test_how_much_is_cached(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in "abc"]
-    for path, size in zip(paths, (4_000_000, 0, 12_000_001), strict=True):
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, int]:
+    """Three files and their sizes, none of them in the page cache."""
+    sizes = {str(tmp_path / name): size for name, size in (("a", 4_000_000), ("b", 0), ("c", 12_000_001))}
+    for path, size in sizes.items():
         Path(path).write_bytes(os.urandom(size))
-    assert cached_share(paths) == 1
-    evict(paths)
-    if cached_share(paths) == 1:
+    assert share(sizes) == 1
+    evict(sizes)
+    if share(sizes) == 1:
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    assert cached_share(paths) == 0
-    Path(paths[0]).read_bytes()
-    assert cached_share(paths) == pytest.approx(0.25, abs=0.02)
-    assert cached_share(paths[:2]) == 1
-    assert cached_share(paths[1:2]) == 0
-    with pytest.raises(FileNotFoundError):
-        cached_share([str(tmp_path / "d")])
+    return sizes
+
+
+def share(sizes: dict[str, int]) -> float | None:
+    return cached_share({path: [(0, size)] for path, size in sizes.items()})
+
+
+def test_how_much_is_cached(files: dict[str, int]) -> None:
+    first, empty, _ = files
+    assert share(files) == 0
+    Path(first).read_bytes()
+    assert share(files) == pytest.approx(0.25, abs=0.02)
+    assert share({first: files[first]}) == 1
+    assert share({empty: 0}) is None
+
+
+def test_only_the_parts_count(files: dict[str, int]) -> None:
+    path = list(files)[2]
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+    os.pread(descriptor, 3_000_000, 8_000_000)
+    os.close(descriptor)
+    assert cached_share({path: [(8_000_000, 1_000_000), (9_000_000, 2_000_000)]}) == 1
+    assert cached_share({path: [(0, 7_000_000)]}) == 0
+    assert cached_share({path: [(10_000_000, 1_000_000), (0, 1_000_000)]}) == pytest.approx(0.5, abs=0.01)
+
+
+def test_what_the_kernel_does_not_tell_is_not_known(files: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cached_share({"/nowhere": [(0, 1)]}) is None
+    assert cached_share({"/sys/devices/system/cpu/online": [(0, 1)]}) is None, "it cannot be mapped"
+    monkeypatch.setattr("os.geteuid", lambda: 65534)
+    monkeypatch.setattr("os.access", lambda *args, **more: False)
+    assert share(files) is None, "another user's: Linux says that all of it is there"

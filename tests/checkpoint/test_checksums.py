@@ -1,0 +1,91 @@
+"""Checksums compared while a checkpoint is read: any block, any step, and once more before anybody is told."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from of_states import pack
+
+import loaderkit
+from loaderkit.checkpoint import stages, write_manifest
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import CheckpointError
+
+
+class Flipping(MemoryConnector):
+    """Gives a wrong bit at one place of the shard, so many times."""
+
+    def __init__(self, folder: Path, gap_bytes: int, place: int, times: int) -> None:
+        super().__init__({path.name: path.read_bytes() for path in folder.iterdir()})
+        self.gap_bytes = gap_bytes
+        self._place = place
+        self.times = times
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        super().read_into(key, start, buffer, etag=etag)
+        if self.times and key.endswith(".safetensors") and start <= self._place < start + len(buffer):
+            self.times -= 1
+            buffer[self._place - start] ^= 1
+
+
+@settings(max_examples=80)
+@given(
+    lengths=st.lists(st.integers(0, 9000), min_size=1, max_size=5),
+    block_bytes=st.integers(4096, 9000),
+    step_bytes=st.integers(100, 20_000),
+    gap_bytes=st.sampled_from([0, 2**20]),
+    place=st.floats(0, 1, exclude_max=True),
+    times=st.sampled_from([0, 1, 99]),
+)
+def test_a_wrong_bit_costs_a_second_read_or_the_restore(
+    lengths: list[int], block_bytes: int, step_bytes: int, gap_bytes: int, place: float, times: int
+) -> None:
+    state = {f"t{n}": torch.arange(length).to(torch.uint8) for n, length in enumerate(lengths)}
+    with tempfile.TemporaryDirectory() as name:
+        shard = Path(name) / "m.safetensors"
+        safetensors.torch.save_file(state, shard)
+        write_manifest(name, block_bytes=block_bytes)
+        header_bytes = shard.stat().st_size - sum(lengths)
+        wrong = header_bytes + int(place * sum(lengths))
+        connector = Flipping(Path(name), gap_bytes, wrong, times if sum(lengths) else 0)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with patch.object(stages, "_STEP_BYTES", step_bytes):
+        if times < 99 or not sum(lengths):
+            loaderkit.restore("memory://", into, connectors={"memory": connector}, verify=True)
+            assert all(torch.equal(into[name], state[name]) for name in state)
+            assert connector.times == 0
+        else:
+            lo = wrong // block_bytes * block_bytes
+            with pytest.raises(CheckpointError, match=f"is damaged: (bytes {lo} to .*, read twice|its bytes 0 to )"):
+                loaderkit.restore("memory://", into, connectors={"memory": connector}, verify=True)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("gap_bytes", "is_whole"), [(2**20, True), (4096, False)])
+def test_of_a_store_that_answers_late_no_range_is_divided(
+    tmp_path: Path, is_packed: bool, gap_bytes: int, is_whole: bool
+) -> None:
+    (tmp_path / "c").mkdir()
+    safetensors.torch.save_file({"big": torch.ones(6_000_000)}, tmp_path / "c" / "m.safetensors")
+    write_manifest(tmp_path / "c")
+    pack(sorted((tmp_path / "c").iterdir()), tmp_path / "c", tmp_path / "c.tar")
+    lengths: list[int] = []
+
+    class Counting(FileConnector):
+        def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+            lengths.append(len(buffer))
+            super().read_into(key, start, buffer, etag=etag)
+
+    connector = Counting(tmp_path)
+    connector.gap_bytes = gap_bytes
+    found = loaderkit.restore(f"memory://c{'.tar' * is_packed}", connectors={"memory": connector}, verify=True)
+    assert torch.equal(found["big"], torch.ones(6_000_000))
+    assert (max(lengths) > stages._STEP_BYTES) is is_whole

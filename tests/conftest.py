@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from PIL import Image
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
+
+# What a shell begins in the background ignores Ctrl-C, and so would all that is begun here.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How busy a machine is decides no test.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

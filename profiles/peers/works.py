@@ -122,6 +122,9 @@ _ITEMS = (
     _peer("grain-processes", "grain", "grain", workers="processes"),
 )
 
+# As it comes: with one thread, since the records are small and lie here.
+_RECORDS = (_LOADERKIT, _own("loaderkit-auto", prefetch__concurrency="auto"), *_ITEMS[1:])
+
 _ARRAYS = (_LOADERKIT, _peer("dataloader", "torch", "dataloader"), _limit("limit-preadv", "preadv"))
 
 _LARGE_PHOTOS = (
@@ -192,7 +195,7 @@ _ALL = (
         "records of 16 bytes of one .npy, batch 64",
         "records",
         ("records",),
-        _ITEMS,
+        _RECORDS,
         skip=64,
         warm=20_000,
         least=64,
@@ -204,7 +207,7 @@ _ALL = (
         "windows of 2,049 tokens of a file of 1 GB, batch 16",
         "tokens",
         ("tokens",),
-        _ITEMS[:4],
+        _RECORDS[:5],
         skip=32,
         warm=2000,
     ),

@@ -43,7 +43,8 @@ from loaderkit.types import Connector, Source
 logger = logging.getLogger("loaderkit")
 
 # Bytes: to copy records into a batch no larger takes about as long as to say which. Most of that is Python, whose lock two
-# threads would pass to and fro: 160 us a batch of 64 records of 16 bytes instead of 114, 124 instead of 87 for 16 windows.
+# threads would pass to and fro: a batch of 64 records of 16 bytes every 137 us instead of 109, to a loop that does nothing;
+# every 437 instead of 381 to one that takes 200; as often to one that takes 50.
 _LITTLE = 2**19
 
 

@@ -106,14 +106,17 @@ def test_other_modes(place: Path) -> None:
 def test_nothing_is_left_when_it_is_stopped(place: Path) -> None:
     arguments = ["--work", "files", "--contestants", "loaderkit,dataloader-pillow", "--rounds", "1000"]
     harness = subprocess.Popen(command(place, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert harness.stdout is not None
-    for line in harness.stdout:  # until the rounds have begun
-        if "round 1" in line:
-            break
-    assert len(workers(place)) > 2  # the harness and its workers
-    os.kill(harness.pid, signal.SIGINT)
-    harness.stdout.close()
-    assert harness.wait(timeout=60) == 130
+    try:
+        assert harness.stdout is not None
+        for line in harness.stdout:  # until the rounds have begun
+            if "round 1" in line:
+                break
+        assert len(workers(place)) > 2  # the harness and its workers
+        os.kill(harness.pid, signal.SIGINT)
+        harness.stdout.close()
+        assert harness.wait(timeout=60) == 130
+    finally:
+        harness.kill()
     deadline = time.monotonic() + 10
     while workers(place) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -172,11 +172,14 @@ class TestInterrupts:
         ran = subprocess.Popen(
             [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        assert ran.stdout is not None
-        assert ran.stdout.readline() == "ready\n"
-        threading.Event().wait(moment)  # the moment is what is being varied
-        ran.send_signal(signal.SIGINT)
-        _, errors = ran.communicate(timeout=60)
+        try:
+            assert ran.stdout is not None
+            assert ran.stdout.readline() == "ready\n"
+            threading.Event().wait(moment)  # the moment is what is being varied
+            ran.send_signal(signal.SIGINT)
+            _, errors = ran.communicate(timeout=60)
+        finally:
+            ran.kill()  # or it would run for ever, beside all other tests
         assert ran.returncode in (-signal.SIGINT, 130, 1)
         assert errors.rstrip().endswith("KeyboardInterrupt")
         assert errors.count("Traceback") == 1

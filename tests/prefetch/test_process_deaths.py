@@ -220,9 +220,21 @@ print(loader.stats().tuning["pids"][0], flush=True)
 BUSY = PARENT + "while True: next(stream)\n"
 
 
+_STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_on() -> Iterator[None]:
+    """A program whose test failed would run for ever, beside all other tests."""
+    yield
+    while _STARTED:
+        _STARTED.pop().kill()
+
+
 def start_parent(program: str, **options: Any) -> tuple[subprocess.Popen[str], int]:
     command = [sys.executable, "-c", program, str(Path(__file__).parent)]
     ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    _STARTED.append(ran)
     assert ran.stdout is not None
     return ran, int(ran.stdout.readline())
 

@@ -39,7 +39,6 @@ class Silent(Account):
     """Keeps no account."""
 
     def enter(self, state: int) -> float:
-        self.open_state = state
         return 0.0
 
     def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk | None = None) -> None:

@@ -15,6 +15,9 @@
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     decimals(numbers)                                      numbers as texts
  *     texts(data, ends, places)                              some of the texts that lie one behind another
+ *     Ledger                                                 a worker's time by state
+ *     delayed()                                              how long this thread has waited for a CPU
+ *     attribute(begin, end, opened, marks, done, ...)        a wait by cause
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's
@@ -59,5 +62,9 @@ PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *decimals(PyObject *self, PyObject *object);
 PyObject *texts(PyObject *self, PyObject *args);
+PyObject *delayed(PyObject *self, PyObject *args);
+PyObject *attribute(PyObject *self, PyObject *args);
+
+extern PyType_Spec ledger_spec;
 
 #endif

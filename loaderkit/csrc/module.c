@@ -16,9 +16,18 @@ static PyMethodDef methods[] = {
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"decimals", decimals, METH_O, "decimals(numbers) -> list of str"},
+    {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
+    {"attribute", attribute, METH_VARARGS, "attribute(begin, end, opened, marks, done, names, first, last) -> s by cause, or None"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels, and the order's arithmetic.", -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels, the order's arithmetic, and accounts.", -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__kernels(void) {
+    PyObject *self = PyModule_Create(&module), *ledger = PyType_FromSpec(&ledger_spec);
+    if (self == NULL || ledger == NULL || PyModule_AddObjectRef(self, "Ledger", ledger) < 0) {
+        Py_CLEAR(self);
+    }
+    Py_XDECREF(ledger);
+    return self;
+}

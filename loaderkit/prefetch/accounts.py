@@ -1,7 +1,7 @@
 """One worker's account of its time: what it is doing now, and how long it has done what.
 
-A worker writes its own account and nobody else's, without a lock; readers retry while a write is under way (a sequence
-lock). An account entry costs about a microsecond.
+A worker writes its own account and nobody else's, without a lock. The ledger it writes to is the C module's, or where there is
+none `PythonLedger`, whose readers retry while a write is under way (a sequence lock).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import thread_time
+from typing import TYPE_CHECKING, NamedTuple
 
+from loaderkit.native import kernels
 from loaderkit.prefetch.slowest import SlowItems
 from loaderkit.prefetch.tape import Entry, Item
 from loaderkit.types import Chunk
@@ -25,6 +27,9 @@ Clock = Callable[[], float]
 _RING_LENGTH = 256
 _BUCKETS_PER_OCTAVE = 4
 _NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
+MOMENT_S = (
+    50e-6  # a hand-off, not a wait; and a thread counts as computing for so short a time: to ask is a system call
+)
 _LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 5 us: only where it was off the CPU for longer
 # An entry is written in microseconds; but if it ever is not, nobody is to wait for that.
 _MOST_READINGS = 50
@@ -54,6 +59,13 @@ class Histogram:
         self._others: list[dict[int, int]] = []  # taken in, and not added up until somebody asks
         self._merged: dict[int, int] | None = None
 
+    @classmethod
+    def of(cls, counts: dict[int, int]) -> Histogram:
+        """How many durations by number of the bucket, which belong to it from now on."""
+        found = cls()
+        found._counts = counts
+        return found
+
     def add(self, seconds: float, count: int) -> None:
         bucket = int(math.log2(seconds * 1e9) * _BUCKETS_PER_OCTAVE) if seconds > 1e-9 else 0
         bucket = min(bucket, _NUM_BUCKETS - 1)
@@ -61,9 +73,7 @@ class Histogram:
 
     def copy(self) -> Histogram:
         """As it is now; for any thread."""
-        found = Histogram()
-        found._counts = self.counts.copy()
-        return found
+        return Histogram.of(self.counts.copy())
 
     def take_in(self, other: Histogram) -> None:
         """Add what is in another one, which its thread may be writing to."""
@@ -71,9 +81,7 @@ class Histogram:
 
     def minus(self, earlier: Histogram) -> Histogram:
         """What has come since `earlier`."""
-        found = Histogram()
-        found._counts = {bucket: count - earlier.counts.get(bucket, 0) for bucket, count in self.counts.items()}
-        return found
+        return Histogram.of({bucket: count - earlier.counts.get(bucket, 0) for bucket, count in self.counts.items()})
 
     @property
     def counts(self) -> dict[int, int]:
@@ -115,56 +123,72 @@ def _duration_of(bucket: int) -> float:
     return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)
 
 
-@dataclass
-class StageTotals:
-    """What one worker did in one stage."""
+class Totals(NamedTuple):
+    """What one worker did in one stage, so far."""
+
+    num_items: int
+    num_bytes: int
+    num_failed: int
+    delayed_s: float  # ready to run, and no CPU was free
+    services: dict[int, int]  # by number of the bucket
+
+
+@dataclass(slots=True)
+class _Running:
+    """The same while it is written to."""
 
     num_items: int = 0
     num_bytes: int = 0
     num_failed: int = 0
     cpu_s: float = 0.0
-    delayed_s: float = 0.0  # ready to run, and no CPU was free
+    delayed_s: float = 0.0
     services: Histogram = field(default_factory=Histogram)
 
 
-class Account:
-    """One worker's time by state, in seconds, with the interval that is still open."""
+class PythonLedger:
+    """Time by state, in seconds, with the interval that is still open; the C module's is the same, and four times as fast."""
 
     __slots__ = (
         "_clock",
         "_cpu_clock",
         "_cpu_since",
         "_delayed_since",
+        "_marks",
         "_sequence",
+        "_slow_items",
+        "_stages",
+        "_state_s",
         "_thread",
-        "is_wanted",
         "item",
-        "marks",
         "num_stages",
         "open_state",
         "since_s",
-        "slow_items",
-        "stages",
-        "state_s",
         "tape",
     )
 
-    def __init__(self, states: States, clock: Clock, *, first_state: int, since_s: float | None = None) -> None:
-        """`since_s`: when it begins; default: now."""
+    def __init__(
+        self,
+        num_stages: int,
+        num_states: int,
+        clock: Clock,
+        *,
+        first_state: int,
+        since_s: float,
+        slow_items: SlowItems,
+    ) -> None:
         self._clock = clock
         self._sequence = 0
         self._cpu_since = 0.0
         self._delayed_since = 0.0
         self._thread = 0  # who is in a stage, and the clock of its CPU time for others to read
         self._cpu_clock: int | None = None
-        self.is_wanted = True  # False: its worker is to rest, since there are to be fewer
-        self.num_stages = states.num_stages
-        self.state_s = [0.0] * states.num_states
-        self.stages = [StageTotals() for _ in range(states.num_stages)]
-        self.slow_items = SlowItems(states.num_stages)
+        self.num_stages = num_stages
+        self._state_s = [0.0] * num_states
+        self._stages = [_Running() for _ in range(num_stages)]
+        self._slow_items = slow_items
         self.open_state = first_state
-        self.since_s = clock() if since_s is None else since_s
-        self.marks: deque[tuple[float, int]] = deque([(self.since_s, first_state)], maxlen=_RING_LENGTH)
+        self.since_s = since_s
+        self._marks: deque[tuple[float, int]] = deque([(since_s, first_state)], maxlen=_RING_LENGTH)
         self.tape: deque[Entry] | None = None  # while it is recorded
         self.item: Item | None = None  # what the stages are at, for the tape
 
@@ -173,58 +197,75 @@ class Account:
         now = self._clock()
         before, since_s = self.open_state, self.since_s
         is_stage = before < self.num_stages
-        cpu_now = thread_time() if is_stage or state < self.num_stages else self._cpu_since
-        self.marks.append((now, state))  # a call, during which Ctrl-C may come: not in the middle of the entry
+        begins = state < self.num_stages and not is_stage
+        is_another = begins and self._is_another_thread()
+        cpu_now = self._cpu_since
+        if now - since_s < MOMENT_S and not is_another:
+            cpu_now += now - since_s
+        elif is_stage or begins:
+            cpu_now = thread_time()
+        cpu_s = max(0.0, cpu_now - self._cpu_since)
+        self._marks.append((now, state))  # a call, during which Ctrl-C may come: not in the middle of the entry
         self._sequence += 1
-        self.state_s[before] += now - since_s
+        self._state_s[before] += now - since_s
         if is_stage:
-            self.stages[before].cpu_s += cpu_now - self._cpu_since
-        cpu_before, self._cpu_since = self._cpu_since, cpu_now
+            self._stages[before].cpu_s += cpu_s
+        self._cpu_since = cpu_now
         self.open_state = state
         self.since_s = now
         self._sequence += 1
         if self.tape is not None:
             self.tape.append((now, state, self.item if state < self.num_stages else None))
         if is_stage:
-            off_cpu_s = now - since_s - (cpu_now - cpu_before)
+            off_cpu_s = now - since_s - cpu_s
             if off_cpu_s > _LOOK_S:
-                self._count_delay(self.stages[before], off_cpu_s)
-        elif state < self.num_stages:
-            self._begin_work(get_ident(), now - since_s)
+                self._count_delay(self._stages[before], off_cpu_s)
+        elif is_another or (begins and now - since_s > _LOOK_S):
+            self._delayed_since = delayed_so_far_s()
         return now
 
-    def _begin_work(self, thread: int, waited_s: float) -> None:
-        """This thread enters a stage; it need not be the one that was in the last one."""
-        if thread != self._thread:
-            self._thread = thread
-            # Asked for by the thread itself: with the id of one that has ended the C library may crash.
-            self._cpu_clock = time.pthread_getcpuclockid(thread)
-        elif waited_s < _LOOK_S:
-            return
-        self._delayed_since = delayed_so_far_s()
+    def _is_another_thread(self) -> bool:
+        """Whether the calling thread is another one than that which was in a stage last; it is to be this one now."""
+        thread = get_ident()
+        if thread == self._thread:
+            return False
+        self._thread = thread
+        # Asked for by the thread itself: with the id of one that has ended the C library may crash.
+        self._cpu_clock = time.pthread_getcpuclockid(thread)
+        return True
 
-    def _count_delay(self, totals: StageTotals, most_s: float) -> None:
+    def _count_delay(self, totals: _Running, most_s: float) -> None:
         delayed_s = delayed_so_far_s()
         totals.delayed_s += min(max(0.0, delayed_s - self._delayed_since), most_s)
         self._delayed_since = delayed_s
 
     def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk | None = None) -> None:
         """Count what the open interval, in `stage`, was spent on: a `chunk`, or else a whole batch."""
-        totals = self.stages[stage]
+        totals = self._stages[stage]
         totals.num_items += num_items
         totals.num_bytes += num_bytes
         if num_items:
             now = self._clock()
             each_s = (now - self.since_s) / num_items
             totals.services.add(each_s, num_items)
-            if chunk is not None and (chunk.slowest is not None or each_s > self.slow_items.least_s[stage]):
-                self.slow_items.note(stage, chunk, each_s, now)
+            if chunk is not None and (chunk.slowest is not None or each_s > self._slow_items.least_s[stage]):
+                self._slow_items.note(stage, chunk, each_s, now)
+
+    def failed(self, stage: int, count: int) -> None:
+        """Count samples that failed in `stage`."""
+        self._stages[stage].num_failed += count
+
+    def totals(self, stage: int) -> Totals:
+        """What was done in `stage`; for any thread."""
+        running = self._stages[stage]
+        counted = (running.num_items, running.num_bytes, running.num_failed, running.delayed_s)
+        return Totals(*counted, running.services.counts.copy())
 
     def read(self, now: float) -> list[float]:
         """Seconds by state up to `now`, the open interval included and what came after `now` not; for any thread."""
         for _ in range(_MOST_READINGS):
             sequence = self._sequence
-            totals, state, since = list(self.state_s), self.open_state, self.since_s
+            totals, state, since = list(self._state_s), self.open_state, self.since_s
             if self._is_whole(sequence):
                 break
         if since <= now:
@@ -238,7 +279,7 @@ class Account:
         """CPU seconds by stage, those of the open interval included; for any thread."""
         for _ in range(_MOST_READINGS):
             sequence = self._sequence
-            found = [totals.cpu_s for totals in self.stages]
+            found = [totals.cpu_s for totals in self._stages]
             state, since = self.open_state, self._cpu_since
             open_s = 0.0
             if state < self.num_stages and self._cpu_clock is not None:
@@ -262,7 +303,7 @@ class Account:
         found = []
         until = end_s
         # From the latest mark back, and no further than needed: all 256 of them cost 140 us, and it is asked twice a batch.
-        for since, state in reversed(self.marks.copy()):
+        for since, state in reversed(self._marks.copy()):
             low, high = max(since, start_s), min(until, end_s)
             if high > low:
                 found.append((state, low, high))
@@ -272,8 +313,29 @@ class Account:
         return found
 
 
+Ledger = PythonLedger
+if not TYPE_CHECKING and kernels is not None:
+    Ledger = kernels.Ledger
+
+
+class Account(Ledger):
+    """One worker's ledger, and what else is known of that worker."""
+
+    __slots__ = ("is_wanted", "slow_items")
+
+    def __init__(self, states: States, clock: Clock, *, first_state: int, since_s: float | None = None) -> None:
+        """`since_s`: when it begins; default: now."""
+        self.is_wanted = True  # False: its worker is to rest, since there are to be fewer
+        self.slow_items = SlowItems(states.num_stages)
+        begun_s = clock() if since_s is None else since_s
+        sizes = (states.num_stages, states.num_states)
+        super().__init__(*sizes, clock, first_state=first_state, since_s=begun_s, slow_items=self.slow_items)
+
+
 def delayed_so_far_s() -> float:
     """How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not."""
+    if kernels is not None:
+        return float(kernels.delayed())
     try:
         with io.FileIO("/proc/thread-self/schedstat") as file:
             return int(file.read(64).split()[1]) * 1e-9

@@ -502,7 +502,8 @@ class Engine:
                 num_failed = len(item.failures)
                 num_bytes = self.stages[number].run(item)
                 account.served(number, len(item), num_bytes or 0, item)
-                account.stages[number].num_failed += len(item.failures) - num_failed
+                if len(item.failures) > num_failed:
+                    account.failed(number, len(item.failures) - num_failed)
         except Exception as error:
             destination.error = destination.error or error
         if not pool.plan.lands:

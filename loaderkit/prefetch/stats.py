@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.prefetch.accounts import Account, Histogram, States
+from loaderkit.prefetch.accounts import Account, Histogram, States, Totals
 from loaderkit.prefetch.host import HostStats, host_stats, together
 from loaderkit.prefetch.slowest import Slow, slowest
 from loaderkit.prefetch.turns import Trial, merged_trials
@@ -307,7 +307,7 @@ def add_accounts(
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
     for number, row in enumerate(rows):
-        totals = [account.stages[number] for account in accounts]
+        totals = [Totals(*account.totals(number)) for account in accounts]
         num_items, num_failed = sum([one.num_items for one in totals]), sum([one.num_failed for one in totals])
         if not (state_s[number] or num_items or num_failed):
             continue
@@ -318,7 +318,7 @@ def add_accounts(
         row.num_bytes += sum([one.num_bytes for one in totals])
         row.num_failed += num_failed
         for one in totals:
-            row.services.take_in(one.services)
+            row.services.take_in(Histogram.of(one.services))
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:

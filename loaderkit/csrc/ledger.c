@@ -1,0 +1,490 @@
+/* One worker's time by state, as its thread writes it and others read it: `loaderkit/prefetch/accounts.py` says what for.
+ *
+ * An entry costs 0.1 us, and 0.6 with the thread's CPU clock, which is a system call: that one is left out where it can say
+ * nothing. In Python an entry is 1.1 us where nothing else runs, and several times as much between the stages of a pipeline,
+ * which leave nothing of it in the caches. Whoever is in here has the GIL, so nobody ever sees half an entry. */
+#include "kernels.h"
+
+#include <fcntl.h>
+#include <math.h>
+#include <pthread.h>
+#include <structmember.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define RING_LENGTH 256
+#define BUCKETS_PER_OCTAVE 4
+#define NUM_BUCKETS (40 * BUCKETS_PER_OCTAVE)
+#define LOOK_S 1e-3   /* what a thread waited for is asked only where it was off the CPU for longer */
+#define MOMENT_S 50e-6 /* a hand-off, not a wait; and a thread counts as computing for so short a time, unasked */
+
+typedef struct {
+    long long num_items, num_bytes, num_failed;
+    double cpu_s, delayed_s;
+    long long services[NUM_BUCKETS];
+} Totals;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *clock; /* NULL: time.perf_counter, which is read without a call */
+    PyObject *tape, *item, *slow_items, *least_s;
+    int num_stages, num_states, open_state, has_thread, has_cpu_clock;
+    double since_s, delayed_since_s;
+    double cpu_since_s; /* the thread's CPU time when the open interval began, if that is in a stage */
+    pthread_t thread; /* who is in a stage, and the clock of its CPU time for others to read */
+    clockid_t cpu_clock;
+    Totals *totals;
+    double *state_s;
+    double mark_s[RING_LENGTH];
+    int mark_state[RING_LENGTH];
+    long num_marks;
+} Ledger;
+
+static double seconds_of(clockid_t clock) {
+    struct timespec now;
+    /* As Python counts: nanoseconds, divided. */
+    return clock_gettime(clock, &now) < 0 ? -1.0 : (double)((long long)now.tv_sec * 1000000000LL + now.tv_nsec) / 1e9;
+}
+
+/* The time; -1 with an exception if the clock raises. */
+static double now_of(const Ledger *self) {
+    if (self->clock == NULL) {
+        return seconds_of(CLOCK_MONOTONIC);
+    }
+    PyObject *found = PyObject_CallNoArgs(self->clock);
+    const double now = found == NULL ? -1.0 : PyFloat_AsDouble(found);
+    Py_XDECREF(found);
+    return now;
+}
+
+/* How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not. */
+static double delayed_so_far_s(void) {
+    char text[64];
+    const int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        return 0.0;
+    }
+    const ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    unsigned long long on_cpu, delayed;
+    text[length > 0 ? length : 0] = '\0';
+    return sscanf(text, "%llu %llu", &on_cpu, &delayed) == 2 ? (double)delayed * 1e-9 : 0.0;
+}
+
+PyObject *delayed(PyObject *self, PyObject *args) {
+    (void)self;
+    (void)args;
+    return PyFloat_FromDouble(delayed_so_far_s());
+}
+
+static void mark(Ledger *self, double now, int state) {
+    self->mark_s[self->num_marks % RING_LENGTH] = now;
+    self->mark_state[self->num_marks % RING_LENGTH] = state;
+    self->num_marks++;
+}
+
+/* Which state has this number; -1 with a ValueError for none. */
+static int state_of(const Ledger *self, PyObject *object, int num_states) {
+    const long state = PyLong_AsLong(object);
+    if (!(state == -1 && PyErr_Occurred()) && (state < 0 || state >= num_states)) {
+        PyErr_Format(PyExc_ValueError, "state %ld of %d, %d of them stages", state, self->num_states, self->num_stages);
+    }
+    return PyErr_Occurred() ? -1 : (int)state;
+}
+
+static int record(const Ledger *self, double now, int state) {
+    PyObject *entry = Py_BuildValue("(diO)", now, state, state < self->num_stages && self->item ? self->item : Py_None);
+    PyObject *done = entry == NULL ? NULL : PyObject_CallMethod(self->tape, "append", "O", entry);
+    Py_XDECREF(entry);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* Whether the calling thread is another one than that which was in a stage last; it is to be this one now. */
+static int is_another_thread(Ledger *self) {
+    const pthread_t thread = pthread_self();
+    if (self->has_thread && pthread_equal(thread, self->thread)) {
+        return 0;
+    }
+    self->thread = thread;
+    self->has_thread = 1;
+#ifdef __linux__
+    self->has_cpu_clock = pthread_getcpuclockid(thread, &self->cpu_clock) == 0;
+#endif
+    return 1;
+}
+
+static PyObject *enter(Ledger *self, PyObject *object) {
+    const int state = state_of(self, object, self->num_states), before = self->open_state;
+    const double now = state < 0 ? -1.0 : now_of(self);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    const int was_stage = before < self->num_stages, is_stage = state < self->num_stages;
+    const double passed_s = now - self->since_s, cpu_before_s = self->cpu_since_s;
+    const int is_another = is_stage && !was_stage && is_another_thread(self);
+    if (passed_s < MOMENT_S && !is_another) {
+        self->cpu_since_s += passed_s;
+    } else if (was_stage || is_stage) {
+        self->cpu_since_s = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+    }
+    const double cpu_s = fmax(0.0, self->cpu_since_s - cpu_before_s);
+    self->state_s[before] += passed_s;
+    self->open_state = state;
+    self->since_s = now;
+    mark(self, now, state);
+    if (was_stage) {
+        Totals *totals = &self->totals[before];
+        totals->cpu_s += cpu_s;
+        if (passed_s - cpu_s > LOOK_S) {
+            const double delayed_s = delayed_so_far_s(), more_s = delayed_s - self->delayed_since_s;
+            totals->delayed_s += fmin(fmax(0.0, more_s), passed_s - cpu_s);
+            self->delayed_since_s = delayed_s;
+        }
+    } else if (is_stage && (is_another || passed_s > LOOK_S)) {
+        self->delayed_since_s = delayed_so_far_s();
+    }
+    if (self->tape != NULL && self->tape != Py_None && record(self, now, state) < 0) {
+        return NULL;
+    }
+    return PyFloat_FromDouble(now);
+}
+
+/* Have the slowest noted, if this chunk is among them. */
+static int note_slow(Ledger *self, int stage, PyObject *chunk, double each_s, double now) {
+    PyObject *slowest = PyObject_GetAttrString(chunk, "slowest");
+    if (slowest == NULL) {
+        return -1;
+    }
+    const double least_s = PyFloat_AsDouble(PyList_GET_ITEM(self->least_s, stage));
+    const int is_slow = slowest != Py_None || each_s > least_s;
+    Py_DECREF(slowest);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    PyObject *done = !is_slow ? Py_NewRef(Py_None) : PyObject_CallMethod(self->slow_items, "note", "iOdd", stage, chunk, each_s, now);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+static int bucket_of(double seconds) {
+    const int bucket = seconds > 1e-9 ? (int)(log2(seconds * 1e9) * BUCKETS_PER_OCTAVE) : 0;
+    return bucket < NUM_BUCKETS ? bucket : NUM_BUCKETS - 1;
+}
+
+static PyObject *served(Ledger *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 3 && count != 4) {
+        PyErr_SetString(PyExc_TypeError, "served(stage, num_items, num_bytes, chunk=None)");
+        return NULL;
+    }
+    const int stage = state_of(self, args[0], self->num_stages);
+    const long long num_items = PyLong_AsLongLong(args[1]), num_bytes = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Totals *totals = &self->totals[stage];
+    totals->num_items += num_items;
+    totals->num_bytes += num_bytes;
+    if (num_items > 0) {
+        const double now = now_of(self), each_s = (now - self->since_s) / (double)num_items;
+        if (PyErr_Occurred()) {
+            return NULL;
+        }
+        totals->services[bucket_of(each_s)] += num_items;
+        if (count == 4 && args[3] != Py_None && note_slow(self, stage, args[3], each_s, now) < 0) {
+            return NULL;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *failed(Ledger *self, PyObject *args) {
+    int stage, count;
+    if (!PyArg_ParseTuple(args, "ii", &stage, &count)) {
+        return NULL;
+    }
+    if (stage < 0 || stage >= self->num_stages) {
+        PyErr_SetString(PyExc_ValueError, "there is no such stage");
+        return NULL;
+    }
+    self->totals[stage].num_failed += count;
+    Py_RETURN_NONE;
+}
+
+/* What of [low_s, high_s) was spent in the entry that is `back` entries from the latest; < 0: that is older than the marks,
+ * or nothing before `low_s` counts any more. Sets `state`, and the entry's beginning and end within it. */
+static int entry_of(const Ledger *self, long back, double low_s, double high_s, int *state, double *from_s, double *to_s) {
+    const long kept = self->num_marks < RING_LENGTH ? self->num_marks : RING_LENGTH, place = self->num_marks - 1 - back;
+    if (back >= kept) {
+        return -1;
+    }
+    const double until_s = back ? self->mark_s[(place + 1) % RING_LENGTH] : high_s;
+    if (back && until_s <= low_s) {
+        return -1;
+    }
+    *state = self->mark_state[place % RING_LENGTH];
+    *from_s = fmax(self->mark_s[place % RING_LENGTH], low_s);
+    *to_s = fmin(until_s, high_s);
+    return *to_s > *from_s;
+}
+
+static PyObject *timeline(Ledger *self, PyObject *args) {
+    double start_s, end_s, from_s, to_s;
+    int state, is_any;
+    PyObject *found = PyArg_ParseTuple(args, "dd", &start_s, &end_s) ? PyList_New(0) : NULL;
+    for (long back = 0; found != NULL && (is_any = entry_of(self, back, start_s, end_s, &state, &from_s, &to_s)) >= 0; back++) {
+        PyObject *entry = is_any ? Py_BuildValue("(idd)", state, from_s, to_s) : NULL;
+        if (is_any && (entry == NULL || PyList_Append(found, entry) < 0)) {
+            Py_CLEAR(found);
+        }
+        Py_XDECREF(entry);
+    }
+    return found;
+}
+
+static PyObject *list_of(const double *values, int count) {
+    PyObject *found = PyList_New(count);
+    for (int i = 0; i < count && found != NULL; i++) {
+        PyObject *value = PyFloat_FromDouble(values[i]);
+        if (value == NULL) {
+            Py_CLEAR(found);
+        } else {
+            PyList_SET_ITEM(found, i, value);
+        }
+    }
+    return found;
+}
+
+static PyObject *read_states(Ledger *self, PyObject *object) {
+    const double now = PyFloat_AsDouble(object);
+    double *state_s = PyErr_Occurred() ? NULL : PyMem_Malloc((size_t)self->num_states * sizeof(double));
+    if (state_s == NULL) {
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    memcpy(state_s, self->state_s, (size_t)self->num_states * sizeof(double));
+    if (self->since_s <= now) {
+        state_s[self->open_state] += now - self->since_s;
+    } else { /* the worker has gone on since `now`, in which time the reader may have waited for the GIL */
+        double from_s, to_s;
+        int state, is_any;
+        for (long back = 0; (is_any = entry_of(self, back, now, self->since_s, &state, &from_s, &to_s)) >= 0; back++) {
+            state_s[state] -= is_any ? to_s - from_s : 0.0;
+        }
+    }
+    PyObject *found = list_of(state_s, self->num_states);
+    PyMem_Free(state_s);
+    return found;
+}
+
+static PyObject *read_cpu(Ledger *self, PyObject *unused) {
+    (void)unused;
+    PyObject *found = PyList_New(self->num_stages);
+    for (int i = 0; i < self->num_stages && found != NULL; i++) {
+        double cpu_s = self->totals[i].cpu_s;
+        if (i == self->open_state && self->has_cpu_clock) { /* of a thread that has just ended there is none any more */
+            cpu_s += fmax(0.0, seconds_of(self->cpu_clock) - self->cpu_since_s);
+        }
+        PyObject *value = PyFloat_FromDouble(cpu_s);
+        if (value == NULL) {
+            Py_CLEAR(found);
+        } else {
+            PyList_SET_ITEM(found, i, value);
+        }
+    }
+    return found;
+}
+
+static PyObject *services_of(const Totals *totals) {
+    PyObject *found = PyDict_New();
+    for (long bucket = 0; bucket < NUM_BUCKETS && found != NULL; bucket++) {
+        if (totals->services[bucket]) {
+            PyObject *key = PyLong_FromLong(bucket), *count = PyLong_FromLongLong(totals->services[bucket]);
+            if (key == NULL || count == NULL || PyDict_SetItem(found, key, count) < 0) {
+                Py_CLEAR(found);
+            }
+            Py_XDECREF(key);
+            Py_XDECREF(count);
+        }
+    }
+    return found;
+}
+
+static PyObject *totals_of(Ledger *self, PyObject *object) {
+    const int stage = state_of(self, object, self->num_stages);
+    if (stage < 0) {
+        return NULL;
+    }
+    const Totals *totals = &self->totals[stage];
+    PyObject *services = services_of(totals);
+    return services == NULL ? NULL : Py_BuildValue("(LLLdN)", totals->num_items, totals->num_bytes, totals->num_failed, totals->delayed_s, services);
+}
+
+static int init(Ledger *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"num_stages", "num_states", "clock", "first_state", "since_s", "slow_items", NULL};
+    PyObject *clock, *slow_items;
+    int num_stages, num_states, first_state;
+    double since_s;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiOidO", names, &num_stages, &num_states, &clock, &first_state, &since_s, &slow_items)) {
+        return -1;
+    }
+    if (self->totals != NULL || num_stages < 1 || num_states < num_stages || first_state < 0 || first_state >= num_states) {
+        PyErr_SetString(PyExc_ValueError, "a ledger has stages, states, one of them to begin with, and is made once");
+        return -1;
+    }
+    PyObject *times = PyImport_ImportModule("time"), *usual = times == NULL ? NULL : PyObject_GetAttrString(times, "perf_counter");
+    self->least_s = usual == NULL ? NULL : PyObject_GetAttrString(slow_items, "least_s");
+    self->totals = PyMem_Calloc((size_t)num_stages, sizeof(Totals));
+    self->state_s = PyMem_Calloc((size_t)num_states, sizeof(double));
+    if (self->totals == NULL || self->state_s == NULL) {
+        PyErr_NoMemory();
+    } else if (self->least_s != NULL && (!PyList_Check(self->least_s) || PyList_GET_SIZE(self->least_s) != num_stages)) {
+        PyErr_SetString(PyExc_ValueError, "slow_items.least_s must have a number for every stage");
+    }
+#ifdef __linux__
+    const int is_usual = clock == usual;
+#else
+    const int is_usual = 0; /* another clock there */
+#endif
+    Py_XDECREF(times);
+    Py_XDECREF(usual);
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    self->clock = is_usual ? NULL : Py_NewRef(clock);
+    self->slow_items = Py_NewRef(slow_items);
+    self->num_stages = num_stages;
+    self->num_states = num_states;
+    self->open_state = first_state;
+    self->since_s = since_s;
+    mark(self, since_s, first_state);
+    return 0;
+}
+
+static int traverse(Ledger *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->clock);
+    Py_VISIT(self->tape);
+    Py_VISIT(self->item);
+    Py_VISIT(self->slow_items);
+    Py_VISIT(self->least_s);
+    return 0;
+}
+
+static int clear(Ledger *self) {
+    Py_CLEAR(self->clock);
+    Py_CLEAR(self->tape);
+    Py_CLEAR(self->item);
+    Py_CLEAR(self->slow_items);
+    Py_CLEAR(self->least_s);
+    return 0;
+}
+
+static void dealloc(Ledger *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    PyMem_Free(self->totals);
+    PyMem_Free(self->state_s);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef ledger_methods[] = {
+    {"enter", (PyCFunction)enter, METH_O, "enter(state) -> the time"},
+    {"served", (PyCFunction)(void (*)(void))served, METH_FASTCALL, "served(stage, num_items, num_bytes, chunk=None)"},
+    {"failed", (PyCFunction)failed, METH_VARARGS, "failed(stage, count)"},
+    {"read", (PyCFunction)read_states, METH_O, "read(now) -> list of s by state"},
+    {"read_cpu", (PyCFunction)read_cpu, METH_NOARGS, "read_cpu() -> list of s by stage"},
+    {"timeline", (PyCFunction)timeline, METH_VARARGS, "timeline(start_s, end_s) -> list of (state, since, until)"},
+    {"totals", (PyCFunction)totals_of, METH_O, "totals(stage) -> (num_items, num_bytes, num_failed, delayed_s, services)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef ledger_members[] = {
+    {"num_stages", T_INT, offsetof(Ledger, num_stages), READONLY, NULL},
+    {"open_state", T_INT, offsetof(Ledger, open_state), READONLY, NULL},
+    {"since_s", T_DOUBLE, offsetof(Ledger, since_s), READONLY, NULL},
+    {"tape", T_OBJECT, offsetof(Ledger, tape), 0, NULL},
+    {"item", T_OBJECT, offsetof(Ledger, item), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot ledger_slots[] = {
+    {Py_tp_doc, "One worker's time by state."},
+    {Py_tp_init, init},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, clear},
+    {Py_tp_methods, ledger_methods},
+    {Py_tp_members, ledger_members},
+    {0, NULL},
+};
+
+PyType_Spec ledger_spec = {
+    "loaderkit._kernels.Ledger", sizeof(Ledger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, ledger_slots,
+};
+
+/* Add what was spent on a cause. */
+static int add_to(PyObject *found, PyObject *cause, double seconds) {
+    PyObject *before = PyDict_GetItemWithError(found, cause);
+    PyObject *sum = PyErr_Occurred() ? NULL : PyFloat_FromDouble(seconds + (before == NULL ? 0.0 : PyFloat_AsDouble(before)));
+    const int error = sum == NULL || PyDict_SetItem(found, cause, sum) < 0;
+    Py_XDECREF(sum);
+    return error ? -1 : 0;
+}
+
+/* attribute(begin, end, opened, marks, done, names, first, last): what `stalls.attribute` gives, where `first` is the cause
+ * before `opened`, and `last` that after `done`; None if the workers have to be asked, for the time in a queue. */
+PyObject *attribute(PyObject *self, PyObject *args) {
+    double begin_s, end_s, opened_s, done_s;
+    PyObject *marks, *names, *first, *last;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "dddO!dO!OO", &begin_s, &end_s, &opened_s, &PyList_Type, &marks, &done_s, &PyList_Type, &names, &first, &last)) {
+        return NULL;
+    }
+    PyObject *found = PyDict_New(), *cause = first;
+    double since_s = fmin(begin_s, opened_s);
+    long queue = 0;
+    const Py_ssize_t count = PyList_GET_SIZE(marks);
+    for (Py_ssize_t i = -1; i < count + 2 && found != NULL; i++) {
+        double until_s = i < 0 ? opened_s : i == count ? done_s : end_s;
+        long state = -1; /* queued for the first pool */
+        PyObject *following = i >= count ? last : NULL;
+        if (i >= 0 && i < count) {
+            PyObject *entry = PyList_GET_ITEM(marks, i);
+            if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) != 2) {
+                PyErr_SetString(PyExc_TypeError, "marks are pairs");
+                break;
+            }
+            until_s = PyFloat_AsDouble(PyTuple_GET_ITEM(entry, 0));
+            state = PyLong_AsLong(PyTuple_GET_ITEM(entry, 1));
+            if (PyErr_Occurred() || state >= PyList_GET_SIZE(names)) {
+                PyErr_SetString(PyExc_ValueError, "marks are a time and the number of a stage, or of a queue");
+                break;
+            }
+            following = state >= 0 ? PyList_GET_ITEM(names, state) : NULL;
+        }
+        if (cause == NULL && following == NULL && state == queue) {
+            continue; /* taken out of the queue: it goes into its first stage at once */
+        }
+        const double low_s = fmax(since_s, begin_s), high_s = fmin(until_s, end_s);
+        if (high_s > low_s) {
+            PyObject *charged = cause == NULL && until_s - since_s < MOMENT_S ? following : cause;
+            if (charged == NULL) {
+                Py_DECREF(found);
+                Py_RETURN_NONE;
+            }
+            if (add_to(found, charged, high_s - low_s) < 0) {
+                break;
+            }
+        }
+        since_s = until_s;
+        cause = following;
+        queue = state;
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(found);
+    }
+    return found;
+}

@@ -95,8 +95,10 @@ static int state_of(const Ledger *self, PyObject *object, int num_states) {
 
 static int record(const Ledger *self, double now, int state) {
     PyObject *entry = Py_BuildValue("(diO)", now, state, state < self->num_stages && self->item ? self->item : Py_None);
-    PyObject *done = entry == NULL ? NULL : PyObject_CallMethod(self->tape, "append", "O", entry);
+    PyObject *append = entry == NULL ? NULL : PyObject_GetAttrString(self->tape, "append");
+    PyObject *done = append == NULL ? NULL : PyObject_CallOneArg(append, entry);
     Py_XDECREF(entry);
+    Py_XDECREF(append);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

@@ -19,8 +19,9 @@ from typing import NamedTuple
 from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 
 _WINDOW = 12  # chunks a way is tried for
-_PATIENCE = 1000  # chunks until the other way is tried again
-_PATIENCE_S = 5.0  # and no longer than that with one worker alone: its store may have turned slow
+_WINDOW_S = 0.05  # and no shorter: who has the GIL keeps it for 5 ms, in which it may do a score of short chunks
+_PATIENCE = 1000  # chunks until one worker alone is tried again
+_PATIENCE_S = 5.0  # until all are again: the store may have turned slow
 # Of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for.
 _BUSY_SHARE = 0.75
 # How long a thread that wakes up waits for the GIL says whether the others hold it. Waits are either short or as long as the
@@ -82,6 +83,24 @@ _SETTLED = Ticket(0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
 
 
 @dataclass
+class _Sums:
+    """Of the chunks of a window: all that was measured, but for what no wait for the GIL explains."""
+
+    num_samples: int = 0
+    seconds: float = 0.0
+    undelayed_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def add(self, num_samples: int, seconds: float, undelayed_s: float, cpu_s: float) -> None:
+        """A chunk took `seconds`, in which its worker had a CPU or waited for something else than one for `undelayed_s`."""
+        most_s = cpu_s + _MOST_WAIT_S
+        self.num_samples += num_samples
+        self.seconds += min(seconds, seconds - undelayed_s + most_s)
+        self.undelayed_s += min(undelayed_s, most_s)
+        self.cpu_s += cpu_s
+
+
+@dataclass
 class _Together:
     """What was got done while workers overlapped, from when on."""
 
@@ -107,6 +126,9 @@ class Turns:
         self._speeds: deque[float] = deque(maxlen=_WINDOW)  # of the pool, in samples a second, as each chunk had it
         self._undelayed_speeds: deque[float] = deque(maxlen=_WINDOW)  # of each worker, had it always had a CPU
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
+        self._sums = _Sums()
+        self._window_ends_s = 0.0
+        self._usual_s: float | None = None  # that a chunk takes
         self._gil_waits: deque[float] = deque(maxlen=_MOST_PROBES)
         self._next_probe_s = 0.0  # the earliest, while it is settled who works
         self._is_long = False  # chunks take so long that to ask for the GIL costs nothing
@@ -185,20 +207,26 @@ class Turns:
             seconds = max(now - ticket.since_s, 1e-9)
             num_inside = max(ticket.num_inside, self._num_inside)
             self._note_overlap(now)
+            overlap_s = self._overlap_s - ticket.overlap_since_s
             self._num_inside -= 1
             self._num_at_work -= 1
-            self._is_long = seconds > _LONG_S
+            self._usual_s = seconds if self._usual_s is None else 0.9 * self._usual_s + 0.1 * seconds
+            self._is_long = self._usual_s > _LONG_S
             if not self.one_at_a_time:
-                self._together.num_samples += num_samples * (self._overlap_s - ticket.overlap_since_s) / seconds
+                self._together.num_samples += num_samples * overlap_s / seconds
             # A worker beside nobody says nothing of all of them, nor does one beside others of one alone.
-            if (num_inside == 1) != self.one_at_a_time:
+            if (overlap_s > 0) == self.one_at_a_time:
                 return
+            if not self._speeds:
+                self._window_ends_s = ticket.since_s + _WINDOW_S
             self._speeds.append(num_inside * num_samples / seconds)
             # A thread that another program keeps from its CPU does not wait: one alone would be no better off.
-            self._undelayed_speeds.append(num_samples / max(seconds - delayed_s, cpu_s, 1e-9))
-            self._cpu_shares.append(cpu_s / max(seconds - delayed_s, cpu_s, 1e-9))
+            undelayed_s = max(seconds - delayed_s, cpu_s, 1e-9)
+            self._undelayed_speeds.append(num_samples / undelayed_s)
+            self._cpu_shares.append(cpu_s / undelayed_s)
+            self._sums.add(num_samples, seconds, undelayed_s, cpu_s)
             self._num_left -= 1
-            if self._num_left <= 0 or self._is_hopeless():
+            if (self._num_left <= 0 and now >= self._window_ends_s) or self._is_hopeless():
                 self._decide()
 
     def _ask_for_gil(self) -> float:
@@ -222,6 +250,7 @@ class Turns:
         """One alone, on trial, is plainly slower: with many workers that wait for a store each of its chunks is dear."""
         return (
             self.one_at_a_time
+            and self._is_long
             and self._free_speed is not None
             and len(self._speeds) >= _LEAST
             and median(self._speeds) < _HOPELESS * self._free_speed
@@ -237,9 +266,15 @@ class Turns:
         if not self._is_long:
             self._gil_waits.clear()  # nobody asks any more
         # Medians: a chunk during which the whole process stood still says nothing of either way.
-        speed, cpu_share = median(self._speeds), median(self._cpu_shares)
+        speed, alone_speed, cpu_share = map(median, (self._speeds, self._undelayed_speeds, self._cpu_shares))
+        if not self._is_long:  # but one short chunk in a score may have waited for the GIL longer than all others took
+            sums, together = self._sums, self._together
+            speed, alone_speed = sums.num_samples / sums.seconds, sums.num_samples / sums.undelayed_s
+            if not self.one_at_a_time:
+                speed = together.num_samples / max(self._overlap_s - together.overlap_begun_s, 1e-9)
+            cpu_share = sums.cpu_s / sums.undelayed_s
         is_waiting = cpu_share < _BUSY_SHARE or (self._gil_wait_s() or 0.0) > _SUSPECT_S
-        self._compare(median(self._undelayed_speeds), Trial(None, 1 - cpu_share), is_waiting)
+        self._compare(alone_speed, Trial(None, 1 - cpu_share), is_waiting)
         self._forget()
         if not self.one_at_a_time:
             self._free_speed = speed
@@ -247,7 +282,7 @@ class Turns:
             self._num_left = _WINDOW if is_waiting else self._patience
         elif self._free_speed is not None and speed > _GAIN * self._free_speed:
             self._free_speed = None  # one alone is better: keep that, and look at the other way again later
-            self._num_left = self._patience = _PATIENCE
+            self._num_left, self._patience = _MOST_PATIENCE, _PATIENCE
             self._until_s = self._clock() + _PATIENCE_S
         elif self._free_speed is None:
             self._let_all_in(_WINDOW)
@@ -282,3 +317,4 @@ class Turns:
     def _forget(self) -> None:
         for seen in (self._speeds, self._undelayed_speeds, self._cpu_shares):
             seen.clear()
+        self._sums = _Sums()

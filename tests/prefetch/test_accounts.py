@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ledgers import PythonAccount, both
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.native import kernels
 from loaderkit.prefetch import stalls
-from loaderkit.prefetch.accounts import Account, Histogram, States
+from loaderkit.prefetch.accounts import Account, Histogram, States, Totals
+from loaderkit.types import Chunk, Destination
+
+INDICES = np.arange(4)
 
 
 class HandClock:
@@ -29,11 +37,12 @@ class HandClock:
         return self.now
 
 
+@both
 class TestAccount:
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), max_size=40))
-    def test_sums_to_the_time_there_was(self, steps: list[tuple[int, float]]) -> None:
+    def test_sums_to_the_time_there_was(self, account_type: type[Account], steps: list[tuple[int, float]]) -> None:
         clock = HandClock()
-        account = Account(States(3), clock, first_state=3)
+        account = account_type(States(3), clock, first_state=3)
         expected = [0.0] * 6
         state = 3
         for following, seconds in steps:
@@ -46,9 +55,11 @@ class TestAccount:
         assert account.read(clock.now) == pytest.approx(expected)
 
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.data())
-    def test_the_timeline_is_what_happened(self, steps: list[tuple[int, float]], data: st.DataObject) -> None:
+    def test_the_timeline_is_what_happened(
+        self, account_type: type[Account], steps: list[tuple[int, float]], data: st.DataObject
+    ) -> None:
         clock = HandClock()
-        account = Account(States(3), clock, first_state=3)
+        account = account_type(States(3), clock, first_state=3)
         timeline = [(100.0, 3)]
         for state, seconds in steps:
             clock.now += seconds
@@ -67,9 +78,9 @@ class TestAccount:
             found[state] = found.get(state, 0.0) + until - since
         assert found == pytest.approx(expected)
 
-    def test_a_reader_never_sees_half_an_entry(self) -> None:
+    def test_a_reader_never_sees_half_an_entry(self, account_type: type[Account]) -> None:
         """Entries made by one thread, read by another: the sum is always the age of the account."""
-        account = Account(States(2), time.perf_counter, first_state=2)
+        account = account_type(States(2), time.perf_counter, first_state=2)
         begun = account.since_s
         stop = threading.Event()
 
@@ -89,6 +100,106 @@ class TestAccount:
         finally:
             stop.set()
             thread.join()
+
+    def test_cpu_time_is_that_of_the_thread(self, account_type: type[Account]) -> None:
+        """Of what takes long, asked; of what takes a moment, taken for granted."""
+        account = account_type(States(2), time.perf_counter, first_state=2)
+        begun_s, sum_s = time.thread_time(), 0.0
+        for number in range(50):
+            account.enter(number % 2)
+            until_s = time.thread_time() + (2e-3 if number % 10 == 0 else 0.0)
+            while time.thread_time() < until_s:
+                pass
+            if number % 10 == 5:
+                account.enter(4)
+        sum_s = sum(account.read_cpu())
+        assert sum_s == pytest.approx(time.thread_time() - begun_s, rel=0.2)
+        assert sum_s >= 5 * 2e-3 * 0.99
+
+    def test_another_thread_may_go_on_with_it(self, account_type: type[Account]) -> None:
+        """Its CPU time has nothing to do with that of the one before, however short the time in between."""
+        account = account_type(States(1), time.perf_counter, first_state=1)
+
+        def work(seconds: float) -> None:
+            until_s = time.thread_time() + seconds
+            while time.thread_time() < until_s:
+                pass
+            account.enter(0)
+            until_s = time.thread_time() + 2e-3
+            while time.thread_time() < until_s:
+                pass
+            account.enter(1)
+
+        for seconds in (0.05, 0.0, 0.03, 0.0):
+            thread = threading.Thread(target=work, args=(seconds,))
+            thread.start()
+            thread.join()
+        assert 8e-3 * 0.99 <= account.read_cpu()[0] < 12e-3
+
+    def test_a_clock_that_raises_leaves_it_as_it_was(self, account_type: type[Account]) -> None:
+        clock = HandClock()
+        account = account_type(States(1), clock, first_state=1)
+        del clock.now
+        with pytest.raises(AttributeError):
+            account.enter(0)
+        assert account.open_state == 1
+        assert account.read(103.0) == pytest.approx([0, 3, 0, 0])
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+def test_nothing_is_written_where_there_is_no_such_state() -> None:
+    account: Any = Account(States(2), time.perf_counter, first_state=2)
+    wrong: list[Callable[[], None]] = [
+        lambda: account.enter(5),
+        lambda: account.enter(-1),
+        lambda: account.enter(2**80),
+        lambda: account.enter("read"),
+        lambda: account.served(2, 1, 1),
+        lambda: account.served(0, 1),
+        lambda: account.served(0, 2**80, 1),
+        lambda: account.failed(2, 1),
+        lambda: account.totals(2),
+        lambda: account.__init__(States(2), time.perf_counter, first_state=2),
+    ]
+    for step in wrong:
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            step()
+    assert account.open_state == 2
+    assert [account.totals(n) for n in range(2)] == 2 * [(0, 0, 0, 0.0, {})]
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("enter"), st.integers(0, 5), st.floats(0, 10)),
+    st.tuples(st.just("served"), st.integers(0, 2), st.integers(0, 100)),
+    st.tuples(st.just("failed"), st.integers(0, 2), st.integers(0, 100)),
+)
+
+
+@given(st.lists(STEPS, max_size=600), st.data())
+def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st.DataObject) -> None:
+    clock = HandClock()
+    account, other = (kind(States(3), clock, first_state=3) for kind in (Account, PythonAccount))
+    account.tape, other.tape = deque(), deque()
+    for step, number, much in steps:
+        if step == "enter":
+            clock.now += much
+            account.item = other.item = (0, number, 1, 2)
+            assert account.enter(number) == other.enter(number)
+        elif step == "failed":
+            account.failed(number, int(much))
+            other.failed(number, int(much))
+        else:
+            chunk = Chunk(Destination(epoch=0, step=0, positions=INDICES, indices=INDICES), 0, 4, 0, INDICES)
+            for one in (account, other):
+                chunk.slowest = (float(much), 1) if number else None
+                one.served(number, int(much), 7 * number, chunk)
+    moment = data.draw(st.floats(90, clock.now + 10))
+    assert account.read(moment) == pytest.approx(other.read(moment), abs=1e-9)
+    assert account.timeline(95.0, moment) == other.timeline(95.0, moment)
+    assert [Totals(*account.totals(n)) for n in range(3)] == [other.totals(n) for n in range(3)]
+    assert [account.slow_items.kept(n) for n in range(3)] == [other.slow_items.kept(n) for n in range(3)]
+    assert account.tape == other.tape
+    assert (account.open_state, account.since_s) == (other.open_state, other.since_s)
 
 
 class TestHistogram:
@@ -133,6 +244,9 @@ class TestAttribution:
             facts,
         )
         assert sum(found.values()) == pytest.approx(length)
+        with mock.patch.object(stalls, "kernels", None):
+            way = stalls.Way(opened, marks, now + tail)
+            assert stalls.attribute(begin, begin + length, way, facts) == pytest.approx(found)
         # Another process traces more than the wait, which it does not know, and the wait is cut out later.
         longer = stalls.trace(
             min(begin, 0) - 5,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledgers import PythonAccount, both
 from of_numbers import Numbers, hang, wait_for
 
 import loaderkit
@@ -247,11 +248,14 @@ def test_a_rise_sums_and_is_never_negative(earlier: dict[str, float], later: dic
     assert min(found.values(), default=0.0) >= 0.0
 
 
+@both
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.floats(0, 1))
-def test_an_account_read_late_is_that_of_the_moment(steps: list[tuple[int, float]], share: float) -> None:
+def test_an_account_read_late_is_that_of_the_moment(
+    account_type: type[Account], steps: list[tuple[int, float]], share: float
+) -> None:
     """The reader looked at the clock, waited for the GIL, and then read: what came in between does not count."""
     now = 100.0
-    account = Account(States(3), lambda: now, first_state=3)
+    account = account_type(States(3), lambda: now, first_state=3)
     for state, seconds in steps:
         now += seconds
         account.enter(state)
@@ -353,8 +357,8 @@ class TestAnyThreadAnyTime:
             raise raised[0]
 
     def test_inside_a_stage_and_after_an_interrupt_in_an_entry(self) -> None:
-        """Ctrl-C may come while a worker's account is being written, which then stays as it is."""
-        account = Account(States(1), time.perf_counter, first_state=1)
+        """Ctrl-C may come while a worker's account is being written in Python, which then stays as it is."""
+        account: Any = PythonAccount(States(1), time.perf_counter, first_state=1)
         account.enter(0)
         account._sequence += 1
         assert len(account.read(time.perf_counter())) == 4

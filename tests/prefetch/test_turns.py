@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -11,7 +12,7 @@ from of_numbers import wait_for
 import loaderkit
 from loaderkit.prefetch.accounts import Account, States
 from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _WINDOW, Turns
+from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, Turns
 
 STATES = States(1)
 
@@ -51,15 +52,26 @@ class Machine:
         for ticket in tickets:
             self.turns.end(ticket, 10)
 
+    def work(self, seconds: float) -> None:
+        """A chunk of one worker's, which computes."""
+        ticket = self.turns.begin()
+        self._pass(seconds, 1.0)
+        self.turns.end(ticket, 10)
+
     def _pass(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         self.now += seconds
         self.delay += seconds * delayed_share
         self.cpu += seconds * cpu_share
 
     def until_tried(self, free_s: float, free_share: float) -> None:
-        for _ in range(_WINDOW):
+        for _ in range(window_of(free_s)):
             if not self.turns.one_at_a_time:
                 self.overlapping(free_s, free_share)
+
+
+def window_of(seconds: float) -> int:
+    """How many chunks of so many seconds a way is tried for."""
+    return max(_WINDOW, math.ceil(_WINDOW_S / seconds) + 1)
 
 
 def test_workers_that_compute_are_left_alone() -> None:
@@ -73,21 +85,42 @@ def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
     machine = Machine()
     machine.until_tried(0.001, 0.5)
     assert takes_turns(machine)
-    for _ in range(_PATIENCE):
+    for _ in range(round(_PATIENCE_S / 0.0004)):
         machine.overlapping(0.0004, 1.0)
         assert takes_turns(machine)
-    for _ in range(_WINDOW):
-        machine.overlapping(0.0004, 1.0)
+    for _ in range(2 * window_of(0.0004)):
+        if takes_turns(machine):
+            machine.overlapping(0.0004, 1.0)
     assert not takes_turns(machine), "the other way is looked at again"
     machine.until_tried(0.001, 0.5)
     assert takes_turns(machine)
+
+
+def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
+    """One does a score of them while the other waits for the GIL with one: nearly all chunks have waited for nothing. But
+    they take longer than one worker's do that is alone."""
+    machine = Machine()
+    num_scores = 0
+    while not takes_turns(machine):
+        waiting, cpu_s = machine.turns.begin(), machine.cpu
+        for _ in range(16):
+            if not takes_turns(machine):
+                machine.work(0.0005)
+        spent_s, machine.cpu = machine.cpu - cpu_s, cpu_s  # the waiting one's thread has had no CPU
+        machine.turns.end(waiting, 10)
+        machine.cpu += spent_s
+        num_scores += 1
+        assert num_scores < _WINDOW
+    for _ in range(round(1 / 0.0003)):
+        machine.work(0.0003)
+        assert takes_turns(machine)
 
 
 def test_one_alone_whose_work_turns_slow_is_not_left_alone() -> None:
     """It would take a thousand chunks of a second each until the next look."""
     machine = Machine()
     machine.until_tried(0.001, 0.5)
-    for _ in range(_WINDOW):
+    for _ in range(window_of(0.0004)):
         machine.overlapping(0.0004, 1.0)
     assert takes_turns(machine)
     num_slow = 0

@@ -1,0 +1,28 @@
+"""The account as it is, and as it is where loaderkit was installed without a compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from unittest import mock
+
+import pytest
+
+from loaderkit import native
+from loaderkit.prefetch import accounts
+from loaderkit.prefetch.accounts import Account
+
+
+def _in_python() -> type[Account]:
+    spec = importlib.util.spec_from_file_location("accounts_in_python", accounts.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(native, "kernels", None), mock.patch.dict(sys.modules, {spec.name: module}):
+        spec.loader.exec_module(module)
+    found: type[Account] = module.Account
+    return found
+
+
+PythonAccount = _in_python()
+both = pytest.mark.parametrize("account_type", [Account, PythonAccount], ids=["as it is", "in Python"])

@@ -10,6 +10,7 @@ import stat as stat_bits
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +37,23 @@ _TEMPORARY = {
     errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN,
 }  # fmt: skip
 
+# A file of records that is asked for ranges again and again is kept in memory if it is small: 64 records of 16 bytes take 64
+# calls of 0.4 to 1 us.
+_KEPT_BYTES = 64 * 2**20
+_MOST_LENGTH = 64 * 2**10  # longer ranges are worth a call
+_NUM_GATHERS = 4  # before a file is kept
+
 _Entry = tuple[str, os.DirEntry[str]]
 _Open = tuple[Iterator[_Entry], tuple[int, int]]
+
+
+class _Kept(NamedTuple):
+    """A file's bytes, and what it was when they were read."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    data: NDArray[np.uint8]
 
 
 class FileConnector:
@@ -52,6 +68,8 @@ class FileConnector:
     def __init__(self, root: str | Path) -> None:
         self._root = os.path.abspath(root)
         self._base = self._root if self._root.endswith("/") else self._root + "/"
+        self._kept: _Kept | None = None
+        self._gathered = ("", 0)  # the file that was asked for many ranges last, and how often in a row
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All regular files whose key starts with `prefix`, ordered by the bytes of the whole key.
@@ -106,14 +124,15 @@ class FileConnector:
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does.
 
         `starts` is int64 [n] in any order, `buffer` has n * length bytes. The file is opened once: 64 records of 16 bytes in
-        the page cache cost 30 us instead of 400.
+        the page cache cost 30 us instead of 400. Short ranges of a file of up to 64 MiB come from memory from the fifth time
+        on, as long as it stays as it is.
         """
         if len(buffer) != len(starts) * length:
             raise ValueError(f"{len(starts)} ranges of {length} bytes do not fill a buffer of {len(buffer)} bytes")
         if not len(buffer):
             return
         try:
-            num_read, *status = _read_ranges(self._path(key), starts, length, buffer)
+            num_read, *status = self._gather(self._path(key), starts, length, buffer)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -123,6 +142,24 @@ class FileConnector:
             if start < 0:
                 raise self._before_the_start(key, start)
             raise self._cut_short(key, num_here, length, start, status)
+
+    def _gather(
+        self, path: str, starts: NDArray[np.int64], length: int, buffer: memoryview
+    ) -> tuple[int, int, int, int]:
+        """Bytes read, mode, size and time of change in ns: from what is kept, or from the file."""
+        kept = self._kept
+        if kept is not None and kept.path == path:
+            found: tuple[int, int, int, int] | None = kernels.kept_ranges(*kept, starts, length, buffer)
+            if found is not None:
+                return found
+            self._kept, self._gathered = None, ("", 0)
+        found = _read_ranges(path, starts, length, buffer)
+        if kernels is not None and length <= _MOST_LENGTH and 0 < found[2] <= _KEPT_BYTES:
+            before, count = self._gathered
+            self._gathered = (path, count + 1 if path == before else 1)
+            if self._gathered[1] == _NUM_GATHERS:
+                self._kept = _whole(path, found[2])
+        return found
 
     def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
         """Read every range to its offset in `buffer`; see `BulkConnector.read_many`.
@@ -179,7 +216,8 @@ class FileConnector:
         return self._base + key
 
     def close(self) -> None:
-        """Nothing is held between two calls."""
+        """Let go of what was kept; nothing else is held between two calls."""
+        self._kept, self._gathered = None, ("", 0)
 
     def _path(self, key: str) -> str:
         if _UNUSUAL_PART.search(key):
@@ -308,6 +346,16 @@ def _read_range(path: str, start: int, buffer: memoryview) -> tuple[int, int, in
         found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer)
         return found
     return _read_with_python(path, [(start, buffer)])
+
+
+def _whole(path: str, size: int) -> _Kept | None:
+    """A file as it is now; None if it is not `size` bytes long, or cannot be read: whoever asks for more hears why."""
+    data = np.empty(size, np.uint8)
+    try:
+        num_read, _, size_now, mtime_ns = _read_range(path, 0, data.data)
+    except OSError:
+        return None
+    return _Kept(path, size, mtime_ns, data) if num_read == size == size_now else None
 
 
 def _read_ranges(path: str, starts: NDArray[np.int64], length: int, buffer: memoryview) -> tuple[int, int, int, int]:

@@ -327,6 +327,21 @@ PyObject *read_range(PyObject *self, PyObject *args) {
     return result;
 }
 
+/* The view of `starts`, int64 [n], whose ranges of `length` bytes fill the buffer; -1 with a ValueError. */
+static int get_starts(PyObject *object, Py_buffer *starts, Py_ssize_t length, const Py_buffer *buffer) {
+    if (PyObject_GetBuffer(object, starts, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        return -1;
+    }
+    const char *format = starts->format == NULL ? "" : starts->format;
+    const int is_int64 = starts->itemsize == 8 && (strcmp(format, "l") == 0 || strcmp(format, "q") == 0);
+    if (starts->ndim != 1 || !is_int64 || length < 1 || buffer->len % length != 0 || buffer->len / length != starts->len / 8) {
+        PyErr_SetString(PyExc_ValueError, "starts must be int64 [n], and the buffer n times a length of at least 1");
+        PyBuffer_Release(starts);
+        return -1;
+    }
+    return 0;
+}
+
 PyObject *gather_ranges(PyObject *self, PyObject *args) {
     PyObject *path, *starts_object, *result = NULL;
     Py_ssize_t length;
@@ -335,20 +350,46 @@ PyObject *gather_ranges(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&Onw*", PyUnicode_FSConverter, &path, &starts_object, &length, &buffer)) {
         return NULL;
     }
-    if (PyObject_GetBuffer(starts_object, &starts, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+    if (get_starts(starts_object, &starts, length, &buffer) < 0) {
         Py_DECREF(path);
     } else {
-        const char *format = starts.format == NULL ? "" : starts.format;
-        const int is_int64 = starts.itemsize == 8 && (strcmp(format, "l") == 0 || strcmp(format, "q") == 0);
-        const Py_ssize_t count = starts.len / 8;
-        if (starts.ndim != 1 || !is_int64 || length < 1 || buffer.len % length != 0 || buffer.len / length != count) {
-            PyErr_SetString(PyExc_ValueError, "starts must be int64 [n], and the buffer n times a length of at least 1");
-            Py_DECREF(path);
-        } else {
-            result = read_from(path, buffer.buf, length, starts.buf, count);
-        }
+        result = read_from(path, buffer.buf, length, starts.buf, starts.len / 8);
         PyBuffer_Release(&starts);
     }
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+/* The same from what was kept of a file, if it still is as it was then (`size` and `changed`, its time in ns); else None. */
+PyObject *kept_ranges(PyObject *self, PyObject *args) {
+    PyObject *path, *starts_object, *result = NULL;
+    Py_ssize_t length, done = 0;
+    long long size, changed;
+    Py_buffer kept, buffer, starts;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&LLy*Onw*", PyUnicode_FSConverter, &path, &size, &changed, &kept, &starts_object, &length, &buffer)) {
+        return NULL;
+    }
+    if (get_starts(starts_object, &starts, length, &buffer) == 0) {
+        struct stat status;
+        const int64_t *from = starts.buf;
+        const Py_ssize_t count = starts.len / 8;
+        char *to = buffer.buf;
+        Py_BEGIN_ALLOW_THREADS;
+        const int is_same = stat(PyBytes_AS_STRING(path), &status) == 0 && S_ISREG(status.st_mode) && status.st_size == size &&
+                            size == kept.len && (long long)status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec == changed;
+        for (Py_ssize_t i = 0; is_same && i < count && length <= size && from[i] >= 0 && from[i] <= size - length; i++) {
+            memcpy(to + done, (const char *)kept.buf + from[i], (size_t)length);
+            done += length;
+        }
+        done = is_same ? done : -1;
+        Py_END_ALLOW_THREADS;
+        /* Where a range does not lie in the file, it is the file that is to be asked, and to be spoken of. */
+        result = done < buffer.len ? Py_NewRef(Py_None) : Py_BuildValue("(nILL)", done, (unsigned int)status.st_mode, size, changed);
+        PyBuffer_Release(&starts);
+    }
+    Py_DECREF(path);
+    PyBuffer_Release(&kept);
     PyBuffer_Release(&buffer);
     return result;
 }

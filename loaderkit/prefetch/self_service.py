@@ -17,6 +17,7 @@ from loaderkit.prefetch.intake import Intake
 
 _QUICK_S = 1e-3  # a batch that would be late by more is not risked
 _TIGHT = 0.25  # of a batch's time: a loop that takes no longer between two batches does nothing
+_HAND_OFF_S = 50e-6  # nor does one that takes no longer than it takes to be handed a batch
 _NUM_TIGHT = 8
 
 
@@ -36,7 +37,8 @@ class SelfService:
         is_tight = (
             self._left_s is not None
             and quick_s is not None
-            and now - self._left_s < _TIGHT * quick_s < _TIGHT * _QUICK_S
+            and quick_s < _QUICK_S
+            and now - self._left_s < max(_TIGHT * quick_s, _HAND_OFF_S)
         )
         self._num_tight = self._num_tight + 1 if is_tight else 0
         wanted = self._num_tight >= _NUM_TIGHT and self._one_works() and not torch.is_inference_mode_enabled()

@@ -4,6 +4,7 @@ import builtins
 import errno
 import os
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from loaderkit.connectors import file
 from loaderkit.connectors.file import FileConnector
@@ -152,11 +154,70 @@ class TestGathering:
             self.gathered(tmp_path, [0], 1, "pipe")
         assert len(os.listdir("/proc/self/fd")) == before
 
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        length=st.integers(1, 50),
+        batches=st.lists(st.lists(st.integers(-3, 103), max_size=8), min_size=5, max_size=12),
+        change=st.sampled_from(["none", "other bytes", "longer", "shorter", "gone", "a directory"]),
+        when=st.integers(4, 11),
+    )
+    def test_what_is_kept_is_what_the_file_holds(
+        self, tmp_path: Path, length: int, batches: list[list[int]], change: str, when: int
+    ) -> None:
+        """The same bytes and the same errors as of a connector that was never asked before, whatever becomes of the file."""
+        root = Path(tempfile.mkdtemp(dir=tmp_path))
+        path = root / "x"
+        path.write_bytes(bytes(n % 251 for n in range(100)))
+        etag = FileConnector(root).stat("x").etag
+        connector = FileConnector(root)
+        for number, numbers in enumerate(batches):
+            if number == when:
+                _alter(path, change)
+            starts = np.array(numbers, np.int64)
+            found, wanted = (
+                _outcome(one, starts, length, etag if number % 2 else None) for one in (connector, FileConnector(root))
+            )
+            assert found == wanted
+        connector.close()
+        assert connector._kept is None
+
     def test_nothing_and_too_little_room(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(b"0123456789")
         assert self.gathered(tmp_path, [], 3) == b""
         with pytest.raises(ValueError, match="do not fill a buffer of 5"):
             FileConnector(tmp_path).gather_into("x", np.zeros(2, np.int64), 3, memoryview(bytearray(5)))
+
+
+def _alter(path: Path, change: str) -> None:
+    if change in ("gone", "a directory"):
+        path.unlink()
+    if change == "a directory":
+        path.mkdir()
+    if change in ("other bytes", "longer", "shorter"):
+        path.write_bytes(bytes({"other bytes": 100, "longer": 103, "shorter": 60}[change]))
+        os.utime(path, (1, 1))  # whatever the time of change is counted in
+
+
+def _outcome(connector: FileConnector, starts: NDArray[np.int64], length: int, etag: str | None) -> bytes | str:
+    """What was read, or what was said instead."""
+    buffer = bytearray(len(starts) * length)
+    try:
+        connector.gather_into("x", starts, length, memoryview(buffer), etag=etag)
+    except ConnectorError as error:
+        return f"{type(error).__name__}: {error}"
+    return bytes(buffer)
+
+
+@pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
+@pytest.mark.parametrize(("length", "is_kept"), [(16, True), (64 * 2**10 + 1, False)])
+def test_a_file_of_records_is_kept(tmp_path: Path, length: int, is_kept: bool) -> None:
+    """That it is read again for every batch would be seen by nobody but who waits for it."""
+    (tmp_path / "x").write_bytes(bytes(2 * length))
+    connector = FileConnector(tmp_path)
+    for _ in range(4):
+        assert connector._kept is None
+        _outcome(connector, np.array([length, 0], np.int64), length, None)
+    assert (connector._kept is not None) == is_kept
 
 
 @pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
@@ -177,6 +238,10 @@ def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
     ]:
         with pytest.raises((ValueError, BufferError)):
             kernels.gather_ranges(path, starts, length, bytearray(room))
+        with pytest.raises((ValueError, BufferError)):
+            kernels.kept_ranges(
+                path, 10, (tmp_path / "x").stat().st_mtime_ns, b"0123456789", starts, length, bytearray(room)
+            )
 
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:

@@ -45,8 +45,9 @@ class TestWhen:
         service = SelfService(intake, lambda: True)
         assert not self.loop(service, 5e-6, num=8)
         assert self.loop(service, 5e-6)
+        assert self.loop(service, 40e-6), "to be handed a batch takes as long"
         assert intake.is_self_service
-        assert not self.loop(service, 50e-6, num=2)
+        assert not self.loop(service, 60e-6, num=2)
         assert not intake.is_self_service
 
     def test_not_while_workers_do_better(self, intake: Any) -> None:

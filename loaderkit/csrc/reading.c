@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -201,11 +202,46 @@ static void read_pieces(Piece *pieces, Py_ssize_t count) {
     }
 }
 
+/* Where a piece stands in the lists, and by what it is put in order: first of all where its file comes first. */
+typedef struct {
+    const PyObject *path;
+    long long start;
+    Py_ssize_t place, first;
+} Place;
+
+static int compare_places(const void *left, const void *right) {
+    const Place *a = left, *b = right;
+    if (a->first != b->first) {
+        return a->first < b->first ? -1 : 1;
+    }
+    if (a->path != b->path) {
+        return (uintptr_t)a->path < (uintptr_t)b->path ? -1 : 1;
+    }
+    return a->start != b->start ? (a->start < b->start ? -1 : 1) : a->place < b->place ? -1 : 1;
+}
+
+/* Pieces of one file together, in its order: samples in any order from a few shards would else have a file opened for each (64
+ * of 2 kB: 300 us instead of 130). */
+static void put_in_order(Place *places, Py_ssize_t count) {
+    qsort(places, (size_t)count, sizeof(Place), compare_places);
+    for (Py_ssize_t i = 0, end; i < count; i = end) {
+        Py_ssize_t first = places[i].place;
+        for (end = i + 1; end < count && places[end].path == places[i].path; end++) {
+            first = places[end].place < first ? places[end].place : first;
+        }
+        for (Py_ssize_t k = i; k < end; k++) {
+            places[k].first = first;
+        }
+    }
+    qsort(places, (size_t)count, sizeof(Place), compare_places);
+}
+
 /* Fills pieces[i] from the lists; `encoded` keeps what the paths point into alive. */
-static int get_piece(Piece *pieces, Py_ssize_t i, PyObject *const lists[5], PyObject *encoded, const Py_buffer *buffer) {
-    PyObject *path = PyList_GET_ITEM(lists[0], i), *etag = PyList_GET_ITEM(lists[3], i);
+static int get_piece(Piece *pieces, Py_ssize_t i, const Place *places, PyObject *const lists[5], PyObject *encoded, const Py_buffer *buffer) {
+    const Py_ssize_t place = places[i].place;
+    PyObject *path = PyList_GET_ITEM(lists[0], place), *etag = PyList_GET_ITEM(lists[3], place);
     Piece *piece = &pieces[i];
-    if (i && path == PyList_GET_ITEM(lists[0], i - 1)) {
+    if (i && path == places[i - 1].path) {
         piece->path = pieces[i - 1].path;
     } else {
         PyObject *bytes = PyUnicode_EncodeFSDefault(path);
@@ -222,9 +258,9 @@ static int get_piece(Piece *pieces, Py_ssize_t i, PyObject *const lists[5], PyOb
         }
     }
     piece->etag = etag == Py_None ? NULL : PyUnicode_AsUTF8(etag);
-    piece->start = PyLong_AsLongLong(PyList_GET_ITEM(lists[1], i));
-    piece->length = PyLong_AsSsize_t(PyList_GET_ITEM(lists[2], i));
-    const Py_ssize_t offset = PyLong_AsSsize_t(PyList_GET_ITEM(lists[4], i));
+    piece->start = places[i].start;
+    piece->length = PyLong_AsSsize_t(PyList_GET_ITEM(lists[2], place));
+    const Py_ssize_t offset = PyLong_AsSsize_t(PyList_GET_ITEM(lists[4], place));
     if (PyErr_Occurred()) {
         return -1;
     }
@@ -247,7 +283,8 @@ PyObject *read_many(PyObject *self, PyObject *args) {
     const Py_ssize_t count = PyList_GET_SIZE(lists[0]);
     PyObject *encoded = PyList_New(0), *result = NULL;
     Piece *pieces = PyMem_Calloc(count ? (size_t)count : 1, sizeof(Piece));
-    int failed = encoded == NULL || pieces == NULL;
+    Place *places = PyMem_Calloc(count ? (size_t)count : 1, sizeof(Place));
+    int failed = encoded == NULL || pieces == NULL || places == NULL;
     for (int k = 1; k < 5 && !failed; k++) {
         if (PyList_GET_SIZE(lists[k]) != count) {
             PyErr_SetString(PyExc_ValueError, "the lists differ in length");
@@ -255,7 +292,14 @@ PyObject *read_many(PyObject *self, PyObject *args) {
         }
     }
     for (Py_ssize_t i = 0; i < count && !failed; i++) {
-        failed = get_piece(pieces, i, lists, encoded, &buffer) < 0;
+        places[i] = (Place){PyList_GET_ITEM(lists[0], i), PyLong_AsLongLong(PyList_GET_ITEM(lists[1], i)), i, 0};
+        failed = places[i].start == -1 && PyErr_Occurred();
+    }
+    if (!failed) {
+        put_in_order(places, count);
+    }
+    for (Py_ssize_t i = 0; i < count && !failed; i++) {
+        failed = get_piece(pieces, i, places, lists, encoded, &buffer) < 0;
     }
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS;
@@ -267,7 +311,7 @@ PyObject *read_many(PyObject *self, PyObject *args) {
                     failed = 1;
                     break;
                 }
-                PyObject *place = PyLong_FromSsize_t(i);
+                PyObject *place = PyLong_FromSsize_t(places[i].place);
                 failed = place == NULL || PyList_Append(result, place) < 0;
                 Py_XDECREF(place);
             }
@@ -275,6 +319,7 @@ PyObject *read_many(PyObject *self, PyObject *args) {
     }
     Py_XDECREF(encoded);
     PyMem_Free(pieces);
+    PyMem_Free(places);
     PyBuffer_Release(&buffer);
     if (failed) {
         Py_XDECREF(result);

@@ -34,7 +34,13 @@ class ArrayArgs(StoreArgs):
     """The records of one file: an array's rows, or all windows of them."""
 
     kind: Literal["array"] = "array"
-    url: Annotated[str, Field(min_length=1, description="the file: .npy, or raw records (with `dtype`)")]
+    url: Annotated[
+        str,
+        Field(
+            min_length=1,
+            description="the file: .npy, or raw records (with `dtype`); a local one of up to 64 MiB is kept in memory",
+        ),
+    ]
     dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file knows it")
     shape: Annotated[
         tuple[PositiveInt, ...] | None,

@@ -39,6 +39,8 @@ class Child:
             "settings": dict(contestant.settings),
             "root": str(root),
         }
+        # Modules are compiled once, as those of what pip installed were.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
             [str(python), "-m", "profiles.peers.worker", json.dumps(spec)],
@@ -46,7 +48,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environ_of(contestant.environment), **environ},
+            env={**inherited, "PYTHONPATH": str(ROOT), **environ_of(contestant.environment), **environ},
             start_new_session=True,
         )
         self._rest = b""

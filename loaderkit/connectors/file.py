@@ -10,7 +10,7 @@ import stat as stat_bits
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +38,10 @@ _TEMPORARY = {
 }  # fmt: skip
 
 # A file of records that is asked for ranges again and again is kept in memory if it is small: 64 records of 16 bytes take 64
-# calls of 0.4 to 1 us.
+# calls of 0.4 to 1 us. Not before as many ranges were asked for as it has pages: then most of it has been read anyway.
 _KEPT_BYTES = 64 * 2**20
 _MOST_LENGTH = 64 * 2**10  # longer ranges are worth a call
-_NUM_GATHERS = 4  # before a file is kept
+_PAGE_BYTES = 4096
 
 _Entry = tuple[str, os.DirEntry[str]]
 _Open = tuple[Iterator[_Entry], tuple[int, int]]
@@ -51,8 +51,7 @@ class _Kept(NamedTuple):
     """A file's bytes, and what it was when they were read."""
 
     path: str
-    size: int
-    mtime_ns: int
+    identity: tuple[int, int, int, int, int]  # device, number, size, time of change in ns: of the bytes, of anything
     data: NDArray[np.uint8]
 
 
@@ -69,7 +68,8 @@ class FileConnector:
         self._root = os.path.abspath(root)
         self._base = self._root if self._root.endswith("/") else self._root + "/"
         self._kept: _Kept | None = None
-        self._gathered = ("", 0)  # the file that was asked for many ranges last, and how often in a row
+        self._gathered = ("", 0)  # the file that was asked for many ranges last, and for how many in all
+        self._keeps = True  # False: what was kept did not stay true, or nobody needs it any more
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All regular files whose key starts with `prefix`, ordered by the bytes of the whole key.
@@ -124,8 +124,8 @@ class FileConnector:
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does.
 
         `starts` is int64 [n] in any order, `buffer` has n * length bytes. The file is opened once: 64 records of 16 bytes in
-        the page cache cost 30 us instead of 400. Short ranges of a file of up to 64 MiB come from memory from the fifth time
-        on, as long as it stays as it is.
+        the page cache cost 30 us instead of 400. Short ranges of a file of up to 64 MiB come from memory once as many were
+        asked for as it has pages, as long as `stat` says that it is still the same file, and unchanged.
         """
         if len(buffer) != len(starts) * length:
             raise ValueError(f"{len(starts)} ranges of {length} bytes do not fill a buffer of {len(buffer)} bytes")
@@ -152,13 +152,15 @@ class FileConnector:
             found: tuple[int, int, int, int] | None = kernels.kept_ranges(*kept, starts, length, buffer)
             if found is not None:
                 return found
-            self._kept, self._gathered = None, ("", 0)
+            self._kept, self._keeps = None, False
         found = _read_ranges(path, starts, length, buffer)
-        if kernels is not None and length <= _MOST_LENGTH and 0 < found[2] <= _KEPT_BYTES:
+        if kernels is not None and self._keeps and length <= _MOST_LENGTH and 0 < found[2] <= _KEPT_BYTES:
             before, count = self._gathered
-            self._gathered = (path, count + 1 if path == before else 1)
-            if self._gathered[1] == _NUM_GATHERS:
-                self._kept = _whole(path, found[2])
+            count = len(starts) + (count if path == before else 0)
+            self._gathered = (path, count)
+            if count * _PAGE_BYTES >= found[2] and (self._kept is None or self._kept.path != path):
+                kept = _whole(path)
+                self._kept = kept if self._keeps else None
         return found
 
     def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
@@ -217,7 +219,11 @@ class FileConnector:
 
     def close(self) -> None:
         """Let go of what was kept; nothing else is held between two calls."""
-        self._kept, self._gathered = None, ("", 0)
+        self._kept, self._keeps = None, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Where the files are: what was kept of them is no use to another process."""
+        return {**self.__dict__, "_kept": None, "_gathered": ("", 0)}
 
     def _path(self, key: str) -> str:
         if _UNUSUAL_PART.search(key):
@@ -348,14 +354,20 @@ def _read_range(path: str, start: int, buffer: memoryview) -> tuple[int, int, in
     return _read_with_python(path, [(start, buffer)])
 
 
-def _whole(path: str, size: int) -> _Kept | None:
-    """A file as it is now; None if it is not `size` bytes long, or cannot be read: whoever asks for more hears why."""
-    data = np.empty(size, np.uint8)
+def _whole(path: str) -> _Kept | None:
+    """A file as it is now; None if it changes, cannot be read, or there is no memory for it: it can be done without."""
     try:
-        num_read, _, size_now, mtime_ns = _read_range(path, 0, data.data)
-    except OSError:
+        identity = _identity_of(path)
+        data = np.empty(identity[2], np.uint8)
+        num_read, _, _, _ = _read_range(path, 0, data.data)
+        return _Kept(path, identity, data) if num_read == len(data) and identity == _identity_of(path) else None
+    except (OSError, MemoryError):
         return None
-    return _Kept(path, size, mtime_ns, data) if num_read == size == size_now else None
+
+
+def _identity_of(path: str) -> tuple[int, int, int, int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read_ranges(path: str, starts: NDArray[np.int64], length: int, buffer: memoryview) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@
  *     group_names(names, num)                                the samples they make
  *     jpeg_size(data)                                        what the frame header says
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
- *     kept_ranges(path, size, mtime_ns, kept, ...)           the same from memory: a stat
+ *     kept_ranges(path, identity, kept, starts, ...)         the same from memory: a stat
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged

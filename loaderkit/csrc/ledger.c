@@ -29,7 +29,7 @@ typedef struct {
     PyObject_HEAD
     PyObject *clock; /* NULL: time.perf_counter, which is read without a call */
     PyObject *tape, *item, *slow_items, *least_s;
-    int num_stages, num_states, open_state, has_thread, has_cpu_clock;
+    int num_stages, num_states, open_state, has_thread, has_cpu_clock, is_stale;
     double since_s, delayed_since_s;
     double cpu_since_s; /* the thread's CPU time when the open interval began, if that is in a stage */
     pthread_t thread; /* who is in a stage, and the clock of its CPU time for others to read */
@@ -126,12 +126,15 @@ static PyObject *enter(Ledger *self, PyObject *object) {
     const int was_stage = before < self->num_stages, is_stage = state < self->num_stages;
     const double passed_s = now - self->since_s, cpu_before_s = self->cpu_since_s;
     const int is_another = is_stage && !was_stage && is_another_thread(self);
-    if (passed_s < MOMENT_S && !is_another) {
+    if (passed_s < MOMENT_S && !is_another && !(is_stage && self->is_stale)) {
         self->cpu_since_s += passed_s;
     } else if (was_stage || is_stage) {
         self->cpu_since_s = seconds_of(CLOCK_THREAD_CPUTIME_ID);
+        self->is_stale = 0;
+    } else { /* it waits for this and then for that, and nobody has asked what it computed meanwhile */
+        self->is_stale = 1;
     }
-    const double cpu_s = fmax(0.0, self->cpu_since_s - cpu_before_s);
+    const double cpu_s = fmin(fmax(0.0, self->cpu_since_s - cpu_before_s), fmax(0.0, passed_s));
     self->state_s[before] += passed_s;
     self->open_state = state;
     self->since_s = now;
@@ -260,6 +263,9 @@ static PyObject *list_of(const double *values, int count) {
 
 static PyObject *read_states(Ledger *self, PyObject *object) {
     const double now = PyFloat_AsDouble(object);
+    if (self->state_s == NULL) {
+        PyErr_SetString(PyExc_ValueError, "this ledger was never begun");
+    }
     double *state_s = PyErr_Occurred() ? NULL : PyMem_Malloc((size_t)self->num_states * sizeof(double));
     if (state_s == NULL) {
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();

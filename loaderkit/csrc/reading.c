@@ -8,7 +8,12 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
+
+static long long ns_of(struct timespec time) {
+    return (long long)time.tv_sec * 1000000000LL + time.tv_nsec;
+}
 
 /* Fill `to` with the bytes from `start` on; how many there were. -1: errno says why. */
 static Py_ssize_t pread_all(int fd, char *to, Py_ssize_t length, long long start) {
@@ -74,8 +79,7 @@ static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const in
         errno = error;
         PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
     } else {
-        const long long changed = (long long)status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
-        result = Py_BuildValue("(nILL)", done, (unsigned int)status.st_mode, (long long)status.st_size, changed);
+        result = Py_BuildValue("(nILL)", done, (unsigned int)status.st_mode, (long long)status.st_size, ns_of(status.st_mtim));
     }
     Py_DECREF(path);
     return result;
@@ -98,7 +102,7 @@ typedef struct {
 static int is_as_listed(const struct stat *status, const char *etag) {
     char found[64];
     snprintf(found, sizeof found, "%llx-%llx",
-             (unsigned long long)status->st_mtim.tv_sec * 1000000000ULL + (unsigned long long)status->st_mtim.tv_nsec,
+             (unsigned long long)ns_of(status->st_mtim),
              (unsigned long long)status->st_size);
     return etag == NULL || strcmp(found, etag) == 0;
 }
@@ -405,14 +409,16 @@ PyObject *gather_ranges(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* The same from what was kept of a file, if it still is as it was then (`size` and `changed`, its time in ns); else None. */
+/* The same from what was kept of a file, if that is still the one it was then by device, number, size and times; else None. */
 PyObject *kept_ranges(PyObject *self, PyObject *args) {
     PyObject *path, *starts_object, *result = NULL;
     Py_ssize_t length, done = 0;
-    long long size, changed;
+    unsigned long long device, number;
+    long long size, modified, changed;
     Py_buffer kept, buffer, starts;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O&LLy*Onw*", PyUnicode_FSConverter, &path, &size, &changed, &kept, &starts_object, &length, &buffer)) {
+    if (!PyArg_ParseTuple(args, "O&(KKLLL)y*Onw*", PyUnicode_FSConverter, &path, &device, &number, &size, &modified, &changed,
+                          &kept, &starts_object, &length, &buffer)) {
         return NULL;
     }
     if (get_starts(starts_object, &starts, length, &buffer) == 0) {
@@ -421,8 +427,9 @@ PyObject *kept_ranges(PyObject *self, PyObject *args) {
         const Py_ssize_t count = starts.len / 8;
         char *to = buffer.buf;
         Py_BEGIN_ALLOW_THREADS;
-        const int is_same = stat(PyBytes_AS_STRING(path), &status) == 0 && S_ISREG(status.st_mode) && status.st_size == size &&
-                            size == kept.len && (long long)status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec == changed;
+        const int is_same = stat(PyBytes_AS_STRING(path), &status) == 0 && S_ISREG(status.st_mode) && status.st_dev == device &&
+                            status.st_ino == number && status.st_size == size && size == kept.len &&
+                            ns_of(status.st_mtim) == modified && ns_of(status.st_ctim) == changed;
         for (Py_ssize_t i = 0; is_same && i < count && length <= size && from[i] >= 0 && from[i] <= size - length; i++) {
             memcpy(to + done, (const char *)kept.buf + from[i], (size_t)length);
             done += length;
@@ -430,7 +437,7 @@ PyObject *kept_ranges(PyObject *self, PyObject *args) {
         done = is_same ? done : -1;
         Py_END_ALLOW_THREADS;
         /* Where a range does not lie in the file, it is the file that is to be asked, and to be spoken of. */
-        result = done < buffer.len ? Py_NewRef(Py_None) : Py_BuildValue("(nILL)", done, (unsigned int)status.st_mode, size, changed);
+        result = done < buffer.len ? Py_NewRef(Py_None) : Py_BuildValue("(nILL)", done, (unsigned int)status.st_mode, size, modified);
         PyBuffer_Release(&starts);
     }
     Py_DECREF(path);

@@ -145,9 +145,8 @@ def _cuts(begin: float, end: float, way: Way, engine: Facts) -> list[tuple[float
             continue  # taken out of the queue: it goes into its first stage at once
         low = since if since > begin else begin  # as calls of max and min this takes twice as long
         high = until if until < end else end
-        if (
-            high > low
-        ):  # a moment is a hand-off, charged to where it led: to look at what the workers did takes 10 us a batch
+        if high > low:
+            # A hand-off is charged to where it led: to look at what the workers did takes 10 us a batch.
             found.append((low, high, following if cause is None and until - since < MOMENT_S else cause, queue))
         since, cause, queue = until, following, state
     return found

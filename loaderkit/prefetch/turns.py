@@ -19,7 +19,13 @@ from typing import NamedTuple
 from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 
 _WINDOW = 12  # chunks a way is tried for
-_WINDOW_S = 0.05  # and no shorter: who has the GIL keeps it for 5 ms, in which it may do a score of short chunks
+_WINDOW_S = (
+    0.05  # and no shorter with short chunks: who has the GIL keeps it for 5 ms, and may do a score of them meanwhile
+)
+_NUM_LONGEST = (
+    10  # nor than so many times the longest of them, which may have waited for a disk, as one in a hundred does
+)
+_MOST_WINDOW_S = 0.5
 _PATIENCE = 1000  # chunks until one worker alone is tried again
 _PATIENCE_S = 5.0  # until all are again: the store may have turned slow
 # Of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for.
@@ -84,20 +90,12 @@ _SETTLED = Ticket(0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
 
 @dataclass
 class _Sums:
-    """Of the chunks of a window: all that was measured, but for what no wait for the GIL explains."""
+    """Of all chunks of a window."""
 
     num_samples: int = 0
     seconds: float = 0.0
     undelayed_s: float = 0.0
     cpu_s: float = 0.0
-
-    def add(self, num_samples: int, seconds: float, undelayed_s: float, cpu_s: float) -> None:
-        """A chunk took `seconds`, in which its worker had a CPU or waited for something else than one for `undelayed_s`."""
-        most_s = cpu_s + _MOST_WAIT_S
-        self.num_samples += num_samples
-        self.seconds += min(seconds, seconds - undelayed_s + most_s)
-        self.undelayed_s += min(undelayed_s, most_s)
-        self.cpu_s += cpu_s
 
 
 @dataclass
@@ -127,13 +125,17 @@ class Turns:
         self._undelayed_speeds: deque[float] = deque(maxlen=_WINDOW)  # of each worker, had it always had a CPU
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
         self._sums = _Sums()
-        self._window_ends_s = 0.0
-        self._usual_s: float | None = None  # that a chunk takes
+        self._window_begins_s = self._window_since_s = (
+            0.0  # when it was decided upon; when the first chunk in it was begun
+        )
+        self._longest_s = 0.0  # chunk of what is compared
+        self._durations: deque[float] = deque(maxlen=_WINDOW)
         self._gil_waits: deque[float] = deque(maxlen=_MOST_PROBES)
         self._next_probe_s = 0.0  # the earliest, while it is settled who works
         self._is_long = False  # chunks take so long that to ask for the GIL costs nothing
         self._num_at_work = 0  # workers inside with chunks that are measured, or long
         self._free_speed: float | None = None  # with all workers, if that was just measured
+        self._by_sums = False  # how that was measured, and what it is compared with is to be
         self._is_closed = False
         self.one_at_a_time = False
         self._together = _Together()
@@ -205,28 +207,35 @@ class Turns:
         with self._lock:
             now = self._clock()
             seconds = max(now - ticket.since_s, 1e-9)
-            num_inside = max(ticket.num_inside, self._num_inside)
             self._note_overlap(now)
             overlap_s = self._overlap_s - ticket.overlap_since_s
+            num_inside = max(ticket.num_inside, self._num_inside, 1 + overlap_s / seconds)
             self._num_inside -= 1
             self._num_at_work -= 1
-            self._usual_s = seconds if self._usual_s is None else 0.9 * self._usual_s + 0.1 * seconds
-            self._is_long = self._usual_s > _LONG_S
+            self._durations.append(seconds)
+            self._is_long = median(self._durations) > _LONG_S
             if not self.one_at_a_time:
-                self._together.num_samples += num_samples * overlap_s / seconds
-            # A worker beside nobody says nothing of all of them, nor does one beside others of one alone.
-            if (overlap_s > 0) == self.one_at_a_time:
+                counted_s = self._overlap_s - max(ticket.overlap_since_s, self._together.overlap_begun_s)
+                self._together.num_samples += num_samples * counted_s / seconds
+            # A worker beside nobody says nothing of all of them, nor does one beside others of one alone; and what was begun
+            # before this window says nothing of it.
+            if (overlap_s > 0) == self.one_at_a_time or ticket.since_s < self._window_begins_s:
                 return
             if not self._speeds:
-                self._window_ends_s = ticket.since_s + _WINDOW_S
+                self._window_since_s = ticket.since_s
             self._speeds.append(num_inside * num_samples / seconds)
             # A thread that another program keeps from its CPU does not wait: one alone would be no better off.
             undelayed_s = max(seconds - delayed_s, cpu_s, 1e-9)
             self._undelayed_speeds.append(num_samples / undelayed_s)
             self._cpu_shares.append(cpu_s / undelayed_s)
-            self._sums.add(num_samples, seconds, undelayed_s, cpu_s)
+            sums = self._sums
+            sums.num_samples += num_samples
+            sums.seconds += seconds
+            sums.undelayed_s += undelayed_s
+            sums.cpu_s += cpu_s
+            self._longest_s = max(self._longest_s, seconds)
             self._num_left -= 1
-            if (self._num_left <= 0 and now >= self._window_ends_s) or self._is_hopeless():
+            if (self._num_left <= 0 and self._is_long_enough(now)) or self._is_hopeless(now):
                 self._decide()
 
     def _ask_for_gil(self) -> float:
@@ -246,15 +255,26 @@ class Turns:
             self._inside_s += self._num_inside * (now - self._changed_s)
         self._changed_s = now
 
-    def _is_hopeless(self) -> bool:
+    def _is_long_enough(self, now: float) -> bool:
+        """Whether the window has lasted long enough for what is in it to be typical."""
+        if not (self._by_sums if self._is_trial() else not self._is_long):
+            return True
+        wanted_s = min(_NUM_LONGEST * self._longest_s, _MOST_WINDOW_S)
+        return now - self._window_since_s >= max(_WINDOW_S, wanted_s)
+
+    def _is_trial(self) -> bool:
+        """One works alone, and is compared with what all did before."""
+        return self.one_at_a_time and self._free_speed is not None
+
+    def _is_hopeless(self, now: float) -> bool:
         """One alone, on trial, is plainly slower: with many workers that wait for a store each of its chunks is dear."""
-        return (
-            self.one_at_a_time
-            and self._is_long
-            and self._free_speed is not None
-            and len(self._speeds) >= _LEAST
-            and median(self._speeds) < _HOPELESS * self._free_speed
-        )
+        if not self._is_trial() or len(self._speeds) < _LEAST:
+            return False
+        assert self._free_speed is not None
+        if self._by_sums:
+            speed = self._sums.num_samples / self._sums.seconds
+            return now - self._window_since_s >= _WINDOW_S and speed < _HOPELESS * self._free_speed
+        return median(self._speeds) < _HOPELESS * self._free_speed
 
     def close(self) -> None:
         """Let everybody go."""
@@ -267,7 +287,9 @@ class Turns:
             self._gil_waits.clear()  # nobody asks any more
         # Medians: a chunk during which the whole process stood still says nothing of either way.
         speed, alone_speed, cpu_share = map(median, (self._speeds, self._undelayed_speeds, self._cpu_shares))
-        if not self._is_long:  # but one short chunk in a score may have waited for the GIL longer than all others took
+        if not self._is_trial():
+            self._by_sums = not self._is_long
+        if self._by_sums:  # but one short chunk in a score may have waited for the GIL longer than all others took
             sums, together = self._sums, self._together
             speed, alone_speed = sums.num_samples / sums.seconds, sums.num_samples / sums.undelayed_s
             if not self.one_at_a_time:
@@ -276,6 +298,8 @@ class Turns:
         is_waiting = cpu_share < _BUSY_SHARE or (self._gil_wait_s() or 0.0) > _SUSPECT_S
         self._compare(alone_speed, Trial(None, 1 - cpu_share), is_waiting)
         self._forget()
+        if self.one_at_a_time or not is_waiting:
+            self._longest_s = 0.0
         if not self.one_at_a_time:
             self._free_speed = speed
             self.one_at_a_time = is_waiting
@@ -318,3 +342,4 @@ class Turns:
         for seen in (self._speeds, self._undelayed_speeds, self._cpu_shares):
             seen.clear()
         self._sums = _Sums()
+        self._window_begins_s = self._clock()

@@ -3,10 +3,12 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import pickle
 import socket
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -157,9 +159,9 @@ class TestGathering:
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         length=st.integers(1, 50),
-        batches=st.lists(st.lists(st.integers(-3, 103), max_size=8), min_size=5, max_size=12),
+        batches=st.lists(st.lists(st.integers(-3, 103), max_size=8), min_size=1, max_size=12),
         change=st.sampled_from(["none", "other bytes", "longer", "shorter", "gone", "a directory"]),
-        when=st.integers(4, 11),
+        when=st.integers(0, 11),
     )
     def test_what_is_kept_is_what_the_file_holds(
         self, tmp_path: Path, length: int, batches: list[list[int]], change: str, when: int
@@ -170,6 +172,7 @@ class TestGathering:
         path.write_bytes(bytes(n % 251 for n in range(100)))
         etag = FileConnector(root).stat("x").etag
         connector = FileConnector(root)
+        _outcome(connector, np.array([0], np.int64), 1, etag)
         for number, numbers in enumerate(batches):
             if number == when:
                 _alter(path, change)
@@ -209,15 +212,63 @@ def _outcome(connector: FileConnector, starts: NDArray[np.int64], length: int, e
 
 
 @pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
-@pytest.mark.parametrize(("length", "is_kept"), [(16, True), (64 * 2**10 + 1, False)])
-def test_a_file_of_records_is_kept(tmp_path: Path, length: int, is_kept: bool) -> None:
-    """That it is read again for every batch would be seen by nobody but who waits for it."""
-    (tmp_path / "x").write_bytes(bytes(2 * length))
-    connector = FileConnector(tmp_path)
-    for _ in range(4):
+class TestKeeping:
+    """That a file is read again for every batch would be seen by nobody but who waits for it."""
+
+    @staticmethod
+    def asked(connector: FileConnector, num: int, length: int = 16) -> bytes | str:
+        return _outcome(connector, np.zeros(num, np.int64), length, None)
+
+    @pytest.mark.parametrize(
+        ("length", "size", "is_kept"),
+        [(16, 40_000, True), (64 * 2**10 + 1, 80_000, False), (16, (64 << 20) + 16, False)],
+    )
+    def test_a_file_of_records_is_kept(self, tmp_path: Path, length: int, size: int, is_kept: bool) -> None:
+        (tmp_path / "x").touch()
+        os.truncate(tmp_path / "x", size)
+        connector = FileConnector(tmp_path)
+        self.asked(connector, 9, length)
         assert connector._kept is None
-        _outcome(connector, np.array([length, 0], np.int64), length, None)
-    assert (connector._kept is not None) == is_kept
+        self.asked(connector, 2, length)
+        assert (connector._kept is not None) == is_kept
+
+    def test_a_file_that_changes_is_not_kept_again(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(bytes(100))
+        connector = FileConnector(tmp_path)
+        self.asked(connector, 9)
+        assert connector._kept is not None
+        (tmp_path / "x").write_bytes(b"1" * 100)
+        for _ in range(3):
+            assert self.asked(connector, 9) == b"1" * 144
+            assert connector._kept is None
+
+    def test_another_file_of_the_same_size_and_time(self, tmp_path: Path) -> None:
+        """As `rsync -t` and `cp -p` put one in its place."""
+        (tmp_path / "x").write_bytes(bytes(100))
+        connector = FileConnector(tmp_path)
+        self.asked(connector, 9)
+        assert connector._kept is not None
+        (tmp_path / "y").write_bytes(b"1" * 100)
+        status = (tmp_path / "x").stat()
+        os.utime(tmp_path / "y", ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.replace(tmp_path / "y", tmp_path / "x")
+        assert self.asked(connector, 9) == b"1" * 144
+
+    def test_to_keep_it_is_no_reason_to_fail(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(bytes(100))
+        connector = FileConnector(tmp_path)
+        with mock.patch("loaderkit.connectors.file.np.empty", side_effect=MemoryError):
+            assert self.asked(connector, 9) == bytes(144)
+        assert connector._kept is None
+
+    def test_what_is_kept_goes_to_no_other_process(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(bytes(100_000))
+        connector = FileConnector(tmp_path)
+        self.asked(connector, 100)
+        assert connector._kept is not None
+        sent = pickle.dumps(connector)
+        assert len(sent) < 1000
+        assert self.asked(pickle.loads(sent), 9) == bytes(144)
 
 
 @pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
@@ -239,9 +290,7 @@ def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises((ValueError, BufferError)):
             kernels.gather_ranges(path, starts, length, bytearray(room))
         with pytest.raises((ValueError, BufferError)):
-            kernels.kept_ranges(
-                path, 10, (tmp_path / "x").stat().st_mtime_ns, b"0123456789", starts, length, bytearray(room)
-            )
+            kernels.kept_ranges(path, file._identity_of(path), b"0123456789", starts, length, bytearray(room))
 
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:

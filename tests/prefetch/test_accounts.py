@@ -116,6 +116,20 @@ class TestAccount:
         assert sum_s == pytest.approx(time.thread_time() - begun_s, rel=0.2)
         assert sum_s >= 5 * 2e-3 * 0.99
 
+    def test_what_it_computes_between_stages_is_no_stages(self, account_type: type[Account]) -> None:
+        """Also where it waits for this and then for that, and the stage comes right behind."""
+        account = account_type(States(1), time.perf_counter, first_state=1)
+        for state in (0, 1, 2, 1, 0):
+            account.enter(state)
+            until_s = time.thread_time() + (0.02 if state else 0.002)
+            while time.thread_time() < until_s:
+                pass
+            if state == 1:
+                account.enter(2)  # for a moment
+        open_s = account.read_cpu()[0]
+        account.enter(1)
+        assert 0.004 * 0.99 <= open_s <= account.read_cpu()[0] < 0.01
+
     def test_another_thread_may_go_on_with_it(self, account_type: type[Account]) -> None:
         """Its CPU time has nothing to do with that of the one before, however short the time in between."""
         account = account_type(States(1), time.perf_counter, first_state=1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 import threading
 import time
 
@@ -12,7 +14,7 @@ from of_numbers import wait_for
 import loaderkit
 from loaderkit.prefetch.accounts import Account, States
 from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, Turns
+from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, Ticket, Turns
 
 STATES = States(1)
 
@@ -114,6 +116,47 @@ def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
     for _ in range(round(1 / 0.0003)):
         machine.work(0.0003)
         assert takes_turns(machine)
+
+
+@pytest.mark.parametrize(("every", "stall_s"), [(15, 0.015), (30, 0.03), (400, 0.1)])
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: float, num_workers: int) -> None:
+    """One chunk in a score has to wait for a disk: that is no reason to let one worker wait where all could."""
+    machine, now = Machine(), 0.0
+    ends: list[tuple[float, int]] = []  # of the chunks that workers are at
+    tickets: list[Ticket | None] = [None] * num_workers
+    chance, alone_s = random.Random(0), 0.0
+
+    def begin(worker: int) -> None:
+        tickets[worker] = machine.turns.begin()
+        heapq.heappush(ends, (now + (stall_s if chance.randrange(every) == 0 else 1e-4), worker))
+
+    for worker in range(num_workers):
+        begin(worker)
+    waiting: list[int] = []
+    while now < 30:
+        before, (now, worker) = now, heapq.heappop(ends)
+        machine.now = now
+        machine.cpu = 0.5 * now  # whoever it is: not busy enough to be left alone
+        alone_s += (now - before) * takes_turns(machine)
+        machine.turns.end(tickets[worker], 10)
+        waiting.append(worker)
+        while waiting and not (takes_turns(machine) and ends):
+            begin(waiting.pop())
+    assert alone_s < 0.3 * now, "a stroke of luck in one trial costs five seconds"
+
+
+def test_every_window_of_short_chunks_is_long_enough() -> None:
+    """What is left over from the time before does not shorten it."""
+    machine = Machine()
+    for _ in range(5 * _PATIENCE):
+        machine.overlapping(0.0005, 0.95)
+        assert not takes_turns(machine)
+    num_short = 0
+    while not takes_turns(machine):  # now they wait for one another
+        machine.overlapping(0.0005, 0.5)
+        num_short += machine.turns._num_left <= _WINDOW
+    assert num_short * 0.0005 >= 0.9 * _WINDOW_S
 
 
 def test_one_alone_whose_work_turns_slow_is_not_left_alone() -> None:

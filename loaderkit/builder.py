@@ -42,11 +42,6 @@ from loaderkit.types import Connector, Source
 
 logger = logging.getLogger("loaderkit")
 
-# Bytes: to copy records into a batch no larger takes about as long as to say which. Most of that is Python, whose lock two
-# threads would pass to and fro: a batch of 64 records of 16 bytes every 137 us instead of 109, to a loop that does nothing;
-# every 437 instead of 381 to one that takes 200; as often to one that takes 50.
-_LITTLE = 2**19
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -178,7 +173,7 @@ def _prepare(
     stretch: Stretch | None,
 ) -> tuple[dict[str, Any], Lane | None, Callable[[], Executor]]:
     """What statistics say of how it runs, where batches go on a GPU, and what makes the executor."""
-    recipe = Recipe(config, source, connector, schedule, _num_workers(config, source, connector), stretch)
+    recipe = Recipe(config, source, connector, schedule, _num_workers(config), stretch)
     assembly = Assembly(recipe)
     tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
     if assembly.graph:
@@ -198,20 +193,12 @@ def _prepare(
     return tuning, assembly.lane, make_executor
 
 
-def _num_workers(config: PipelineConfig, source: Source, connector: Connector | None) -> int:
+def _num_workers(config: PipelineConfig) -> int:
     """Threads in all, to begin with."""
     prefetch = config.prefetch
     if prefetch.executor == "inline":
         return 1
-    if prefetch.concurrency != "auto":
-        return prefetch.concurrency
-    only_copies = {stage.kind for stage in config.stages} <= {"read", "batch", "transfer"}
-    if isinstance(source, ArraySource) and only_copies and not getattr(connector, "is_remote", False):
-        batch = config.stage("batch").args
-        assert isinstance(batch, BatchArgs)
-        if batch.size * source.records.num_bytes <= _LITTLE:
-            return 1
-    return num_cpus()
+    return num_cpus() if prefetch.concurrency == "auto" else prefetch.concurrency
 
 
 class _Timed:

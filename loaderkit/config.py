@@ -46,8 +46,7 @@ class PrefetchArgs(Model):
     )
     memory: ByteSize = Field(2 * 2**30, description="bound on the memory of those batches")
     concurrency: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="worker threads in all; auto: one a CPU (one for small local records) to begin with, then measured",
+        "auto", description="worker threads in all; auto: one a CPU to begin with, then measured"
     )
     executor: Literal["inline", "thread", "process"] = Field(
         "thread", description="threads here; inline: none, next() does the work; process: threads of another process"

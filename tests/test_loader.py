@@ -24,7 +24,6 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError, StateError
-from loaderkit.prefetch.cpus import num_cpus
 
 
 def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, seed: int = 3) -> Pipeline:
@@ -302,7 +301,6 @@ class TestEpochs:
 
     def test_epochs_are_whole_numbers(self, photos: Path, reference: list[str]) -> None:
         """Numbers that print differently must not mean other orders, nor make a state that is no JSON."""
-        import numpy as np
 
         for epoch in (np.int64(1), torch.tensor(1)):
             with loaderkit.build(augmented(photos)) as loader:
@@ -551,30 +549,3 @@ def nothing_left_running() -> Iterator[None]:
     yield
     gc.collect()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
-
-
-class TestHowManyWorkers:
-    @pytest.mark.parametrize(
-        ("more", "executor", "expected"),
-        [
-            ([], "thread", 1),
-            ([], "inline", 1),
-            ([{"normalize": {"fields": ["data"]}}], "thread", num_cpus()),
-        ],
-    )
-    def test_records_are_copied_by_one(
-        self, tmp_path: Path, more: list[dict[str, Any]], executor: str, expected: int
-    ) -> None:
-        np.save(tmp_path / "records.npy", np.zeros((1000, 3, 4, 4), np.uint8))
-        config = {
-            "source": {"kind": "array", "url": str(tmp_path / "records.npy")},
-            "stages": ["read", {"batch": {"size": 10}}, *more],
-        }
-        with loaderkit.build(config, overrides={"prefetch.executor": executor}) as loader:
-            assert loader.stats().to_dict()["tuning"]["concurrency"] == expected
-
-    @pytest.mark.parametrize(("size", "expected"), [(128, 1), (129, num_cpus())])
-    def test_but_not_large_ones(self, tmp_path: Path, size: int, expected: int) -> None:
-        np.save(tmp_path / "records.npy", np.zeros((200, 4096), np.uint8))
-        with loaderkit.build(Pipeline.array(str(tmp_path / "records.npy")).read().batch(size)) as loader:
-            assert loader.stats().to_dict()["tuning"]["concurrency"] == expected

@@ -10,12 +10,12 @@ import io
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import thread_time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from loaderkit.native import kernels
 from loaderkit.prefetch.slowest import SlowItems
@@ -123,11 +123,12 @@ def _duration_of(bucket: int) -> float:
 
 
 class Totals(NamedTuple):
-    """What one worker did in one stage, so far."""
+    """What workers did in one stage, so far."""
 
     num_items: int
     num_bytes: int
     num_failed: int
+    cpu_s: float
     delayed_s: float  # ready to run, and no CPU was free
     services: dict[int, int]  # by number of the bucket
 
@@ -259,14 +260,16 @@ class PythonLedger:
         """Count samples that failed in `stage`."""
         self._stages[stage].num_failed += count
 
-    def totals(self, stage: int) -> Totals:
-        """What was done in `stage`; for any thread."""
-        running = self._stages[stage]
-        counted = (running.num_items, running.num_bytes, running.num_failed, running.delayed_s)
-        return Totals(*counted, running.services.counts.copy())
+    @classmethod
+    def summed(cls, ledgers: list[Self], now: float) -> tuple[list[float], list[Totals]]:
+        """Of one ledger or several, seconds by state up to `now`, the open interval included and what came after `now` not, and
+        what was done in every stage; for any thread."""
+        state_s = [sum(column) for column in zip(*(one._read(now) for one in ledgers), strict=True)]
+        cpu_s = [sum(column) for column in zip(*(one._read_cpu() for one in ledgers), strict=True)]
+        stages = zip(*(one._stages for one in ledgers), strict=True)
+        return state_s, [_sum_of(running, cpu_s[number]) for number, running in enumerate(stages)]
 
-    def read(self, now: float) -> list[float]:
-        """Seconds by state up to `now`, the open interval included and what came after `now` not; for any thread."""
+    def _read(self, now: float) -> list[float]:
         for _ in range(_MOST_READINGS):
             sequence = self._sequence
             totals, state, since = list(self._state_s), self.open_state, self.since_s
@@ -279,8 +282,7 @@ class PythonLedger:
                 totals[later] -= last - first
         return totals
 
-    def read_cpu(self) -> list[float]:
-        """CPU seconds by stage, those of the open interval included; for any thread."""
+    def _read_cpu(self) -> list[float]:
         for _ in range(_MOST_READINGS):
             sequence = self._sequence
             found = [totals.cpu_s for totals in self._stages]
@@ -317,6 +319,20 @@ class PythonLedger:
         return found
 
 
+def _sum_of(stages: Sequence[_Running], cpu_s: float) -> Totals:
+    services = Histogram()
+    for running in stages:
+        services.take_in(running.services)
+    return Totals(
+        sum(running.num_items for running in stages),
+        sum(running.num_bytes for running in stages),
+        sum(running.num_failed for running in stages),
+        cpu_s,
+        sum(running.delayed_s for running in stages),
+        services.counts,
+    )
+
+
 Ledger = PythonLedger
 if not TYPE_CHECKING and kernels is not None:
     Ledger = kernels.Ledger
@@ -327,10 +343,18 @@ class Account(Ledger):
 
     __slots__ = ("is_wanted", "slow_items")
 
-    def __init__(self, states: States, clock: Clock, *, first_state: int, since_s: float | None = None) -> None:
-        """`since_s`: when it begins; default: now."""
+    def __init__(
+        self,
+        states: States,
+        clock: Clock,
+        *,
+        first_state: int,
+        since_s: float | None = None,
+        slow_items: SlowItems | None = None,
+    ) -> None:
+        """`since_s`: when it begins; default: now. `slow_items`: of all workers beside this one; default: there are none."""
         self.is_wanted = True  # False: its worker is to rest, since there are to be fewer
-        self.slow_items = SlowItems(states.num_stages)
+        self.slow_items = slow_items or SlowItems(states.num_stages)
         begun_s = clock() if since_s is None else since_s
         sizes = (states.num_stages, states.num_states)
         super().__init__(*sizes, clock, first_state=first_state, since_s=begun_s, slow_items=self.slow_items)

@@ -25,6 +25,7 @@ from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
 from loaderkit.prefetch.plan import Plan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.self_service import SelfService
+from loaderkit.prefetch.slowest import SlowItems
 from loaderkit.prefetch.stats import Stats, collect
 from loaderkit.prefetch.tape import WHOLE, Handover, Recording, cut, new_tape, tape_length
 from loaderkit.prefetch.turns import Ticket, Turns
@@ -93,6 +94,7 @@ class Engine:
         self._stage_names = [stage.name for stage in stages]
         self._accounts = [pool.accounts for pool in self.pools]
         self.waits = stalls.Waits()
+        self.slow_items = SlowItems(len(stages))
         self.num_delivered = 0
         self.num_samples = 0
         self.first_wait_s: float | None = None
@@ -128,7 +130,7 @@ class Engine:
             return
         self._is_started = True
         if self.inline:
-            account = Account(self.states, self.clock, first_state=self.states.blocked)
+            account = Account(self.states, self.clock, first_state=self.states.blocked, slow_items=self.slow_items)
             self._record(account)
             self.pools[0].accounts.append(account)
             return
@@ -211,7 +213,8 @@ class Engine:
     def _start_worker(
         self, pool: Pool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
     ) -> None:
-        account = Account(self.states, self.clock, first_state=self.states.starved, since_s=since_s)
+        states = self.states
+        account = Account(states, self.clock, first_state=states.starved, since_s=since_s, slow_items=self.slow_items)
         self._record(account)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(

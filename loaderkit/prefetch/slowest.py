@@ -1,4 +1,4 @@
-"""The samples that took longest, by stage: a few of each worker's, so that a report can name them.
+"""The samples that took longest, by stage: a few of all workers', so that a report can name them.
 
 A stage that works sample by sample says which one of a chunk took longest (`Chunk.slowest`); of any other the chunk as a whole
 counts, by what it took a sample. To look costs 0.2 us a chunk and stage, and to note one some microseconds, which soon is rare.
@@ -6,6 +6,7 @@ counts, by what it took a sample. To look costs 0.2 us a chunk and stage, and to
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from heapq import nlargest
 from typing import NamedTuple
@@ -27,11 +28,12 @@ class Slow(NamedTuple):
 
 
 class SlowItems:
-    """Those of one worker. It writes; `kept` is for any thread."""
+    """Those of all workers of an engine; for any thread."""
 
-    __slots__ = ("_kept", "least_s")
+    __slots__ = ("_kept", "_lock", "least_s")
 
     def __init__(self, num_stages: int) -> None:
+        self._lock = threading.Lock()  # between what is kept and what is to be kept; soon nothing is any more
         self._kept: list[tuple[Slow, ...]] = [()] * num_stages
         self.least_s = [0.0] * num_stages
 
@@ -49,10 +51,11 @@ class SlowItems:
             self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, int(chunk.indices[place]), 1))
 
     def _keep(self, stage: int, slow: Slow) -> None:
-        kept = slowest([*self._kept[stage], slow])
-        self._kept[stage] = kept
-        if len(kept) == _NUM_KEPT:
-            self.least_s[stage] = kept[-1].each_s
+        with self._lock:
+            kept = slowest([*self._kept[stage], slow])
+            self._kept[stage] = kept
+            if len(kept) == _NUM_KEPT:
+                self.least_s[stage] = kept[-1].each_s
 
     def kept(self, stage: int) -> tuple[Slow, ...]:
         """The slowest of a stage, the slowest first."""
@@ -60,5 +63,5 @@ class SlowItems:
 
 
 def slowest(items: Iterable[Slow]) -> tuple[Slow, ...]:
-    """Those to be kept of several workers', the slowest first."""
+    """Those to be kept of all these, the slowest first."""
     return tuple(nlargest(_NUM_KEPT, items))

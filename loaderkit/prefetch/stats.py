@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.prefetch.accounts import Account, Histogram, States, Totals
+from loaderkit.prefetch.accounts import Account, Histogram, States
 from loaderkit.prefetch.host import HostStats, host_stats, together
 from loaderkit.prefetch.slowest import Slow, slowest
 from loaderkit.prefetch.turns import Trial, merged_trials
@@ -292,33 +292,27 @@ def _all_of(histograms: Iterable[Histogram]) -> Histogram:
 def add_accounts(
     rows: Sequence[StageStats],
     ends: tuple[StageStats, StageStats],
-    accounts: Sequence[Account],
+    accounts: list[Account],
     states: States,
     now: float,
 ) -> None:
     """Add the time of a pool's workers to the rows of their stages, by number; what they waited for to those of its `ends`."""
-    # Column by column: worker by worker it takes 64 of them, with eight stages, twice as long.
-    state_s = [sum(column) for column in zip(*(account.read(now) for account in accounts), strict=True)]
-    cpu_s = [sum(column) for column in zip(*(account.read_cpu() for account in accounts), strict=True)]
-    if not state_s:
+    if not accounts:
         return
+    state_s, totals = Account.summed(accounts, now)
     first, last = ends
     first.starved_s += state_s[states.starved]
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
-    for number, row in enumerate(rows):
-        totals = [Totals(*account.totals(number)) for account in accounts]
-        num_items, num_failed = sum([one.num_items for one in totals]), sum([one.num_failed for one in totals])
-        if not (state_s[number] or num_items or num_failed):
-            continue
-        row.busy_s += state_s[number]
-        row.cpu_s += cpu_s[number]
-        row.delayed_s += sum([one.delayed_s for one in totals])
+    for row, busy_s, (num_items, num_bytes, num_failed, cpu_s, delayed_s, services) in zip(rows, state_s, totals):  # noqa: B905
+        row.busy_s += busy_s
+        row.cpu_s += cpu_s
+        row.delayed_s += delayed_s
         row.num_items += num_items
-        row.num_bytes += sum([one.num_bytes for one in totals])
+        row.num_bytes += num_bytes
         row.num_failed += num_failed
-        for one in totals:
-            row.services.take_in(Histogram.of(one.services))
+        if services:
+            row.services.take_in(Histogram.of(services))
 
 
 def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
@@ -356,12 +350,6 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         host=host,
         tuning=tuning,
         trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
-        slowest={
-            engine.stages[number].name: slowest(
-                slow for account in pool.accounts for slow in account.slow_items.kept(number)
-            )
-            for pool in engine.pools
-            for number in pool.plan.stages
-        },
+        slowest={stage.name: engine.slow_items.kept(number) for number, stage in enumerate(engine.stages)},
         store=dict(engine.counters()) if engine.counters is not None else {},
     )

@@ -19,12 +19,10 @@ from typing import NamedTuple
 from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 
 _WINDOW = 12  # chunks a way is tried for
-_WINDOW_S = (
-    0.05  # and no shorter with short chunks: who has the GIL keeps it for 5 ms, and may do a score of them meanwhile
-)
-_NUM_LONGEST = (
-    10  # nor than so many times the longest of them, which may have waited for a disk, as one in a hundred does
-)
+# With short chunks no shorter than this: who has the GIL keeps it for 5 ms, and may do a score of them meanwhile. Nor than so
+# many times the longest of them, which may have waited for a disk, as one in a hundred does.
+_WINDOW_S = 0.05
+_NUM_LONGEST = 10
 _MOST_WINDOW_S = 0.5
 _PATIENCE = 1000  # chunks until one worker alone is tried again
 _PATIENCE_S = 5.0  # until all are again: the store may have turned slow
@@ -125,9 +123,8 @@ class Turns:
         self._undelayed_speeds: deque[float] = deque(maxlen=_WINDOW)  # of each worker, had it always had a CPU
         self._cpu_shares: deque[float] = deque(maxlen=_WINDOW)
         self._sums = _Sums()
-        self._window_begins_s = self._window_since_s = (
-            0.0  # when it was decided upon; when the first chunk in it was begun
-        )
+        self._window_begins_s = 0.0  # when it was decided upon
+        self._window_since_s = 0.0  # when the first chunk in it was begun
         self._longest_s = 0.0  # chunk of what is compared
         self._durations: deque[float] = deque(maxlen=_WINDOW)
         self._gil_waits: deque[float] = deque(maxlen=_MOST_PROBES)

@@ -122,9 +122,6 @@ _ITEMS = (
     _peer("grain-processes", "grain", "grain", workers="processes"),
 )
 
-# As it comes: with one thread, since the records are small and lie here.
-_RECORDS = (_LOADERKIT, _own("loaderkit-auto", prefetch__concurrency="auto"), *_ITEMS[1:])
-
 _ARRAYS = (_LOADERKIT, _peer("dataloader", "torch", "dataloader"), _limit("limit-preadv", "preadv"))
 
 _LARGE_PHOTOS = (
@@ -195,7 +192,7 @@ _ALL = (
         "records of 16 bytes of one .npy, batch 64",
         "records",
         ("records",),
-        _RECORDS,
+        _ITEMS,
         skip=64,
         warm=20_000,
         least=64,
@@ -207,7 +204,7 @@ _ALL = (
         "windows of 2,049 tokens of a file of 1 GB, batch 16",
         "tokens",
         ("tokens",),
-        _RECORDS[:5],
+        _ITEMS[:5],
         skip=32,
         warm=2000,
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from loaderkit import native
 from loaderkit.prefetch import accounts
-from loaderkit.prefetch.accounts import Account
+from loaderkit.prefetch.accounts import Account, Totals
 
 
 def _in_python() -> type[Account]:
@@ -26,3 +26,13 @@ def _in_python() -> type[Account]:
 
 PythonAccount = _in_python()
 both = pytest.mark.parametrize("account_type", [Account, PythonAccount], ids=["as it is", "in Python"])
+
+
+def state_s(account: Account, now: float) -> list[float]:
+    """Its seconds by state."""
+    return type(account).summed([account], now)[0]
+
+
+def cpu_s(account: Account) -> list[float]:
+    """Its CPU seconds by stage."""
+    return [Totals._make(row).cpu_s for row in type(account).summed([account], 0.0)[1]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ledgers import PythonAccount, both
+from ledgers import PythonAccount, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
@@ -52,7 +52,7 @@ class TestAccount:
             state = following
         clock.now += 1.5
         expected[state] += 1.5
-        assert account.read(clock.now) == pytest.approx(expected)
+        assert state_s(account, clock.now) == pytest.approx(expected)
 
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.data())
     def test_the_timeline_is_what_happened(
@@ -95,8 +95,8 @@ class TestAccount:
         try:
             for _ in range(3000):
                 now = time.perf_counter()
-                assert sum(account.read(now)) >= (now - begun) * (1 - 1e-9)
-                assert sum(account.read(now)) <= time.perf_counter() - begun + 1e-9
+                assert sum(state_s(account, now)) >= (now - begun) * (1 - 1e-9)
+                assert sum(state_s(account, now)) <= time.perf_counter() - begun + 1e-9
         finally:
             stop.set()
             thread.join()
@@ -112,7 +112,7 @@ class TestAccount:
                 pass
             if number % 10 == 5:
                 account.enter(4)
-        sum_s = sum(account.read_cpu())
+        sum_s = sum(cpu_s(account))
         assert sum_s == pytest.approx(time.thread_time() - begun_s, rel=0.2)
         assert sum_s >= 5 * 2e-3 * 0.99
 
@@ -126,9 +126,9 @@ class TestAccount:
                 pass
             if state == 1:
                 account.enter(2)  # for a moment
-        open_s = account.read_cpu()[0]
+        open_s = cpu_s(account)[0]
         account.enter(1)
-        assert 0.004 * 0.99 <= open_s <= account.read_cpu()[0] < 0.01
+        assert 0.004 * 0.99 <= open_s <= cpu_s(account)[0] < 0.01
 
     def test_another_thread_may_go_on_with_it(self, account_type: type[Account]) -> None:
         """Its CPU time has nothing to do with that of the one before, however short the time in between."""
@@ -148,7 +148,7 @@ class TestAccount:
             thread = threading.Thread(target=work, args=(seconds,))
             thread.start()
             thread.join()
-        assert 8e-3 * 0.99 <= account.read_cpu()[0] < 12e-3
+        assert 8e-3 * 0.99 <= cpu_s(account)[0] < 12e-3
 
     def test_a_clock_that_raises_leaves_it_as_it_was(self, account_type: type[Account]) -> None:
         clock = HandClock()
@@ -157,13 +157,14 @@ class TestAccount:
         with pytest.raises(AttributeError):
             account.enter(0)
         assert account.open_state == 1
-        assert account.read(103.0) == pytest.approx([0, 3, 0, 0])
+        assert state_s(account, 103.0) == pytest.approx([0, 3, 0, 0])
 
 
 @pytest.mark.skipif(kernels is None, reason="there is no compiler here")
 def test_nothing_is_written_where_there_is_no_such_state() -> None:
     account: Any = Account(States(2), time.perf_counter, first_state=2)
-    wrong: list[Callable[[], None]] = [
+    summed: Any = Account.summed
+    wrong: list[Callable[[], object]] = [
         lambda: account.enter(5),
         lambda: account.enter(-1),
         lambda: account.enter(2**80),
@@ -172,14 +173,49 @@ def test_nothing_is_written_where_there_is_no_such_state() -> None:
         lambda: account.served(0, 1),
         lambda: account.served(0, 2**80, 1),
         lambda: account.failed(2, 1),
-        lambda: account.totals(2),
+        lambda: summed([], 0.0),
+        lambda: summed((account,), 0.0),
+        lambda: summed([account, States(2)], 0.0),
+        lambda: summed([account, Account(States(3), time.perf_counter, first_state=3)], 0.0),
+        lambda: summed([Account.__new__(Account)], 0.0),
         lambda: account.__init__(States(2), time.perf_counter, first_state=2),
     ]
     for step in wrong:
         with pytest.raises((ValueError, TypeError, OverflowError)):
             step()
     assert account.open_state == 2
-    assert [account.totals(n) for n in range(2)] == 2 * [(0, 0, 0, 0.0, {})]
+    assert Account.summed([account], 0.0)[1] == 2 * [(0, 0, 0, 0.0, 0.0, {})]
+
+
+def counted(*accounts: Account) -> list[Totals]:
+    """All of what was done but the CPU time, which depends on the machine."""
+    return [Totals._make(row)._replace(cpu_s=0.0) for row in type(accounts[0]).summed(list(accounts), 0.0)[1]]
+
+
+@both
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=20), min_size=1, max_size=5))
+def test_workers_of_a_pool_are_summed(account_type: type[Account], lives: list[list[tuple[int, float]]]) -> None:
+    clock = HandClock()
+    accounts = [account_type(States(3), clock, first_state=3, since_s=clock.now) for _ in lives]
+    for account, life in zip(accounts, lives, strict=True):
+        for state, seconds in life:
+            clock.now += seconds
+            account.enter(state)
+            if state < 3:
+                account.served(state, 2, 5)
+                account.failed(state, 1)
+    moment = clock.now - 0.3
+    alone = [state_s(account, moment) for account in accounts]
+    assert account_type.summed(accounts, moment)[0] == pytest.approx(
+        [sum(column) for column in zip(*alone, strict=True)]
+    )
+    for number, row in enumerate(counted(*accounts)):
+        each = [counted(account)[number] for account in accounts]
+        assert row[:3] == tuple(sum(values) for values in zip(*(one[:3] for one in each), strict=True))
+        expected: Counter[int] = Counter()
+        for one in each:
+            expected.update(one.services)
+        assert row.services == expected
 
 
 STEPS = st.one_of(
@@ -208,9 +244,9 @@ def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st
                 chunk.slowest = (float(much), 1) if number else None
                 one.served(number, int(much), 7 * number, chunk)
     moment = data.draw(st.floats(90, clock.now + 10))
-    assert account.read(moment) == pytest.approx(other.read(moment), abs=1e-9)
+    assert state_s(account, moment) == pytest.approx(state_s(other, moment), abs=1e-9)
     assert account.timeline(95.0, moment) == other.timeline(95.0, moment)
-    assert [Totals(*account.totals(n)) for n in range(3)] == [other.totals(n) for n in range(3)]
+    assert counted(account) == counted(other)
     assert [account.slow_items.kept(n) for n in range(3)] == [other.slow_items.kept(n) for n in range(3)]
     assert account.tape == other.tape
     assert (account.open_state, account.since_s) == (other.open_state, other.since_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,23 @@ def test_a_chunk_done_by_one_call_counts_as_a_whole() -> None:
     assert (slow.seconds, slow.each_s, slow.sample, slow.num_together, slow.epoch) == (2.0, 0.5, 7, 4, 3)
 
 
-def test_several_workers_are_merged() -> None:
+def test_several_workers_keep_the_slowest_of_all() -> None:
+    items = SlowItems(1)
+
+    def work(worker: int) -> None:
+        for n in range(500):
+            items.note(0, chunk_of(1000 * worker + n), 1.0 + (n * 7919 % 500) + worker / 10, 0.0)
+
+    threads = [threading.Thread(target=work, args=[worker]) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = sorted((1.0 + n + worker / 10 for n in range(500) for worker in range(4)), reverse=True)[:16]
+    assert [slow.each_s for slow in items.kept(0)] == expected
+
+
+def test_several_processes_are_merged() -> None:
     workers = [SlowItems(1) for _ in range(3)]
     for number, items in enumerate(workers):
         for n in range(20):

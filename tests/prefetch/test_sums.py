@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import PythonAccount, both
+from ledgers import PythonAccount, both, cpu_s, state_s
 from of_numbers import Numbers, hang, wait_for
 
 import loaderkit
@@ -263,7 +263,7 @@ def test_an_account_read_late_is_that_of_the_moment(
     expected = [0.0] * 6
     for state, since, until in account.timeline(100.0, moment):
         expected[state] += until - since
-    assert account.read(moment) == pytest.approx(expected, abs=1e-9)
+    assert state_s(account, moment) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_wait_is_never_found_twice_nor_lost() -> None:
@@ -361,8 +361,8 @@ class TestAnyThreadAnyTime:
         account: Any = PythonAccount(States(1), time.perf_counter, first_state=1)
         account.enter(0)
         account._sequence += 1
-        assert len(account.read(time.perf_counter())) == 4
-        assert len(account.read_cpu()) == 1
+        assert len(state_s(account, time.perf_counter())) == 4
+        assert len(cpu_s(account)) == 1
 
 
 def fail_seldom(sample: dict[str, Any]) -> None:

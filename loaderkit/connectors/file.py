@@ -50,6 +50,7 @@ _Open = tuple[Iterator[_Entry], tuple[int, int]]
 class _Kept(NamedTuple):
     """A file's bytes, and what it was when they were read."""
 
+    key: str
     path: str
     identity: tuple[int, int, int, int, int]  # device, number, size, time of change in ns: of the bytes, of anything
     data: NDArray[np.uint8]
@@ -132,7 +133,7 @@ class FileConnector:
         if not len(buffer):
             return
         try:
-            num_read, *status = self._gather(self._path(key), starts, length, buffer)
+            num_read, *status = self._gather(key, starts, length, buffer)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -144,22 +145,23 @@ class FileConnector:
             raise self._cut_short(key, num_here, length, start, status)
 
     def _gather(
-        self, path: str, starts: NDArray[np.int64], length: int, buffer: memoryview
+        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview
     ) -> tuple[int, int, int, int]:
         """Bytes read, mode, size and time of change in ns: from what is kept, or from the file."""
         kept = self._kept
-        if kept is not None and kept.path == path:
-            found: tuple[int, int, int, int] | None = kernels.kept_ranges(*kept, starts, length, buffer)
+        if kept is not None and kept.key == key:
+            found: tuple[int, int, int, int] | None = kernels.kept_ranges(*kept[1:], starts, length, buffer)
             if found is not None:
                 return found
             self._kept, self._keeps = None, False
+        path = self._path(key)
         found = _read_ranges(path, starts, length, buffer)
         if kernels is not None and self._keeps and length <= _MOST_LENGTH and 0 < found[2] <= _KEPT_BYTES:
             before, count = self._gathered
-            count = len(starts) + (count if path == before else 0)
-            self._gathered = (path, count)
-            if count * _PAGE_BYTES >= found[2] and (self._kept is None or self._kept.path != path):
-                kept = _whole(path)
+            count = len(starts) + (count if key == before else 0)
+            self._gathered = (key, count)
+            if count * _PAGE_BYTES >= found[2] and (self._kept is None or self._kept.key != key):
+                kept = _whole(key, path)
                 self._kept = kept if self._keeps else None
         return found
 
@@ -354,13 +356,13 @@ def _read_range(path: str, start: int, buffer: memoryview) -> tuple[int, int, in
     return _read_with_python(path, [(start, buffer)])
 
 
-def _whole(path: str) -> _Kept | None:
+def _whole(key: str, path: str) -> _Kept | None:
     """A file as it is now; None if it changes, cannot be read, or there is no memory for it: it can be done without."""
     try:
         identity = _identity_of(path)
         data = np.empty(identity[2], np.uint8)
         num_read, _, _, _ = _read_range(path, 0, data.data)
-        return _Kept(path, identity, data) if num_read == len(data) and identity == _identity_of(path) else None
+        return _Kept(key, path, identity, data) if num_read == len(data) and identity == _identity_of(path) else None
     except (OSError, MemoryError):
         return None
 

@@ -268,31 +268,26 @@ class BatchPlan:
             self._enter(self._epoch + 1, 0)
         if self._num_epochs is not None and self._epoch >= self._num_epochs:
             return None
+        epoch, step, begin = self._epoch, self._step, self._end
         positions, indices, wrapped = self._samples()
-        begin = self._end
-        self._step += 1
-        self._end = self._schedule.position_after(self._start, self._step)
+        self._pass_over(1)
         destination = Destination(
-            epoch=self._epoch,
-            step=self._step - 1,
-            positions=positions,
-            indices=indices,
-            wrapped=wrapped,
-            begin=begin,
-            end=self._end,
+            epoch=epoch, step=step, positions=positions, indices=indices, wrapped=wrapped, begin=begin, end=self._end
         )
         destination.specs = self.specs
         destination.fields = self.slabs.take()
         size = len(positions)
-        if self._whole_chunks:
-            chunk_size = size
         for name in self._loose:
             destination.values[name] = [None] * size
-        for lo in range(0, size, chunk_size):
-            hi = min(size, lo + chunk_size)
-            destination.chunks.append(Chunk(destination, lo, hi, self._epoch, indices[lo:hi]))
+        if chunk_size >= size or self._whole_chunks:
+            destination.chunks = [Chunk(destination, 0, size, epoch, indices)]
+        else:
+            for lo in range(0, size, chunk_size):
+                hi = min(size, lo + chunk_size)
+                destination.chunks.append(Chunk(destination, lo, hi, epoch, indices[lo:hi]))
         destination.num_pending = len(destination.chunks)
-        self._pass_over(self._share.of - 1)
+        if self._share.of > 1:
+            self._pass_over(self._share.of - 1)
         return destination
 
     def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
@@ -326,9 +321,10 @@ class BatchPlan:
     def _gather(self, destination: Destination) -> dict[str, Any]:
         num_slots = len(destination)
         slots: NDArray[np.int64] | None = None
-        destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))
-        if self._shape.policy == "raise" and destination.failures:
-            raise destination.failures[0].error
+        if destination.failures:
+            destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))
+            if self._shape.policy == "raise":
+                raise destination.failures[0].error
         if self._shape.policy == "skip" and destination.failures:
             bad = {failure.slot for failure in destination.failures}
             slots = np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)

@@ -104,6 +104,8 @@ class ArraySource:
         self._num_records = self._counted()
         self._size = self._num_samples()
         window = (args.window,) if args.window is not None else ()
+        # As arrays: to make one of each number takes longer than to multiply and to add.
+        self._stride, self._first = np.array(self._record_bytes), np.array(self._data_start)
         self.records = Records(args.field, dtype, (*window, *shape), is_swapped, self._record_bytes * prod(window))
 
     def __len__(self) -> int:
@@ -128,7 +130,7 @@ class ArraySource:
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first byte of every sample in the file: int64 [n]."""
-        return indices * self._record_bytes + self._data_start
+        return indices * self._stride + self._first
 
     def ranges(self, index: int) -> list[FieldRange]:
         """The bytes of the record or window, as they lie in the file."""

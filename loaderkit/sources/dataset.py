@@ -10,6 +10,7 @@ import importlib
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
@@ -107,6 +108,9 @@ def _size_of(dataset: Any) -> int:
         ) from error
 
 
+_SINGLE = {torch.Tensor, np.ndarray, int, float, bytes}  # most items: to ask for bases of their types takes longer
+
+
 class DatasetSource:
     """The items of an object, numbered as it numbers them. Implements `Source` and `ItemSource`."""
 
@@ -159,9 +163,8 @@ class DatasetSource:
         kinds = {*map(type, items)}
         if kinds == {tuple} and len({*map(len, items)}) == 1:
             return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
-        if self._single is None or any(issubclass(kind, (dict, tuple)) for kind in kinds):
-            return None
-        return {self._single: items}
+        is_single = kinds <= _SINGLE or not any(issubclass(kind, (dict, tuple)) for kind in kinds)
+        return {self._single: items} if is_single and self._single is not None else None
 
     def _names(self, num: int) -> tuple[str, ...]:
         names = self._fields or tuple(map(str, range(num)))

@@ -173,8 +173,7 @@ class FileConnector:
         keys, starts, lengths, etags = ranges
         failed: Sequence[int] | None = range(len(keys))
         if kernels is not None:
-            paths = {key: "" if _UNUSUAL_PART.search(key) else self._base + key for key in dict.fromkeys(keys)}
-            failed = kernels.read_many([*map(paths.__getitem__, keys)], starts, lengths, etags, offsets, buffer)
+            failed = kernels.read_many(self._path_or_nothing, keys, starts, lengths, etags, offsets, buffer)
         # What failed, together or singly, is read again by itself: that says what is wrong with it, if it still is.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():
@@ -228,11 +227,15 @@ class FileConnector:
         return {**self.__dict__, "_kept": None, "_gathered": ("", 0)}
 
     def _path(self, key: str) -> str:
-        if _UNUSUAL_PART.search(key):
+        path = self._path_or_nothing(key)
+        if not path:
             raise ObjectNotFoundError(
                 f"{key!r} is no key: a key is a path below {self._root!r} without '.', '..' and empty parts"
             )
-        return self._base + key
+        return path
+
+    def _path_or_nothing(self, key: str) -> str:
+        return "" if _UNUSUAL_PART.search(key) else self._base + key
 
     def _entries(self, directory: str, prefix: str) -> Sequence[_Entry]:
         """The entries of a directory that can match, in canonical order; a directory's key ends with "/"."""

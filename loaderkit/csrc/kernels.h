@@ -2,7 +2,7 @@
  * exchange of the GIL costs tens of microseconds, and what takes 20 us alone is better done without one.
  *
  *     read_range(path, start, buffer)                        open, fstat, pread, close
- *     read_many(paths, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
+ *     read_many(path_of, keys, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar
  *     group_names(names, num)                                the samples they make

@@ -130,7 +130,8 @@ class ArraySource:
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first byte of every sample in the file: int64 [n]."""
-        return indices * self._stride + self._first
+        found: NDArray[np.int64] = indices * self._stride + self._first
+        return found
 
     def ranges(self, index: int) -> list[FieldRange]:
         """The bytes of the record or window, as they lie in the file."""

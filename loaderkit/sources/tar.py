@@ -96,8 +96,8 @@ class TarSource:
         self._args = args
         self._field_map = FieldMap(args.fields, {"cls": "label"})
         self._shards = self._found_shards()
-        self._shard_keys = [info.key for info in self._shards]
-        self._shard_etags: list[str | None] = [info.etag for info in self._shards]
+        self._shard_keys = np.array([info.key for info in self._shards], object)  # of Python's strings
+        self._shard_etags = np.array([info.etag for info in self._shards], object)
         self._extension_ids: dict[str, int] = {}
         self.num_ignored = 0
         self._collect(load)
@@ -150,12 +150,12 @@ class TarSource:
             return None
         offsets, fields = self._alike
         members = (self._firsts[indices][:, None] + offsets).ravel()
-        shards = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
+        shards = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets))
         ranges = Ranges(
-            [*map(self._shard_keys.__getitem__, shards)],
-            self._starts[members].tolist(),
-            self._sizes[members].tolist(),
-            [*map(self._shard_etags.__getitem__, shards)],
+            self._shard_keys.take(shards).tolist(),
+            self._starts.take(members).tolist(),
+            self._sizes.take(members).tolist(),
+            self._shard_etags.take(shards).tolist(),
         )
         return Table(fields, ranges)
 

@@ -8,7 +8,7 @@ range. A source of objects has no ranges; its `item(i)` is the sample. Records o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from time import perf_counter
@@ -48,7 +48,7 @@ class _Plan:
     reading, and the ranges in that order."""
 
     def __init__(
-        self, places: list[int], names: list[_Names], constants: list[Sample], ranges: Ranges, num_bytes: int
+        self, places: Sequence[int], names: list[_Names], constants: list[Sample], ranges: Ranges, num_bytes: int
     ) -> None:
         self.places = places
         self.names = names
@@ -82,9 +82,9 @@ def read_ranges(
         table = None if table_of is None else table_of(chunk.indices)
         plan = _one_by_one(source, chunk, failed, fetch) if table is None else _of_table(table, len(chunk))
         lengths = plan.ranges.lengths
-        ends = list(accumulate(lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]))
-        offsets = [0, *ends][: len(ends)]
-        view = chunk.memory("read", ends[-1] if ends else 0)
+        sizes = lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]
+        offsets = list(accumulate(sizes, initial=0))
+        view = chunk.memory("read", offsets.pop())
         chunk.place = None
         if read_many is None:
             errors = _read_each(connector, chunk, plan, offsets, view)
@@ -127,11 +127,12 @@ def _of_table(table: Table, num: int) -> _Plan:
         constants = [
             dict(zip(table.constants, row, strict=True)) for row in zip(*table.constants.values(), strict=True)
         ]
-    return _Plan(list(range(num)), [table.fields] * num, constants, table.ranges, sum(table.ranges.lengths))
+    return _Plan(range(num), [table.fields] * num, constants, table.ranges, sum(table.ranges.lengths))
 
 
 def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
-    plan = _Plan([], [], [], Ranges([], [], [], []), 0)
+    places: list[int] = []
+    plan = _Plan(places, [], [], Ranges([], [], [], []), 0)
     for place, index in enumerate(chunk.indices.tolist()):
         chunk.place = place
         try:
@@ -140,7 +141,7 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
         except Exception as error:
             failed(chunk, place, error)
             continue
-        plan.places.append(place)
+        places.append(place)
         plan.constants.append(source.constants(index))
         plan.names.append(tuple((one.field, one.extension) for one, value in fetched if value is None))
         for one, value in fetched:

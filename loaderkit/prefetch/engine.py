@@ -114,7 +114,7 @@ class Engine:
         self._resized = threading.Condition(self._sizing)  # workers that are not wanted wait on it
         may_serve_itself = self_service and not inline and len(pools) == 1
         self._batch = next((number for number, stage in enumerate(stages) if stage.kind == "batch"), None)
-        self._self_service = SelfService(self.intake, self.pools[0].one_works) if may_serve_itself else None
+        self._self_service = SelfService(self.intake) if may_serve_itself else None
         self._tape_length = 0  # of what is recorded of each worker
         self._is_started = False
         self._is_closed = False
@@ -169,6 +169,8 @@ class Engine:
                     f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
                 ) from error
         self.intake.resize(sum(pool.num_workers for pool in self.pools))
+        if self._self_service is not None:
+            self._self_service.forget()
         if pool.buffer is not None:
             pool.buffer.resize(2 * num_workers)
 
@@ -436,11 +438,9 @@ class Engine:
 
     def _work_for_a_worker(self) -> bool:
         """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""
-        pool = self.pools[0]
         account = self.intake.borrow()
         if account is None:
             return False
-        ticket = pool.begin()
         try:
             has_worked = self._work_inline(account)
             if not has_worked:  # no room: what else there is has to end first
@@ -448,7 +448,6 @@ class Engine:
             return has_worked
         finally:
             self.intake.give_back()
-            pool.end(ticket, self.plan.batch_size)
 
     def _work_inline(self, account: Account | None = None) -> bool:
         """Carry one chunk through every pool, in the consumer's thread; False if there is none."""

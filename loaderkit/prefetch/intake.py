@@ -161,8 +161,7 @@ class Intake:
         """Whether the consumer makes its batches itself from now on, with `borrow`; workers rest meanwhile."""
         with self._lock:
             self.is_self_service = is_on
-            if not is_on:
-                self._room.notify_all()
+            self._room.notify_all()  # those that rest do so for another reason now
 
     def borrow(self) -> Account | None:
         """The account of a worker at rest, for the consumer to `take` with in its place until `give_back`.
@@ -277,8 +276,9 @@ class Intake:
 
     def _rest(self, account: Account) -> None:
         """Let a worker wait for room or work. Under the lock."""
-        has_work = (self.num_open or self.is_self_service) and not self._at_end
-        account.enter(self._states.blocked if has_work else self._states.starved)
+        states = self._states
+        has_work = self.num_open and not self._at_end
+        account.enter(states.idle if self.is_self_service else states.blocked if has_work else states.starved)
         self._announce()
         self._resting.append(account)
         self._room.wait()

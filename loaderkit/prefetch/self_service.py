@@ -2,14 +2,15 @@
 
 Where a batch takes a tenth of a millisecond of Python, to wake a worker, to be woken by it, and to pass the GIL to and fro
 takes half as long again, and nothing is gained: only one thread at a time holds the GIL. So a loop that does nothing between
-its batches is served as by `executor: inline`; as soon as it does, the workers read ahead again.
+its batches tries both, being handed them and making them, and keeps the way that is faster; as soon as it does something, the
+workers read ahead again.
 
 Only for pipelines that run no code but ours, and none that depends on the thread it runs in (torch's modes are a thread's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from statistics import median
 
 import torch
 
@@ -18,30 +19,41 @@ from loaderkit.prefetch.intake import Intake
 _QUICK_S = 1e-3  # a batch that would be late by more is not risked
 _TIGHT = 0.25  # of a batch's time: a loop that takes no longer between two batches does nothing
 _HAND_OFF_S = 50e-6  # nor does one that takes no longer than it takes to be handed a batch
-_NUM_TIGHT = 8
+# Of what a loop takes between batches, in the mean: once in a while it may look at one, or count. One that takes several
+# batches and then trains is away for long, though, and is read ahead for.
+_SMOOTHING = 1 / 8
+# A trial: each way three times in turns, for so long, and for so many batches behind the first ones, which the other way may
+# have made. Who has the GIL keeps it for 5 ms.
+_NUM_TRIALS = 3
+_TRIAL_S = 0.02
+_LEAST = 32
+_NUM_PASSED = 8
+_PATIENCE_S = 30.0  # for which the way that was faster is kept
 
 
 class SelfService:
-    """One loop's habit. All methods belong to the consumer's thread. `one_works`: only one worker makes batches, because
-    there is only one, or because that is better."""
+    """One loop's habit. All methods but `forget` belong to the consumer's thread."""
 
-    def __init__(self, intake: Intake, one_works: Callable[[], bool]) -> None:
+    def __init__(self, intake: Intake) -> None:
         self._intake = intake
-        self._one_works = one_works
-        self._num_tight = 0  # batches in a row that the loop did nothing between
+        self._away_s = _QUICK_S  # how long the loop takes between two batches
         self._left_s: float | None = None
+        self._is_own = False  # the way of now: the loop makes its batches itself
+        self._until_s = 0.0  # while that is settled
+        self._num_batches = 0  # on trial
+        self._since_s = 0.0
+        self._times: dict[bool, list[float]] = {True: [], False: []}  # of a batch, in s, by way
+        self._is_forgotten = False
 
     def comes(self, now: float) -> bool:
         """The loop asks for a batch: whether it is to make it itself."""
-        quick_s = self._intake.batch_s
-        is_tight = (
-            self._left_s is not None
-            and quick_s is not None
-            and quick_s < _QUICK_S
-            and now - self._left_s < max(_TIGHT * quick_s, _HAND_OFF_S)
-        )
-        self._num_tight = self._num_tight + 1 if is_tight else 0
-        wanted = self._num_tight >= _NUM_TIGHT and self._one_works() and not torch.is_inference_mode_enabled()
+        if self._left_s is not None:
+            self._away_s += _SMOOTHING * (now - self._left_s - self._away_s)
+        batch_s = self._intake.batch_s
+        is_tight = batch_s is not None and batch_s < _QUICK_S and self._away_s < max(_TIGHT * batch_s, _HAND_OFF_S)
+        if not is_tight or self._is_forgotten:
+            self._begin_anew()
+        wanted = is_tight and not torch.is_inference_mode_enabled() and self._is_to_make_it(now)
         if wanted != self._intake.is_self_service:
             self._intake.set_self_service(wanted)
         return wanted
@@ -49,3 +61,33 @@ class SelfService:
     def leaves(self, now: float) -> None:
         """The loop has got its batch."""
         self._left_s = now
+
+    def forget(self) -> None:
+        """There are more workers or fewer: try again which way is faster. For any thread."""
+        self._is_forgotten = True
+
+    def _begin_anew(self) -> None:
+        """What was seen of a loop that did nothing says nothing of it now, unless that is settled."""
+        if self._is_forgotten:
+            self._is_forgotten = False
+            self._until_s = 0.0
+        self._num_batches = 0
+        self._times = {True: [], False: []}
+
+    def _is_to_make_it(self, now: float) -> bool:
+        """Whether it makes this batch itself: to try how long that takes, or since it is settled that this is faster."""
+        if now < self._until_s:
+            return self._is_own
+        self._num_batches += 1
+        if self._num_batches == _NUM_PASSED:
+            self._since_s = now
+        elif self._num_batches >= _NUM_PASSED + _LEAST and now - self._since_s >= _TRIAL_S:
+            times = self._times
+            times[self._is_own].append((now - self._since_s) / (self._num_batches - _NUM_PASSED))
+            self._num_batches = 0
+            self._is_own = not self._is_own
+            if len(times[True]) == len(times[False]) == _NUM_TRIALS:
+                self._is_own = median(times[True]) < median(times[False])
+                self._until_s = now + _PATIENCE_S
+                self._begin_anew()
+        return self._is_own

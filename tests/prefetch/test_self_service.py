@@ -15,6 +15,7 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.prefetch import self_service
 from loaderkit.prefetch.self_service import SelfService
 
 
@@ -25,46 +26,126 @@ def records(tmp_path: Path) -> Pipeline:
 
 
 class TestWhen:
+    """By a clock of its own. A batch takes the loop 100 us to make; to be handed one, `handed_s`."""
+
+    now = 0.0
+    handed_s = 150e-6
+
     @pytest.fixture
     def intake(self) -> Any:
         intake = SimpleNamespace(batch_s=100e-6, is_self_service=False, set_self_service=None)
         intake.set_self_service = lambda is_on: setattr(intake, "is_self_service", is_on)
         return intake
 
-    def loop(self, service: SelfService, away_s: float, num: int = 20) -> bool:
-        now = 0.0
+    def loop(self, service: SelfService, *away_s: float, num: int = 6000) -> bool:
+        """A loop that stays away for so long between its batches, in turns, so many times; whether it then serves itself."""
         comes = False
         for _ in range(num):
-            comes = service.comes(now)
-            now += 100e-6
-            service.leaves(now)
-            now += away_s
+            for seconds in away_s:
+                self.now += seconds
+                comes = service.comes(self.now)
+                self.now += 100e-6 if comes else self.handed_s
+                service.leaves(self.now)
         return comes
 
     def test_a_loop_that_does_nothing_serves_itself_until_it_does_something(self, intake: Any) -> None:
-        service = SelfService(intake, lambda: True)
-        assert not self.loop(service, 5e-6, num=8)
+        service = SelfService(intake)
+        assert not self.loop(service, 5e-6, num=100)
         assert self.loop(service, 5e-6)
         assert self.loop(service, 40e-6), "to be handed a batch takes as long"
         assert intake.is_self_service
-        assert not self.loop(service, 60e-6, num=2)
+        assert not self.loop(service, 60e-6, num=20)
         assert not intake.is_self_service
+        assert self.loop(service, 5e-6, num=50), "that is settled"
 
-    def test_not_while_workers_do_better(self, intake: Any) -> None:
-        turns: Any = SimpleNamespace(one_at_a_time=False)
-        service = SelfService(intake, lambda: turns.one_at_a_time)
-        assert not self.loop(service, 0.0)
-        turns.one_at_a_time = True
-        assert self.loop(service, 0.0)
+    def test_not_where_workers_are_faster(self, intake: Any) -> None:
+        service = SelfService(intake)
+        self.handed_s = 80e-6
+        assert not self.loop(service, 5e-6)
+        begin, num_own = self.now, 0
+        while self.now < begin + 60:
+            num_own += self.loop(service, 5e-6, num=1)
+        assert num_own * 100e-6 < 0.01 * 60, "and seldom tried"
+
+    def test_what_is_faster_may_change(self, intake: Any) -> None:
+        service = SelfService(intake)
+        assert self.loop(service, 5e-6)
+        self.handed_s = 20e-6
+        assert self.loop(service, 5e-6), "for half a minute nobody asks"
+        self.now += 40
+        assert not self.loop(service, 5e-6)
+
+    def test_with_another_number_of_workers_it_is_tried_again(self, intake: Any) -> None:
+        service = SelfService(intake)
+        assert self.loop(service, 5e-6)
+        self.handed_s = 20e-6
+        service.forget()
+        assert not self.loop(service, 5e-6)
+
+    def test_one_standstill_in_a_trial_is_not_what_decides(self, intake: Any) -> None:
+        service = SelfService(intake)
+        while not self.loop(service, 5e-6, num=1):  # being handed a batch is tried first
+            pass
+        self.loop(service, 5e-6, num=20)
+        self.now += 1.0 - 5e-6
+        service.leaves(self.now)
+        assert self.loop(service, 5e-6)
+
+    def test_one_pause_ends_it_at_once(self, intake: Any) -> None:
+        service = SelfService(intake)
+        assert self.loop(service, 5e-6)
+        assert not self.loop(service, 1e-3, num=1)
+
+    def test_a_look_at_some_batch_does_not(self, intake: Any) -> None:
+        service = SelfService(intake)
+        assert self.loop(service, 5e-6)
+        for _ in range(20):
+            assert self.loop(service, *[3e-6] * 15, 100e-6, num=1)
+
+    @pytest.mark.parametrize("num_together", [2, 8])
+    def test_a_loop_that_trains_on_several_batches_at_once_is_read_ahead_for(
+        self, intake: Any, num_together: int
+    ) -> None:
+        service = SelfService(intake)
+        for _ in range(200):
+            assert not self.loop(service, 10e-3, *[3e-6] * (num_together - 1), num=1)
 
     @pytest.mark.parametrize("batch_s", [None, 2e-3])
     def test_not_with_batches_that_take_long(self, intake: Any, batch_s: float | None) -> None:
         intake.batch_s = batch_s
-        assert not self.loop(SelfService(intake, lambda: True), 0.0)
+        assert not self.loop(SelfService(intake), 0.0)
 
     def test_not_in_inference_mode_which_tensors_would_keep(self, intake: Any) -> None:
         with torch.inference_mode():
-            assert not self.loop(SelfService(intake, lambda: True), 0.0)
+            assert not self.loop(SelfService(intake), 0.0)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_ways_are_tried_in_turns_and_nothing_else_changes(
+    records: Pipeline, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is, but that trials are short and that any loop counts as one that does nothing: the ways change all the time."""
+    for name, value in (("_TRIAL_S", 0.0), ("_LEAST", 4), ("_PATIENCE_S", 2e-3), ("_HAND_OFF_S", 1.0)):
+        monkeypatch.setattr(self_service, name, value)
+    ways: list[bool] = []
+    comes = SelfService.comes
+
+    def noted(self: SelfService, now: float) -> bool:
+        ways.append(comes(self, now))
+        return ways[-1]
+
+    monkeypatch.setattr(SelfService, "comes", noted)
+    with (
+        loaderkit.build(records, overrides={"prefetch.executor": "inline"}) as inline,
+        loaderkit.build(records, overrides={"prefetch.concurrency": workers}) as loader,
+    ):
+        for epoch in range(6):
+            if epoch == 3:
+                loader.resize("read", workers=2)
+            for mine, theirs in zip(loader, inline, strict=True):
+                assert mine["__key__"] == theirs["__key__"]
+                assert torch.equal(mine["data"], theirs["data"])
+    assert 20 < sum(ways) < len(ways) - 20
 
 
 class TestHow:

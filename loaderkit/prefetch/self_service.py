@@ -1,8 +1,8 @@
 """When the consumer makes a batch itself rather than wake a worker up for it.
 
 Where a batch takes a tenth of a millisecond of Python, to wake a worker, to be woken by it, and to pass the GIL to and fro
-takes half as long again, and nothing is gained: only one thread at a time holds the GIL. So a loop that does nothing between
-its batches tries both, being handed them and making them, and keeps the way that is faster; as soon as it does something, the
+takes half as long again, and nothing is gained: only one thread at a time holds the GIL. So a loop that does little between
+its batches tries both, being handed them and making them, and keeps the way that is faster; as soon as it does more, the
 workers read ahead again.
 
 Only for pipelines that run no code but ours, and none that depends on the thread it runs in (torch's modes are a thread's).
@@ -16,11 +16,11 @@ import torch
 
 from loaderkit.prefetch.intake import Intake
 
-_QUICK_S = 1e-3  # a batch that would be late by more is not risked
-_TIGHT = 0.25  # of a batch's time: a loop that takes no longer between two batches does nothing
-_HAND_OFF_S = 50e-6  # nor does one that takes no longer than it takes to be handed a batch
-# Of what a loop takes between batches, in the mean: once in a while it may look at one, or count. One that takes several
-# batches and then trains is away for long, though, and is read ahead for.
+# Neither a batch nor what the loop does before it wants the next one may take longer: it might be late by more than a hand-over
+# can cost, and with a loop that does something else for long there is nothing to be gained.
+_QUICK_S = 1e-3
+# The loop's part in the mean: once in a while it may look at a batch, or write a line. One that takes several batches and then
+# trains is away for long, though.
 _SMOOTHING = 1 / 8
 # A trial: each way three times in turns, for so long, and for so many batches behind the first ones, which the other way may
 # have made. Who has the GIL keeps it for 5 ms.
@@ -50,10 +50,10 @@ class SelfService:
         if self._left_s is not None:
             self._away_s += _SMOOTHING * (now - self._left_s - self._away_s)
         batch_s = self._intake.batch_s
-        is_tight = batch_s is not None and batch_s < _QUICK_S and self._away_s < max(_TIGHT * batch_s, _HAND_OFF_S)
-        if not is_tight or self._is_forgotten:
+        is_quick = batch_s is not None and max(batch_s, self._away_s) < _QUICK_S
+        if not is_quick or self._is_forgotten:
             self._begin_anew()
-        wanted = is_tight and not torch.is_inference_mode_enabled() and self._is_to_make_it(now)
+        wanted = is_quick and not torch.is_inference_mode_enabled() and self._is_to_make_it(now)
         if wanted != self._intake.is_self_service:
             self._intake.set_self_service(wanted)
         return wanted
@@ -67,7 +67,7 @@ class SelfService:
         self._is_forgotten = True
 
     def _begin_anew(self) -> None:
-        """What was seen of a loop that did nothing says nothing of it now, unless that is settled."""
+        """What was seen so far says nothing of the loop as it is now, unless that is settled."""
         if self._is_forgotten:
             self._is_forgotten = False
             self._until_s = 0.0

@@ -48,13 +48,12 @@ class TestWhen:
                 service.leaves(self.now)
         return comes
 
-    def test_a_loop_that_does_nothing_serves_itself_until_it_does_something(self, intake: Any) -> None:
+    def test_a_loop_that_does_little_serves_itself_until_it_does_more(self, intake: Any) -> None:
         service = SelfService(intake)
-        assert not self.loop(service, 5e-6, num=100)
         assert self.loop(service, 5e-6)
-        assert self.loop(service, 40e-6), "to be handed a batch takes as long"
+        assert self.loop(service, 300e-6), "it need not do nothing"
         assert intake.is_self_service
-        assert not self.loop(service, 60e-6, num=20)
+        assert not self.loop(service, 2e-3, num=20)
         assert not intake.is_self_service
         assert self.loop(service, 5e-6, num=50), "that is settled"
 
@@ -94,13 +93,13 @@ class TestWhen:
     def test_one_pause_ends_it_at_once(self, intake: Any) -> None:
         service = SelfService(intake)
         assert self.loop(service, 5e-6)
-        assert not self.loop(service, 1e-3, num=1)
+        assert not self.loop(service, 20e-3, num=1)
 
     def test_a_look_at_some_batch_does_not(self, intake: Any) -> None:
         service = SelfService(intake)
         assert self.loop(service, 5e-6)
         for _ in range(20):
-            assert self.loop(service, *[3e-6] * 15, 100e-6, num=1)
+            assert self.loop(service, *[3e-6] * 15, 1e-3, num=1)
 
     @pytest.mark.parametrize("num_together", [2, 8])
     def test_a_loop_that_trains_on_several_batches_at_once_is_read_ahead_for(
@@ -125,7 +124,7 @@ def test_ways_are_tried_in_turns_and_nothing_else_changes(
     records: Pipeline, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it is, but that trials are short and that any loop counts as one that does nothing: the ways change all the time."""
-    for name, value in (("_TRIAL_S", 0.0), ("_LEAST", 4), ("_PATIENCE_S", 2e-3), ("_HAND_OFF_S", 1.0)):
+    for name, value in (("_TRIAL_S", 0.0), ("_LEAST", 4), ("_PATIENCE_S", 2e-3), ("_QUICK_S", 10.0)):
         monkeypatch.setattr(self_service, name, value)
     ways: list[bool] = []
     comes = SelfService.comes

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.assembly import Assembly, Recipe, RemoteEngine, split_recipe
+from loaderkit.assembly import Assembly, Recipe
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
 from loaderkit.formats.tar_index import TarIndex, default_cache_dir, load_index
@@ -25,18 +25,13 @@ from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.process import ProcessEngine
-from loaderkit.prefetch.remote import Job
-from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.stretch import Stretch
-from loaderkit.prefetch.wire import pack
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
-from loaderkit.stages.call import CallArgs
 from loaderkit.stages.transfer import Lane
 from loaderkit.types import Connector, Source
 
@@ -180,7 +175,9 @@ def _prepare(
         tuning["graph"] = assembly.graph
     if config.prefetch.executor == "process":
         tuning["processes"] = config.prefetch.processes
-        pools, make_executor = _in_a_process(recipe, assembly, clock)
+        from loaderkit.hosting import in_a_process  # a tenth of what it takes to begin, and only wanted here
+
+        pools, make_executor = in_a_process(recipe, assembly, clock)
     else:
         if config.prefetch.processes > 1:
             logger.warning(
@@ -223,71 +220,6 @@ class _Timed:
                 self._num_under_way -= 1
                 if self._num_under_way == 0:
                     self.seconds += time.perf_counter() - self._since_s
-
-
-def _in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[dict[str, Any]], Callable[[], Executor]]:
-    """The pools, and what makes the executor, where another process does the work."""
-    if clock is not time.perf_counter:
-        raise ConfigError(
-            "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
-        )
-    prefetch = recipe.config.prefetch
-    if prefetch.first_batches < prefetch.processes:
-        raise ConfigError(
-            f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.processes: {prefetch.processes}, which "
-            f"make a batch each at a time: allow at least {prefetch.processes} batches"
-        )
-    ahead, late_stages = split_recipe(recipe, whole)
-    assembly = Assembly(ahead, Share(of=prefetch.processes))
-    remote = RemoteEngine.of(ahead)
-    check_sendable(remote)
-    pools = assembly.described_pools()
-    if late_stages:
-        late = [stage.name for stage in late_stages]
-        pools.append({"stages": late, "workers": prefetch.processes, "process": "trainer"})
-    job = Job(
-        remote,
-        preload="loaderkit.assembly",
-        rows=assembly.rows(),
-        pools=[pool["stages"] for pool in assembly.described_pools()],
-        num_batches=prefetch.first_batches,
-        memory_bytes=prefetch.memory,
-        late_stages=late_stages,
-        pinned_for=whole.device if late_stages else None,
-    )
-
-    def make_executor() -> Executor:
-        return ProcessEngine(
-            job,
-            num_processes=prefetch.processes,
-            schedule=recipe.schedule,
-            timeout_s=prefetch.timeout,
-            raises=prefetch.on_timeout == "raise",
-        )
-
-    return pools, make_executor
-
-
-def check_sendable(remote: RemoteEngine) -> None:
-    """Raise ConfigError, naming it, if something the pipeline was given cannot be sent to another process."""
-    config = remote.recipe.config
-    parts: dict[str, Any] = {}
-    for stage in config.stages:
-        if isinstance(stage.args, CallArgs):
-            parts[f"stages.{stage.name}.function"] = stage.args.function
-            parts[f"stages.{stage.name}.args"] = stage.args.args
-    if isinstance(config.source, DatasetArgs):
-        parts |= {"source.object": config.source.object, "source.args": config.source.args}
-    parts["the connector"] = remote.recipe.connector
-    for where, value in parts.items():
-        try:
-            pack(value)
-        except Exception as error:
-            raise ConfigError(
-                f"{where}: {value!r} cannot be sent to the process that loads (prefetch.executor: process): {error}. Define "
-                'it at the top level of a module that can be imported, and name it as "package.module:name"; or use '
-                "executor: thread"
-            ) from error
 
 
 def _fingerprint(config: PipelineConfig, source: Source) -> dict[str, str]:

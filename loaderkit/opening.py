@@ -9,7 +9,6 @@ from loaderkit.connectors.cache import CacheConnector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.retry import with_retries
-from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import ConfigError
 from loaderkit.registry import SCHEMES
 from loaderkit.retries import RetryPolicy
@@ -45,6 +44,8 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
             'loaderkit.build(..., connectors={"memory": MemoryConnector({...})})'
         )
     if scheme == "s3":
+        from loaderkit.connectors.s3 import S3Connector  # a tenth of what it takes to begin, and only wanted here
+
         return S3Connector(url, args.s3, args.retry)
     if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
         found = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)

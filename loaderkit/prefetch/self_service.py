@@ -25,7 +25,7 @@ _SMOOTHING = 1 / 8
 # A trial: each way three times in turns, for so long, and for so many batches behind the first ones, which the other way may
 # have made. Who has the GIL keeps it for 5 ms.
 _NUM_TRIALS = 3
-_TRIAL_S = 0.02
+_TRIAL_S = 0.01
 _LEAST = 32
 _NUM_PASSED = 8
 _PATIENCE_S = 30.0  # for which the way that was faster is kept

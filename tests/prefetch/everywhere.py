@@ -49,7 +49,7 @@ from loaderkit.prefetch.intraop import ONE_AT_A_TIME
 _LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)
 _PATIENCE_S = 60.0
-self_service._TIGHT, self_service._QUICK_S = 1e4, 1.0  # a loop that is traced is slow
+self_service._QUICK_S = 1.0  # a loop that is traced is slow
 _SETTLED_S = 10.0
 _LONG_S = 5.0  # a life takes a second or so
 _NUM_TRIES = 3  # where it took longer: a machine may be busy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from loaderkit.connectors.cache import CacheConnector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.retry import with_retries
@@ -29,9 +28,7 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
         found = given[scheme]
         if args.retry != RetryArgs():
             found = with_retries(found, _policy(args, 10), args.retry.timeout, owns_inner=False)
-        if args.cache.dir is not None:
-            found = CacheConnector(found, args.cache, owns_inner=found not in given.values())
-        return found
+        return _cached(found, args, owns_inner=found not in given.values())
     return _cached(_own(url, scheme, rest, args), args)
 
 
@@ -56,8 +53,12 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
     )
 
 
-def _cached(connector: Connector, args: StoreArgs) -> Connector:
-    return connector if args.cache.dir is None else CacheConnector(connector, args.cache)
+def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True) -> Connector:
+    if args.cache.dir is None:
+        return connector
+    from loaderkit.connectors.cache import CacheConnector  # as that of S3
+
+    return CacheConnector(connector, args.cache, owns_inner=owns_inner)
 
 
 def _policy(args: StoreArgs, max_attempts: int) -> RetryPolicy:

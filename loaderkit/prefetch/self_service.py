@@ -22,10 +22,10 @@ _QUICK_S = 1e-3
 # The loop's part in the mean: once in a while it may look at a batch, or write a line. One that takes several batches and then
 # trains is away for long, though.
 _SMOOTHING = 1 / 8
-# A trial: each way three times in turns, for so long, and for so many batches behind the first ones, which the other way may
-# have made. Who has the GIL keeps it for 5 ms.
+# A trial: each way three times in turns, for so long, which is how long who has the GIL may keep it, and for so many batches
+# behind the first ones, which the other way may have made.
 _NUM_TRIALS = 3
-_TRIAL_S = 0.01
+_TRIAL_S = 5e-3
 _LEAST = 32
 _NUM_PASSED = 8
 _PATIENCE_S = 30.0  # for which the way that was faster is kept

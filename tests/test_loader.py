@@ -24,6 +24,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError, StateError
+from loaderkit.prefetch.cpus import num_cpus
 
 
 def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, seed: int = 3) -> Pipeline:
@@ -549,3 +550,24 @@ def nothing_left_running() -> Iterator[None]:
     yield
     gc.collect()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+
+
+def test_small_records_begin_with_a_worker_a_cpu_as_all_else(tmp_path: Path) -> None:
+    np.save(tmp_path / "records.npy", np.zeros((1000, 4), np.uint8))
+    with loaderkit.build(Pipeline.array(str(tmp_path / "records.npy")).read().batch(10)) as loader:
+        assert loader.stats().to_dict()["tuning"]["concurrency"] == num_cpus()
+
+
+def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
+    np.save(tmp_path / "records.npy", np.zeros((1000, 4), np.uint8))
+    program = (
+        "import sys, loaderkit\n"
+        "with loaderkit.build(loaderkit.Pipeline.array(sys.argv[1]).read().batch(10)) as loader: next(iter(loader))\n"
+        "print(*(name for name in sys.modules if name.startswith('loaderkit')))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "records.npy")], capture_output=True, text=True, check=True
+    )
+    assert "loaderkit.prefetch.engine" in done.stdout.split()
+    for name in ("connectors.s3", "connectors.cache", "hosting", "prefetch.process", "profile", "checkpoint"):
+        assert f"loaderkit.{name}" not in done.stdout.split()

@@ -97,6 +97,7 @@ class Engine:
         self.slow_items = SlowItems(len(stages))
         self.num_delivered = 0
         self.num_samples = 0
+        self.num_self_served = 0  # made in the loop's thread, in a worker's place
         self.first_wait_s: float | None = None
         self._timeout_s = timeout_s
         self._raises = raises
@@ -443,6 +444,7 @@ class Engine:
             return False
         try:
             has_worked = self._work_inline(account)
+            self.num_self_served += has_worked
             if not has_worked:  # no room: what else there is has to end first
                 self.intake.set_self_service(False)
             return has_worked
@@ -467,7 +469,7 @@ class Engine:
                 torch.set_num_threads(num_torch_threads)
         if isinstance(item, Destination):
             self.intake.deliver(item)
-        account.enter(self.states.blocked)
+        account.enter(self.states.blocked if self.inline else self.states.idle)
         return True
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:

@@ -177,8 +177,8 @@ class Intake:
         """The consumer has done what it borrowed the account for."""
         with self._lock:
             self._lent = None
-            if self._is_closed:
-                self._room.notify_all()
+            if self._is_closed or not self.is_self_service:
+                self._room.notify_all()  # that worker may have been woken while it had to go on sleeping
 
     def head(self) -> Destination | None:
         """The awaited destination, for reports."""

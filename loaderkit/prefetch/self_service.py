@@ -28,7 +28,8 @@ _NUM_TRIALS = 3
 _TRIAL_S = 5e-3
 _LEAST = 32
 _NUM_PASSED = 8
-_PATIENCE_S = 30.0  # for which the way that was faster is kept
+_PATIENCE_S = 2.0  # for which the way that was faster is kept; doubled each time that it is so again
+_MOST_PATIENCE_S = 30.0
 
 
 class SelfService:
@@ -40,6 +41,8 @@ class SelfService:
         self._left_s: float | None = None
         self._is_own = False  # the way of now: the loop makes its batches itself
         self._until_s = 0.0  # while that is settled
+        self._was_faster: bool | None = None  # the own way, when that was settled last
+        self._patience_s = _PATIENCE_S
         self._num_batches = 0  # on trial
         self._since_s = 0.0
         self._times: dict[bool, list[float]] = {True: [], False: []}  # of a batch, in s, by way
@@ -52,7 +55,7 @@ class SelfService:
         batch_s = self._intake.batch_s
         is_quick = batch_s is not None and max(batch_s, self._away_s) < _QUICK_S
         if not is_quick or self._is_forgotten:
-            self._begin_anew()
+            self._begin_anew(now)
         wanted = is_quick and not torch.is_inference_mode_enabled() and self._is_to_make_it(now)
         if wanted != self._intake.is_self_service:
             self._intake.set_self_service(wanted)
@@ -66,11 +69,14 @@ class SelfService:
         """There are more workers or fewer: try again which way is faster. For any thread."""
         self._is_forgotten = True
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, now: float) -> None:
         """What was seen so far says nothing of the loop as it is now, unless that is settled."""
         if self._is_forgotten:
             self._is_forgotten = False
-            self._until_s = 0.0
+            self._until_s = now
+            self._was_faster = None
+        if now >= self._until_s:
+            self._is_own = False  # a loop of which nothing is known is read ahead for
         self._num_batches = 0
         self._times = {True: [], False: []}
 
@@ -78,6 +84,9 @@ class SelfService:
         """Whether it makes this batch itself: to try how long that takes, or since it is settled that this is faster."""
         if now < self._until_s:
             return self._is_own
+        if self._is_own and self._intake.num_ready:
+            self._num_batches = 0  # made by workers
+            return True
         self._num_batches += 1
         if self._num_batches == _NUM_PASSED:
             self._since_s = now
@@ -88,6 +97,9 @@ class SelfService:
             self._is_own = not self._is_own
             if len(times[True]) == len(times[False]) == _NUM_TRIALS:
                 self._is_own = median(times[True]) < median(times[False])
-                self._until_s = now + _PATIENCE_S
-                self._begin_anew()
+                is_again = self._is_own == self._was_faster
+                self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S) if is_again else _PATIENCE_S
+                self._was_faster = self._is_own
+                self._until_s = now + self._patience_s
+                self._begin_anew(now)
         return self._is_own

@@ -94,6 +94,7 @@ class Stats:
     memory: dict[str, int]
     host: HostStats  # of the processes in which the workers are
     tuning: dict[str, Any]
+    num_self_served: int = 0  # batches that the loop made itself, in a worker's place
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
     trials: dict[str, Trial] = field(default_factory=dict)
     """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
@@ -110,6 +111,7 @@ class Stats:
             self,
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
+            num_self_served=self.num_self_served - earlier.num_self_served,
             num_samples=self.num_samples - earlier.num_samples,
             stall_s=_rise(earlier.stall_s, self.stall_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
@@ -166,6 +168,7 @@ class Stats:
         return {
             "wall_s": self.wall_s,
             "num_batches": self.num_batches,
+            "num_self_served": self.num_self_served,
             "num_samples": self.num_samples,
             "stall": {
                 "total_s": total_s,
@@ -253,6 +256,7 @@ def merged(parts: Sequence[Stats]) -> Stats:
     return replace(
         first,
         num_batches=sum(part.num_batches for part in parts),
+        num_self_served=sum(part.num_self_served for part in parts),
         num_samples=sum(part.num_samples for part in parts),
         stall_s=stall_s,
         stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],
@@ -337,6 +341,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         now_s=now,
         wall_s=0.0 if engine.first_wait_s is None else now - engine.first_wait_s,
         num_batches=engine.num_delivered,
+        num_self_served=engine.num_self_served,
         num_samples=engine.num_samples,
         stall_s=stall_s,
         stages=rows,

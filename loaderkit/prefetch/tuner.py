@@ -174,8 +174,7 @@ class Tuner:
     def look(self, now: Stats) -> Move | None:
         """Take note of the accounts, several times a second; what to change, if anything. It counts as done."""
         before = self._before
-        # After an error the sizes are as they were, and so is what is on trial.
-        if before is None or before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s:
+        if before is None or self._says_nothing(before, now):
             self._restart(now)
             return None
         seconds = now.now_s - before.now_s
@@ -197,6 +196,14 @@ class Tuner:
         move = self._choose(window, now)
         self.is_settled = move is None
         return move
+
+    def _says_nothing(self, before: Stats, now: Stats) -> bool:
+        """Whether workers may not have worked as they would, or not for long enough."""
+        # After an error the sizes are as they were, and so is what is on trial.
+        is_new = before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s
+        return (
+            is_new or now.num_self_served > before.num_self_served
+        )  # the loop made batches itself, and workers rested
 
     def _restart(self, now: Stats) -> None:
         self._begin = self._before = now

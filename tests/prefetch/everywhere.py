@@ -50,6 +50,7 @@ _LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)
 _PATIENCE_S = 60.0
 self_service._QUICK_S = 1.0  # a loop that is traced is slow
+self_service._NUM_PASSED, self_service._LEAST, self_service._TRIAL_S = 1, 2, 0.0  # and its life short
 _SETTLED_S = 10.0
 _LONG_S = 5.0  # a life takes a second or so
 _NUM_TRIES = 3  # where it took longer: a machine may be busy

@@ -1,4 +1,4 @@
-"""A loop that does nothing between quick batches makes them itself, and nothing but the thread changes."""
+"""A loop that does little between quick batches makes them itself where that is faster, and nothing but the thread changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TestWhen:
 
     @pytest.fixture
     def intake(self) -> Any:
-        intake = SimpleNamespace(batch_s=100e-6, is_self_service=False, set_self_service=None)
+        intake = SimpleNamespace(batch_s=100e-6, num_ready=0, is_self_service=False, set_self_service=None)
         intake.set_self_service = lambda is_on: setattr(intake, "is_self_service", is_on)
         return intake
 
@@ -90,6 +90,20 @@ class TestWhen:
         service.leaves(self.now)
         assert self.loop(service, 5e-6)
 
+    def test_what_workers_had_made_does_not_count_as_made_by_itself(self, intake: Any) -> None:
+        """However much was read ahead: here it takes longer to make a batch than to be handed one."""
+        service = SelfService(intake)
+        self.handed_s = 80e-6
+        comes, made_s = service.comes, 100e-6
+        for _ in range(6000):
+            is_own = comes(self.now)
+            is_there = is_own and intake.num_ready > 0
+            intake.num_ready = intake.num_ready - 1 if is_there else 0 if is_own else 64
+            self.now += 1e-6 if is_there else made_s if is_own else self.handed_s
+            service.leaves(self.now)
+            self.now += 5e-6
+        assert not comes(self.now)
+
     def test_one_pause_ends_it_at_once(self, intake: Any) -> None:
         service = SelfService(intake)
         assert self.loop(service, 5e-6)
@@ -101,13 +115,17 @@ class TestWhen:
         for _ in range(20):
             assert self.loop(service, *[3e-6] * 15, 1e-3, num=1)
 
-    @pytest.mark.parametrize("num_together", [2, 8])
+    @pytest.mark.parametrize("num_together", [2, 8, 16])
     def test_a_loop_that_trains_on_several_batches_at_once_is_read_ahead_for(
         self, intake: Any, num_together: int
     ) -> None:
         service = SelfService(intake)
         for _ in range(200):
             assert not self.loop(service, 10e-3, *[3e-6] * (num_together - 1), num=1)
+        assert self.loop(service, 3e-6), "a pass in which it does nothing else"
+        for _ in range(6000):
+            self.loop(service, 10e-3, *[3e-6] * (num_together - 1), num=1)
+        assert not self.loop(service, 10e-3, *[3e-6] * (num_together - 1), num=1)
 
     @pytest.mark.parametrize("batch_s", [None, 2e-3])
     def test_not_with_batches_that_take_long(self, intake: Any, batch_s: float | None) -> None:

@@ -14,9 +14,7 @@ from loaderkit.types import Connector, ObjectInfo
 _SMALL_BYTES = 4 << 10
 _LEAST_WINDOW_BYTES = 256 << 10
 _MOST_WINDOW_BYTES = 4 << 20
-_MOST_LOCAL_WINDOW_BYTES = (
-    512 << 10
-)  # fits into a CPU's cache; of a larger one every page is new, too (10 ms of a scan)
+_MOST_CACHED_BYTES = 512 << 10
 _MOST_BREAK_EVEN_BYTES = 8 << 20
 
 
@@ -46,8 +44,6 @@ class Window:
         self._num_taken = 0  # since the last read
         self._request_s = float("inf")
         self._byte_s = float("inf")
-        is_remote = getattr(connector, "is_remote", False)
-        self._most_bytes = _MOST_WINDOW_BYTES if is_remote else _MOST_LOCAL_WINDOW_BYTES
 
     def take(self, position: int, num_bytes: int) -> bytearray:
         """A copy of `num_bytes` bytes from `position` on; they must lie inside the object."""
@@ -99,7 +95,9 @@ class Window:
         if (position - self._start) / max(1, self._num_taken) > break_even:
             return _SMALL_BYTES
         # At eight times the break-even the cost of the request itself is a ninth.
-        return int(min(max(8 * break_even, _LEAST_WINDOW_BYTES), self._most_bytes))
+        # Where that is little, the store is memory; then what fits into a CPU's cache is read faster.
+        most = _MOST_CACHED_BYTES if break_even <= _LEAST_WINDOW_BYTES else _MOST_WINDOW_BYTES
+        return int(min(max(8 * break_even, _LEAST_WINDOW_BYTES), most))
 
     def _learn(self, num_bytes: int, seconds: float) -> None:
         # The fastest read of each kind is the one that was disturbed least.

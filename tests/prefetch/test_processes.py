@@ -191,6 +191,7 @@ class TestLiving:
         with two(numbers(800), **{"prefetch.batches": 2}) as loader:
             next(iter(loader))
             wait_for(lambda: num_open(loader) == 2)
+            wait_for(lambda: loader.stats().num_ready == 2)  # else some items are still to be counted
             num_items = loader.stats().stages[0].num_items
             loader.set_epoch(3)
             loader.start()

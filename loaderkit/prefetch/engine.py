@@ -444,7 +444,6 @@ class Engine:
             return False
         try:
             has_worked = self._work_inline(account)
-            self.num_self_served += has_worked
             if not has_worked:  # no room: what else there is has to end first
                 self.intake.set_self_service(False)
             return has_worked
@@ -469,6 +468,7 @@ class Engine:
                 torch.set_num_threads(num_torch_threads)
         if isinstance(item, Destination):
             self.intake.deliver(item)
+            self.num_self_served += not self.inline
         account.enter(self.states.blocked if self.inline else self.states.idle)
         return True
 

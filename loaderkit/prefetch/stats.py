@@ -308,7 +308,9 @@ def add_accounts(
     first.starved_s += state_s[states.starved]
     first.idle_s += state_s[states.idle]
     last.blocked_s += state_s[states.blocked]
-    for row, busy_s, (num_items, num_bytes, num_failed, cpu_s, delayed_s, services) in zip(rows, state_s, totals):  # noqa: B905
+    for row, busy_s, (num_items, num_bytes, num_failed, cpu_s, delayed_s, services) in zip(
+        rows, state_s, totals, strict=False
+    ):
         row.busy_s += busy_s
         row.cpu_s += cpu_s
         row.delayed_s += delayed_s

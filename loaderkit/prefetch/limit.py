@@ -188,7 +188,7 @@ class Limit:
             evidence += f" of {case.num_cpus}"
         cheaper = _CHEAPER.get(row.kind, f"a cheaper {row.name}")
         if case.is_inline:
-            change = f"{self._beside_training()}; or {cheaper}"
+            change = f"{self._by_workers('so that it is done beside training')}; or {cheaper}"
         elif case.is_short_of_cpus:
             change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
         else:
@@ -246,7 +246,7 @@ class Limit:
         evidence = f"{100 * (1 - self.needs_cpu):.0f} % of that waiting for something other than a CPU"
         if usual_s is not None:
             evidence += f", {say_seconds(usual_s)} an item"
-        change = self._beside_training() if case.is_inline else self._more_workers()
+        change = self._by_workers("with several workers") if case.is_inline else self._more_workers()
         kind, sure = "waiting", 0.9
         if self.alone is not None:
             evidence += f"; {self._tried()}: they do not hold one another up"
@@ -271,10 +271,11 @@ class Limit:
         others = f"all {all_of_them}" if tried == all_of_them else f"{tried} of {all_of_them} at a time"
         return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what {others} did"
 
-    def _beside_training(self) -> str:
+    def _by_workers(self, how: str) -> str:
+        """What to change where the loop's thread makes the batches."""
         if self.case.is_self_served:
             return "larger batches: the loop makes these itself, since to be handed one by a worker took longer"
-        return "prefetch.executor: thread, so that it is done beside training"
+        return f"prefetch.executor: thread, {how}"
 
     def _more_workers(self) -> str:
         if self.pool.is_in_trainer:

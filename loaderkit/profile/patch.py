@@ -54,6 +54,8 @@ def _other_process(case: Case, verdict: Verdict, config: PipelineConfig) -> list
 
 
 def _more_at_once(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+    if case.is_self_served:  # by workers it would take longer
+        return []
     if case.is_inline:
         return [_set(config, "prefetch.executor", "thread")]
     if verdict.stage is None or (verdict.kind == "computing" and case.is_short_of_cpus):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.prefetch import self_service
 from loaderkit.prefetch.self_service import SelfService
+from loaderkit.profile.patch import settings_for
 
 
 @pytest.fixture
@@ -241,3 +243,24 @@ def test_other_peoples_code_runs_in_workers_only(records: Pipeline) -> None:
     with loaderkit.build(data_set) as loader:
         loader.start()
         assert loader._engine._self_service is None  # type: ignore[union-attr]
+
+
+def test_the_verdict_does_not_ask_for_workers_that_would_rest(tmp_path: Path) -> None:
+    """Nor does the profiler's patch, for an executor that the pipeline has."""
+    np.save(tmp_path / "records.npy", np.zeros((2000, 40_000), np.uint8))
+    pipeline = Pipeline.array(str(tmp_path / "records.npy")).read().batch(64)
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as loader:
+        for _ in loader:
+            pass
+        before = loader.stats()
+        for _ in range(3):
+            for _ in loader:
+                pass
+        inline = loader.stats(since=before)
+        config = loader._parts.config
+    own = replace(inline, num_self_served=inline.num_batches, tuning={**inline.tuning, "executor": "thread"})
+    assert "prefetch.executor: thread" in inline.verdict().change
+    assert [setting.value for setting in settings_for(inline.verdict(), inline, config)] == ["thread"]
+    assert own.verdict().kind == inline.verdict().kind
+    assert "larger batches" in own.verdict().change
+    assert settings_for(own.verdict(), own, config) == []

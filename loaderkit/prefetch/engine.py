@@ -294,17 +294,20 @@ class Engine:
 
     def _wait(self, begin_s: float) -> Destination:
         works_itself = self.inline or (self._self_service is not None and self._self_service.comes(begin_s))
-        while works_itself:
-            found = self.intake.first() if self.intake.num_ready else None
-            if found is not None:
-                return found
-            works_itself = self._work_inline() if self.inline else self._work_for_a_worker()
-        patience = watch.Patience(self._timeout_s, self._raises)
+        patience = None
         while True:
+            while works_itself:
+                found = self.intake.first() if self.intake.num_ready else None
+                if found is not None:
+                    return found
+                if not (self._work_inline() if self.inline else self._work_for_a_worker()):
+                    break
+            patience = patience or watch.Patience(self._timeout_s, self._raises)
             found = self.intake.wait_for_first(patience.next_s)
             if found is not None:
                 return found
-            patience.ends(self.describe_wait)
+            if not self.intake.can_lend:
+                patience.ends(self.describe_wait)
 
     def describe_wait(self) -> watch.Report:
         """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""

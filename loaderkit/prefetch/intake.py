@@ -65,7 +65,6 @@ class Intake:
         self._is_closed = False
         self._failure: BaseException | None = None
         self._is_asleep = False  # the consumer waits, and will not look by itself before long
-        self._is_waited_for = False  # the consumer waits, and makes no batch itself
         self.num_ready = 0  # destinations in the queue that are complete
         self.num_open = 0  # destinations in the queue, or cancelled with chunks still in a stage: they hold memory
         self.is_short_of_memory = False  # memory, not depth, is what keeps the next destination from being opened
@@ -81,21 +80,17 @@ class Intake:
             return self._first(keep=keep)
 
     def wait_for_first(self, timeout_s: float) -> Destination | None:
-        """The same after waiting for it; None if that took longer than `timeout_s`."""
+        """The same after waiting for it; None if that took longer than `timeout_s`, or there is something to `borrow` for."""
         with self._lock:
-            self._is_waited_for = True
-            try:
+            found = self._first()
+            left_s = timeout_s
+            while found is None and left_s > 0 and not self.can_lend:
+                assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
+                wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
+                if not self._sleep(wait_s):
+                    left_s -= wait_s
                 found = self._first()
-                left_s = timeout_s
-                while found is None and left_s > 0:
-                    assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
-                    wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
-                    if not self._sleep(wait_s):
-                        left_s -= wait_s
-                    found = self._first()
-                return found
-            finally:
-                self._is_waited_for = False
+            return found
 
     def wait_until_ready(self) -> None:
         """Return once `first` has something to give or to raise, however long that takes."""
@@ -163,13 +158,19 @@ class Intake:
             self.is_self_service = is_on
             self._room.notify_all()  # those that rest do so for another reason now
 
+    @property
+    def can_lend(self) -> bool:
+        """Whether the consumer has something to do itself, in the place of a worker that rests."""
+        return self.is_self_service and bool(self._resting) and (bool(self._chunks) or not self._queue)
+
     def borrow(self) -> Account | None:
         """The account of a worker at rest, for the consumer to `take` with in its place until `give_back`.
 
-        None if a worker has begun with the awaited batch, or none rests yet: then one comes, and the consumer may wait.
+        None if a worker has begun with the awaited batch, or none rests yet: the consumer is to wait until that is done, or
+        one does.
         """
         with self._lock:
-            if self._resting and (self._chunks or not self._queue):
+            if self.can_lend:
                 self._lent = self._resting[-1]
             return self._lent
 
@@ -272,7 +273,7 @@ class Intake:
             self._room.notify_all()
 
     def _may_open(self, account: Account) -> bool:
-        return not self.is_self_service or account is self._lent or self._is_waited_for
+        return not self.is_self_service or account is self._lent
 
     def _rest(self, account: Account) -> None:
         """Let a worker wait for room or work. Under the lock."""
@@ -281,6 +282,8 @@ class Intake:
         account.enter(states.idle if self.is_self_service else states.blocked if has_work else states.starved)
         self._announce()
         self._resting.append(account)
+        if self.is_self_service:
+            self._ready.notify()  # it may have waited for somebody to rest
         self._room.wait()
         while account is self._lent:  # the consumer writes it just now
             self._room.wait()

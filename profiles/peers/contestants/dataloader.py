@@ -6,25 +6,22 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 from profiles.peers.contestants import pixels
-from profiles.peers.contestants.datasets import BATCH, Photographs, plain
+from profiles.peers.contestants.datasets import BATCH, Photographs, at_random, plain
 from profiles.peers.places import Places
 
 PACKAGE = "torch"
-_PASSES = 1000  # over the data set before the iterator ends
 
 
 def loader(dataset: Dataset[Any], batch: int, settings: dict[str, Any]) -> Iterable[Any]:
     """Settings: `num_workers` (2), `prefetch_factor` (4)."""
-    length = len(dataset)  # type: ignore[arg-type]
-    # A permutation of half a billion windows would take minutes; programs that train on tokens draw with replacement.
-    huge = length > 10_000_000
-    sampler = RandomSampler(dataset, replacement=huge, num_samples=length if huge else _PASSES * length)  # type: ignore[arg-type]
     num_workers = settings.get("num_workers", 2)
     more = {"persistent_workers": True, "prefetch_factor": settings.get("prefetch_factor", 4)} if num_workers else {}
-    return DataLoader(dataset, batch_size=batch, sampler=sampler, drop_last=True, num_workers=num_workers, **more)
+    return DataLoader(
+        dataset, batch_size=batch, sampler=at_random(dataset), drop_last=True, num_workers=num_workers, **more
+    )
 
 
 def _photos(places: Places, settings: dict[str, Any]) -> Iterable[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler
 
 from profiles.peers.places import WINDOW, Places, labelled
 
@@ -98,3 +98,11 @@ def plain(work: str, places: Places) -> Dataset[Any]:
 
 
 BATCH = {"dataset": 64, "dataset-records": 64, "records": 64, "tokens": 16, "large-npy": 2, "large-npz": 2}
+
+
+def at_random(dataset: Dataset[Any], num_passes: int = 1000) -> RandomSampler:
+    """Indexes over so many passes, each a permutation; drawn with replacement where one would take minutes, of half a billion
+    windows of tokens: programs that train on such draw so as well."""
+    length = len(dataset)  # type: ignore[arg-type]
+    is_huge = length > 10_000_000
+    return RandomSampler(dataset, replacement=is_huge, num_samples=length if is_huge else num_passes * length)  # type: ignore[arg-type]

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, RandomSampler, default_collate
+from torch.utils.data import Dataset, default_collate
 from torchdata.nodes import Batcher, Loader, Mapper, ParallelMapper, Prefetcher, SamplerWrapper
 
 from profiles.peers.contestants import pixels
-from profiles.peers.contestants.datasets import BATCH, Photographs, plain
+from profiles.peers.contestants.datasets import BATCH, Photographs, at_random, plain
 from profiles.peers.places import Places
 
 PACKAGE = "torchdata"
@@ -32,7 +32,7 @@ def _nodes(dataset: Dataset[Any], batch: int, settings: dict[str, Any]) -> Itera
     a sample."""
     method = settings.get("method", "thread")
     torch.set_num_threads(1)  # the mappers are the threads
-    sampler = RandomSampler(dataset, num_samples=1000 * len(dataset))  # type: ignore[arg-type]
+    sampler = at_random(dataset)
     by_item = settings.get("task") == "item"
     indexes = SamplerWrapper(sampler) if by_item else Batcher(SamplerWrapper(sampler), batch, drop_last=True)
     fetched: Any = ParallelMapper(
@@ -59,5 +59,5 @@ def _plain(work: str, places: Places, settings: dict[str, Any]) -> Iterable[Any]
 
 WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
     "files": _photos,
-    **{work: partial(_plain, work) for work in ("dataset", "dataset-records", "records")},
+    **{work: partial(_plain, work) for work in ("dataset", "dataset-records", "records", "tokens")},
 }

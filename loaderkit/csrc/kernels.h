@@ -15,6 +15,7 @@
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     decimals(numbers)                                      numbers as texts
+ *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
  *     delayed()                                              how long this thread has waited for a CPU
@@ -63,6 +64,7 @@ PyObject *jpeg_size(PyObject *self, PyObject *object);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *decimals(PyObject *self, PyObject *object);
+PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *attribute(PyObject *self, PyObject *args);

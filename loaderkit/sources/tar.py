@@ -96,8 +96,8 @@ class TarSource:
         self._args = args
         self._field_map = FieldMap(args.fields, {"cls": "label"})
         self._shards = self._found_shards()
-        self._shard_keys = np.array([info.key for info in self._shards], object)  # of Python's strings
-        self._shard_etags = np.array([info.etag for info in self._shards], object)
+        self._shard_keys = [info.key for info in self._shards]
+        self._shard_etags = [info.etag for info in self._shards]
         self._extension_ids: dict[str, int] = {}
         self.num_ignored = 0
         self._collect(load)
@@ -149,13 +149,18 @@ class TarSource:
         if self._alike is None:
             return None
         offsets, fields = self._alike
-        members = (self._firsts[indices][:, None] + offsets).ravel()
-        shards = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets))
+        num_members = len(self._starts) // len(self)
+        if kernels is not None:
+            shards = self._shard_firsts, self._shard_keys, self._shard_etags
+            found = kernels.members(indices, offsets, num_members, self._starts, self._sizes, *shards)
+            return Table(fields, Ranges(*found))
+        members = (indices[:, None] * num_members + offsets).ravel()
+        of_members = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
         ranges = Ranges(
-            self._shard_keys.take(shards).tolist(),
+            [self._shard_keys[shard] for shard in of_members],
             self._starts.take(members).tolist(),
             self._sizes.take(members).tolist(),
-            self._shard_etags.take(shards).tolist(),
+            [self._shard_etags[shard] for shard in of_members],
         )
         return Table(fields, ranges)
 

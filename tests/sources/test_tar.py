@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import webdataset
 from hypothesis import example, given
@@ -177,6 +178,54 @@ def test_own_fields_choose_and_order() -> None:
     assert [found[:2] for found in source.ranges(0)] == [("picture", "jpg"), ("label", "cls")]
     with pytest.raises(SourceError, match=r"sample '2' in memory://s\.tar has no 'label'.*it has: png, json"):
         source.ranges(1)
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    st.permutations(["jpg", "cls", "txt"]),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_a_table_is_the_ranges_of_its_samples_with_and_without_c(
+    num_samples: list[int], extensions: list[str], num_wanted: int, data: st.DataObject
+) -> None:
+    """Of archives with any number of samples, none among them, some of the members, in any order."""
+    shards = {
+        f"shard-{shard}.tar": [
+            (f"{number}.{extension}", bytes(shard + number))
+            for number in range(num)
+            for extension in sorted(extensions)
+        ]
+        for shard, num in enumerate(num_samples)
+    }
+    limit = data.draw(st.none() | st.integers(1, sum(num_samples)))
+    source = source_of(shards, fields={f"the {one}": one for one in extensions[:num_wanted]}, limit=limit)
+    indices = data.draw(st.lists(st.integers(0, len(source) - 1), max_size=20))
+    expected = [one for index in indices for one in source.ranges(index)]
+    for compiled in (kernels, None):
+        with mock.patch.object(loaderkit.sources.tar, "kernels", compiled):
+            table = source.table(np.array(indices, np.int64))
+        assert table is not None
+        assert list(zip(*table.ranges, strict=True)) == [tuple(one.range) for one in expected]
+        assert list(table.fields) * len(indices) == [(one.field, one.extension) for one in expected]
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+def test_members_are_looked_for_where_there_are_some() -> None:
+    assert kernels is not None
+    starts = np.arange(6)
+    right: list[Any] = [np.array([2, 0]), np.array([1]), 2, starts, starts, np.array([0, 1]), ["a", "b"], ["x", None]]
+    assert kernels.members(*right) == (["b", "a"], [5, 1], [5, 1], [None, "x"])
+    wrong: list[tuple[int, Any]] = [
+        (0, np.array([3])),
+        (0, np.array([-1])),
+        (0, np.array([1], np.int32)),
+        (1, np.array([2])),
+    ]
+    wrong += [(1, np.array([-1])), (2, 0), (4, np.arange(5)), (5, np.empty(0, np.int64)), (6, ["a"]), (7, ["x"])]
+    for place, value in wrong:
+        with pytest.raises((ValueError, IndexError)):
+            kernels.members(*[value if number == place else other for number, other in enumerate(right)])
 
 
 def test_hidden_members_are_ignored() -> None:

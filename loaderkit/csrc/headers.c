@@ -109,6 +109,7 @@ typedef struct {
     size_t extension_sizes[MOST_EXTENSIONS];
     Py_ssize_t num_samples, num_kept, num_ignored;
     int num_extensions;
+    int are_ascending; /* every key comes after the one before it: then none comes back */
 } Groups;
 
 /* The number of an extension, compared without regard to case; -1 for one that takes a closer look. */
@@ -129,6 +130,14 @@ static int extension_number(Groups *groups, const char *at, size_t size) {
     groups->extension_at[groups->num_extensions] = at;
     groups->extension_sizes[groups->num_extensions] = size;
     return groups->num_extensions++;
+}
+
+/* Whether a key comes after that of the sample before, byte by byte. */
+static int is_after_last(const Groups *groups, const char *key, size_t size) {
+    const Py_ssize_t n = groups->num_samples;
+    const size_t begin = n > 1 ? (size_t)groups->key_ends[n - 2] : 0, before = n ? (size_t)groups->key_ends[n - 1] - begin : 0;
+    const int order = memcmp(key, groups->keys + begin, size < before ? size : before);
+    return order > 0 || (order == 0 && size > before);
 }
 
 /* Whether all names could be told apart by their dots alone, with no sample that has an extension twice. */
@@ -155,6 +164,7 @@ static int find_groups(Groups *groups, const char *names, size_t num_bytes) {
             }
             key = name;
             key_size = (size_t)(dot + 1 - name);
+            groups->are_ascending = groups->are_ascending && is_after_last(groups, key, key_size - 1);
             memcpy(groups->keys + num_key_bytes, key, key_size - 1);
             num_key_bytes += key_size - 1;
             groups->key_ends[groups->num_samples] = (int64_t)num_key_bytes;
@@ -195,7 +205,7 @@ static PyObject *lowered(const Groups *groups) {
 }
 
 /* group_names(names, num) -> (keys, key ends, members a sample, their places, their extensions, extensions, number of members
- * that belong to no sample): the samples that `num` members make, whose names are each ended by a NUL. Members that follow
+ * that belong to no sample, whether the keys ascend): the samples that `num` members make, whose names are each ended by a NUL. Members that follow
  * one another and are called alike up to the first dot of the base name are a sample. None where that takes a closer look. */
 PyObject *group_names(PyObject *self, PyObject *args) {
     const char *names;
@@ -217,7 +227,8 @@ PyObject *group_names(PyObject *self, PyObject *args) {
                      .key_ends = PyMem_RawMalloc(room * 8),
                      .counts = PyMem_RawMalloc(room * 8),
                      .places = PyMem_RawMalloc(room * 8),
-                     .extensions = PyMem_RawMalloc(room * 4)};
+                     .extensions = PyMem_RawMalloc(room * 4),
+                     .are_ascending = 1};
     PyObject *result = NULL;
     if (!groups.keys || !groups.key_ends || !groups.counts || !groups.places || !groups.extensions) {
         PyErr_NoMemory();
@@ -228,10 +239,10 @@ PyObject *group_names(PyObject *self, PyObject *args) {
         Py_END_ALLOW_THREADS;
         const Py_ssize_t n = groups.num_samples, kept = groups.num_kept;
         result = !is_plain ? Py_NewRef(Py_None)
-                           : Py_BuildValue("(y#y#y#y#y#Nn)", groups.keys, n ? (Py_ssize_t)groups.key_ends[n - 1] : 0,
+                           : Py_BuildValue("(y#y#y#y#y#NnO)", groups.keys, n ? (Py_ssize_t)groups.key_ends[n - 1] : 0,
                                            (char *)groups.key_ends, n * 8, (char *)groups.counts, n * 8,
                                            (char *)groups.places, kept * 8, (char *)groups.extensions, kept * 4,
-                                           lowered(&groups), groups.num_ignored);
+                                           lowered(&groups), groups.num_ignored, groups.are_ascending ? Py_True : Py_False);
     }
     PyMem_RawFree(groups.keys);
     PyMem_RawFree(groups.key_ends);

@@ -95,7 +95,7 @@ class SelfService:
             times[self._is_own].append((now - self._since_s) / (self._num_batches - _NUM_PASSED))
             self._num_batches = 0
             self._is_own = not self._is_own
-            if len(times[True]) == len(times[False]) == _NUM_TRIALS:
+            if self._is_decided():
                 self._is_own = median(times[True]) < median(times[False])
                 is_again = self._is_own == self._was_faster
                 self._patience_s = min(2 * self._patience_s, _MOST_PATIENCE_S) if is_again else _PATIENCE_S
@@ -103,3 +103,12 @@ class SelfService:
                 self._until_s = now + self._patience_s
                 self._begin_anew(now)
         return self._is_own
+
+    def _is_decided(self) -> bool:
+        """Each way was tried three times; or twice, and the better way's worse time is better than the other way's better one:
+        no third time would change which median is less."""
+        own, handed = self._times[True], self._times[False]
+        num = min(len(own), len(handed))
+        if len(own) != len(handed) or num < _NUM_TRIALS - 1:
+            return False
+        return num == _NUM_TRIALS or max(own) < min(handed) or max(handed) < min(own)

@@ -273,9 +273,9 @@ class TarSource:
         plain = kernels.group_names(index.packed_names, len(index)) if kernels is not None else None
         if plain is None:
             return self._group_with_care(info, index)
-        keys, ends, counts, places, extensions, names, num_ignored = plain
+        keys, ends, counts, places, extensions, names, num_ignored, are_ascending = plain
         found = StringTable.packed(keys, np.frombuffer(ends, np.int64))
-        if len({*found.take(np.arange(len(found)))}) < len(found):
+        if not are_ascending and len({*found.take(np.arange(len(found)))}) < len(found):
             return self._group_with_care(info, index)  # which says what comes back
         self.num_ignored += num_ignored
         ids = np.array([self._extension_id(name) for name in names], np.int32)
@@ -342,10 +342,10 @@ class TarSource:
         field_ids = np.array([-1 if name is None else names.index(name) for name in self._fields], np.int64)
         field_of = field_ids[self._member_extensions]
         is_wanted = field_of >= 0
-        self._sample_sizes = np.zeros(len(self), np.int64)
-        np.add.at(self._sample_sizes, sample_of[is_wanted], self._sizes[is_wanted])
+        bytes_before = np.concatenate([[0], np.cumsum(np.where(is_wanted, self._sizes, 0))])
+        self._sample_sizes = np.diff(bytes_before[self._firsts])
         pairs = (sample_of * max(1, len(names)) + field_of)[is_wanted]
-        ordered = np.sort(pairs)
+        ordered = np.sort(pairs, kind="stable")  # nearly in order: a seventh of the time
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice):
             index, field_id = divmod(int(twice[0]), len(names))

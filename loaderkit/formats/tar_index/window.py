@@ -16,6 +16,10 @@ _LEAST_WINDOW_BYTES = 256 << 10
 _MOST_WINDOW_BYTES = 4 << 20
 _MOST_CACHED_BYTES = 512 << 10
 _MOST_BREAK_EVEN_BYTES = 8 << 20
+_MEMORY_S = 1e-4
+_WARM_UP_S = (
+    1e-3  # a first request as quick as that took most of it for what was new in the process: the second tells more
+)
 
 
 class Run(NamedTuple):
@@ -42,6 +46,7 @@ class Window:
         self._start = 0
         self._num_filled = 0
         self._num_taken = 0  # since the last read
+        self._num_reads = 0
         self._request_s = float("inf")
         self._byte_s = float("inf")
 
@@ -82,21 +87,22 @@ class Window:
         with memoryview(self._data) as whole, whole[:wanted] as part:
             self._connector.read_into(self._info.key, position, part, etag=self._info.etag)
         self._learn(wanted, self._clock() - before_s)
+        self._num_reads += 1
         self._start, self._num_filled, self._num_taken = position, wanted, 0
 
     def _num_bytes_to_read(self, position: int) -> int:
         if self._info.size <= _LEAST_WINDOW_BYTES:
             return self._info.size
-        if self._request_s == float("inf"):
+        if self._num_reads == 0 or (self._num_reads == 1 and self._request_s < _WARM_UP_S):
             return _SMALL_BYTES
         break_even = float(_LEAST_WINDOW_BYTES)
         if self._byte_s < float("inf"):
             break_even = min(self._request_s / self._byte_s, _MOST_BREAK_EVEN_BYTES)
         if (position - self._start) / max(1, self._num_taken) > break_even:
             return _SMALL_BYTES
-        # At eight times the break-even the cost of the request itself is a ninth.
-        # Where that is little, the store is memory; then what fits into a CPU's cache is read faster.
-        most = _MOST_CACHED_BYTES if break_even <= _LEAST_WINDOW_BYTES else _MOST_WINDOW_BYTES
+        # At eight times the break-even the cost of the request itself is a ninth. Where requests are that quick, the store is
+        # memory; then what fits into a CPU's cache is read faster.
+        most = _MOST_CACHED_BYTES if self._request_s < _MEMORY_S else _MOST_WINDOW_BYTES
         return int(min(max(8 * break_even, _LEAST_WINDOW_BYTES), most))
 
     def _learn(self, num_bytes: int, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Moving pixels into slots: through the C module where it was built, else through torch.
+"""Moving values and pixels into slots: through the C module where it was built, else through torch.
 
 Written bytes are the same on both ways, resized ones within a level.
 """
@@ -6,6 +6,8 @@ Written bytes are the same on both ways, resized ones within a level.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,14 @@ Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
 _HAS_AVX2 = kernels is not None and kernels.resample([])
+
+
+def shared(values: list[Any], name: str | None = None) -> Any:
+    """The type of all values, or with `name` that attribute of theirs; None where they differ, or there are none."""
+    if kernels is not None:
+        return kernels.shared(values) if name is None else kernels.shared(values, name)
+    found = {*map(type if name is None else attrgetter(name), values)}
+    return found.pop() if len(found) == 1 else None
 
 
 def write_image(slots: torch.Tensor, slot: int, pixels: Pixels) -> None:

@@ -16,6 +16,7 @@
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     decimals(numbers)                                      numbers as texts
  *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
+ *     shared(values, name)                                   the type of all, or their attribute
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
  *     delayed()                                              how long this thread has waited for a CPU
@@ -50,6 +51,10 @@ static inline int have_avx2(void) {
 /* The view of pixels, uint8 [H, W, 3] with packed rows; -1 with a ValueError if they are something else. */
 int get_pixels(PyObject *object, Py_buffer *view, int may_be_mirrored);
 
+/* One column: `count` numbers of 8 bytes, or one that holds for all (then *step is 0); any count if that is -1. -1 with a
+ * ValueError. */
+int get_column(PyObject *object, Py_buffer *view, Py_ssize_t count, int flags, Py_ssize_t *step);
+
 PyObject *write_normalized(PyObject *self, PyObject *args);
 PyObject *write_planes(PyObject *self, PyObject *args);
 PyObject *mirror(PyObject *self, PyObject *args);
@@ -65,6 +70,7 @@ PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *decimals(PyObject *self, PyObject *object);
 PyObject *members(PyObject *self, PyObject *args);
+PyObject *shared(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *attribute(PyObject *self, PyObject *args);

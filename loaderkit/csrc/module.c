@@ -17,6 +17,7 @@ static PyMethodDef methods[] = {
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
+    {"shared", shared, METH_VARARGS, "shared(values, name=None) -> the type of all values, or their attribute, or None"},
     {"decimals", decimals, METH_O, "decimals(numbers) -> list of str"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
     {"attribute", attribute, METH_VARARGS, "attribute(begin, end, opened, marks, done, names, first, last) -> s by cause, or None"},

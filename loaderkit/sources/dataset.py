@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, f
 
 from loaderkit.catalog import numbered
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
+from loaderkit.kernels import shared
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
 
@@ -160,10 +161,10 @@ class DatasetSource:
         return dict(zip(self._names(len(item)), item, strict=True))
 
     def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
-        kinds = {*map(type, items)}
-        if kinds == {tuple} and len({*map(len, items)}) == 1:
+        kind = shared(items)
+        if kind is tuple and len({*map(len, items)}) == 1:
             return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
-        is_single = kinds <= _SINGLE or not any(issubclass(kind, (dict, tuple)) for kind in kinds)
+        is_single = kind in _SINGLE or not any(isinstance(item, (dict, tuple)) for item in items)
         return {self._single: items} if is_single and self._single is not None else None
 
     def _names(self, num: int) -> tuple[str, ...]:

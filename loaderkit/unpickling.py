@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from loaderkit.errors import FormatError
+from loaderkit.garbage import collected_later
 
 _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
 
@@ -143,6 +144,7 @@ class Global(StandIn):
         raise pickle.UnpicklingError(f"it sets {name!r} of {self.what}")
 
 
+@collected_later
 def load_pickle(
     data: bytes | memoryview,
     names: Mapping[str, Any],

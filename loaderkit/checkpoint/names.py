@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from loaderkit.errors import CheckpointError
+from loaderkit.garbage import collected_later
 from loaderkit.unpickling import Array, Dtype, StandIn
 
 _MAX_DEPTH = 100
@@ -29,6 +30,7 @@ class Leaf(NamedTuple):
     path: Path = ()
 
 
+@collected_later
 def flatten(
     tree: Any,
     is_tensor: Callable[[Any], bool],

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
-from loaderkit.checkpoint.names import Index, flatten
+from loaderkit.checkpoint.names import Index, Leaf, flatten
 from loaderkit.checkpoint.places import Place
 from loaderkit.checkpoint.recognising import INDEX, METADATA, Fetch, heads_of, kinds_of, looked_at
 from loaderkit.checkpoint.records import Checkpoint, Part, Stored, strides_of
 from loaderkit.errors import CheckpointError, FormatError
 from loaderkit.formats import dcp, safetensors, torch_zip
+from loaderkit.garbage import collected_later
 from loaderkit.types import ByteRange, ObjectInfo
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
@@ -95,12 +96,17 @@ def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch, heads: 
             entries, _ = safetensors.read_header(_reader(found, info, heads.pop(info.key)), info.size)
         except FormatError as error:
             raise _named(found, info, error) from None
-        for entry in entries:
-            _require_new(found, entry.name, info)
-            shape = entry.shape
-            part = Part((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
-            found.tensors[entry.name] = Stored(entry.dtype, shape, (part,))
+        _add_entries(found, info, entries)
     _check_index(found, wanted)
+
+
+@collected_later
+def _add_entries(found: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry]) -> None:
+    for entry in entries:
+        _require_new(found, entry.name, info)
+        shape = entry.shape
+        part = Part((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
+        found.tensors[entry.name] = Stored(entry.dtype, shape, (part,))
 
 
 def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) -> None:
@@ -204,14 +210,19 @@ def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[s
             leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=found.empty)
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{found.describe(info.key)}: {error}") from None
-        for leaf_name, leaf in leaves.items():
-            _require_new(found, leaf_name, info)
-            found.paths[leaf_name] = leaf.path
-            if _is_view(leaf.value):
-                found.tensors[leaf_name] = _stored(leaf.value, archive.starts, info.key)
-            else:
-                found.values[leaf_name] = leaf.value
+        _add_leaves(found, info, leaves, archive.starts)
     _check_index(found, wanted)
+
+
+@collected_later
+def _add_leaves(found: Checkpoint, info: ObjectInfo, leaves: dict[str, Leaf], starts: dict[str, int]) -> None:
+    for name, leaf in leaves.items():
+        _require_new(found, name, info)
+        found.paths[name] = leaf.path
+        if _is_view(leaf.value):
+            found.tensors[name] = _stored(leaf.value, starts, info.key)
+        else:
+            found.values[name] = leaf.value
 
 
 def _is_view(value: Any) -> bool:
@@ -242,6 +253,11 @@ def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str
     except FormatError as error:
         raise _named(found, info, error) from None
     _check_files(found, contents)
+    _add_contents(found, contents)
+
+
+@collected_later
+def _add_contents(found: Checkpoint, contents: dcp.Contents) -> None:
     layouts = dcp.Layouts()
     for name, path in contents.paths.items():
         found.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)

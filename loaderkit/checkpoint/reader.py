@@ -38,6 +38,7 @@ from loaderkit.checkpoint.sharing import Sharing, run_beside
 from loaderkit.checkpoint.stages import wait_for_queued
 from loaderkit.checkpoint.together import agree, sharing_of, values_shared
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
+from loaderkit.garbage import collected_later
 from loaderkit.types import Connector
 
 _CPU = torch.device("cpu")
@@ -336,6 +337,7 @@ def _pickled(value: Any) -> io.BytesIO:
     return file
 
 
+@collected_later
 def metadata_of(found: Checkpoint) -> Metadata:
     """What a checkpoint of any format holds, as torch.distributed.checkpoint describes it."""
     described: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from loaderkit.checkpoint.names import Leaf
 from loaderkit.checkpoint.plan import Laid, Want
 from loaderkit.checkpoint.records import Checkpoint, Part, Stored
 from loaderkit.errors import CheckpointError, ConfigError
+from loaderkit.garbage import collected_later
 
 _NUM_LISTED = 8
 _MOST_COMPARED = 2**26
@@ -68,6 +69,7 @@ def _cast(stored: torch.dtype, dtype: torch.dtype | str | None) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------------ new tensors
 
 
+@collected_later
 def new_tensors(
     found: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype | str | None
 ) -> list[Want]:
@@ -144,6 +146,7 @@ def _shared(sharing: dict[str, Stored], device: torch.device, dtype: torch.dtype
 # -------------------------------------------------------------------------------------------------- tensors to fill
 
 
+@collected_later
 def given_tensors(
     found: Checkpoint, targets: Mapping[str, torch.Tensor], dtype: torch.dtype | str | None, device: torch.device | None
 ) -> list[Want]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
 from loaderkit.formats import torch_zip
+from loaderkit.garbage import collected_later
 from loaderkit.unpickling import Opaque, Record, load_pickle, record, shown
 
 _IN_METADATA = (
@@ -58,6 +59,7 @@ class Contents(NamedTuple):
     paths: dict[str, tuple[str | int, ...]]
 
 
+@collected_later
 def read_metadata(data: bytes) -> Contents:
     """The contents that a `.metadata` file describes. Raises FormatError."""
     names: dict[str, Any] = {**torch_zip.names()}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loaderkit.errors import FormatError
+from loaderkit.garbage import collected_later
 
 _MAX_HEADER = 100_000_000  # as safetensors' own reader
 _MAX_NUMBER = 2**62
@@ -70,14 +71,19 @@ def read_header(read: Read, size: int) -> tuple[list[Entry], dict[str, str]]:
         raise FormatError(f"truncated safetensors: its header ends at byte {8 + length}, the file at {size}")
     text = bytearray(length)
     read(8, memoryview(text))
-    fields = _parse(bytes(text))
+    return _entries(bytes(text), 8 + length, size)
+
+
+@collected_later
+def _entries(text: bytes, data_start: int, size: int) -> tuple[list[Entry], dict[str, str]]:
+    fields = _parse(text)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("the safetensors header's __metadata__ is not a table of texts")
     entries = sorted(
-        (_entry(name, value, 8 + length) for name, value in fields.items()), key=lambda e: (e.start, e.end)
+        (_entry(name, value, data_start) for name, value in fields.items()), key=lambda e: (e.start, e.end)
     )
-    _check_places(entries, 8 + length, size)
+    _check_places(entries, data_start, size)
     return entries, metadata
 
 

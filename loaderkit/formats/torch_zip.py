@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loaderkit.errors import FormatError
+from loaderkit.garbage import collected_later
 from loaderkit.unpickling import Function, Global, Opaque, StandIn, functions, load_pickle, opaque, plain_names, shown
 
 _END = struct.Struct("<4s4H2LH")
@@ -182,6 +183,7 @@ def _directory(read: Read, size: int) -> tuple[bytes, int, int, tuple[int, int]]
     return data, count, start, wide
 
 
+@collected_later
 def _entries(data: bytes, count: int, limit: int) -> dict[str, Record]:
     found: dict[str, Record] = {}
     place = 0

@@ -280,7 +280,7 @@ class Source:
             self.objects,
             memory_bytes=self.memory_bytes,
             num_parts=self.num_alike,
-            num_workers=num_workers_of(self.found.connector, concurrency),
+            num_workers=num_workers_of(self.found.connector, concurrency, wants),
             checksums=self.checksums,
             device=device,
             **settings,

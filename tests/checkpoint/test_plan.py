@@ -11,7 +11,7 @@ from of_states import pack
 
 from loaderkit.checkpoint.filling import num_workers_of
 from loaderkit.checkpoint.places import open_place
-from loaderkit.checkpoint.plan import gap_of
+from loaderkit.checkpoint.plan import Want, gap_of
 from loaderkit.connectors.ahead import AheadConnector
 from loaderkit.connectors.cache import CacheConnector
 from loaderkit.connectors.file import FileConnector
@@ -35,6 +35,18 @@ def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
     assert gap_of(place.connector) == 64 * 2**10
     assert num_workers_of(place.connector, "auto") == max(2, num_cpus())
     place.close()
+
+
+@pytest.mark.parametrize(("sizes", "is_small"), [([1000] * 9, True), ([1000] * 9 + [10**7], False), ([2**16], False)])
+def test_small_tensors_in_files_are_restored_by_one_thread(path: Path, sizes: list[int], is_small: bool) -> None:
+    class Far(FileConnector):
+        gap_bytes = 3 * 2**20
+
+    wants = [Want("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
+    file = FileConnector(str(path.parent))
+    assert num_workers_of(file, "auto", wants) == (1 if is_small else max(2, num_cpus()))
+    assert num_workers_of(file, 3, wants) == 3, "as it was asked for"
+    assert num_workers_of(Far(str(path.parent)), "auto", wants) == 16, "whose requests take their time"
 
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:

@@ -23,12 +23,21 @@ Part = tuple[float, float, float, float]
 _HAS_AVX2 = kernels is not None and kernels.resample([])
 
 
-def shared(values: list[Any], name: str | None = None) -> Any:
-    """The type of all values, or with `name` that attribute of theirs; None where they differ, or there are none."""
+def type_of_all(values: list[Any]) -> type | None:
+    """The type of all values; None where they are of several, or there are none."""
     if kernels is not None:
-        return kernels.shared(values) if name is None else kernels.shared(values, name)
-    found = {*map(type if name is None else attrgetter(name), values)}
-    return found.pop() if len(found) == 1 else None
+        found: type | None = kernels.shared(values)
+        return found
+    types = {*map(type, values)}
+    return types.pop() if len(types) == 1 else None
+
+
+def all_have_dtype(values: list[Any], dtype: Any) -> bool:
+    """Whether there are values, and all are tensors, or arrays, of this type."""
+    if kernels is not None:
+        found = kernels.shared(values, "dtype")
+        return found is not None and bool(found == dtype)  # None == np.dtype(np.float64), says NumPy
+    return {*map(attrgetter("dtype"), values)} == {dtype}
 
 
 def write_image(slots: torch.Tensor, slot: int, pixels: Pixels) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,6 +37,33 @@ def either_way(pixels: kernels.Pixels, mirrored: bool) -> kernels.Pixels:
 
 
 pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
+
+
+VALUES = st.lists(
+    st.sampled_from([1, 2, 1.0, True, "a", b"a", None, np.float64(1), np.float32(1), torch.zeros(1), np.zeros(2)]),
+    max_size=6,
+)
+DTYPED: list[Any] = [
+    *(np.zeros(2, name) for name in ("<f8", ">f8", "f4", "i8", "?")),
+    *(torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32)),
+]
+
+
+@given(VALUES, st.lists(st.sampled_from(DTYPED), max_size=6), st.sampled_from(DTYPED))
+def test_types_and_dtypes_are_compared_alike_with_and_without_c(values: list[Any], dtyped: list[Any], one: Any) -> None:
+    types = {*map(type, values)}
+    expected = next(iter(types)) if len(types) == 1 else None
+    for c in (compiled, None):
+        with mock.patch.object(kernels, "kernels", c):
+            assert kernels.type_of_all(values) is expected
+            assert kernels.all_have_dtype(dtyped, one.dtype) is ({value.dtype for value in dtyped} == {one.dtype})
+
+
+@needs_c
+def test_only_lists_are_compared() -> None:
+    for wrong in ((), (1, 2), ([1], 2), ([1], "dtype")):
+        with pytest.raises((TypeError, AttributeError)):
+            compiled.shared(*wrong)
 
 
 @pytest.fixture

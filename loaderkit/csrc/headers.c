@@ -205,8 +205,9 @@ static PyObject *lowered(const Groups *groups) {
 }
 
 /* group_names(names, num) -> (keys, key ends, members a sample, their places, their extensions, extensions, number of members
- * that belong to no sample, whether the keys ascend): the samples that `num` members make, whose names are each ended by a NUL. Members that follow
- * one another and are called alike up to the first dot of the base name are a sample. None where that takes a closer look. */
+ * that belong to no sample, whether the keys ascend): the samples that `num` members make, whose names are each ended by a NUL.
+ * Members that follow one another and are called alike up to the first dot of the base name are a sample. None where that takes
+ * a closer look. */
 PyObject *group_names(PyObject *self, PyObject *args) {
     const char *names;
     Py_ssize_t num_bytes, num;

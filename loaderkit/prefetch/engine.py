@@ -294,7 +294,7 @@ class Engine:
 
     def _wait(self, begin_s: float) -> Destination:
         works_itself = self.inline or (self._self_service is not None and self._self_service.comes(begin_s))
-        patience = None
+        patience, left_s = None, 0.0
         while True:
             while works_itself:
                 found = self.intake.first() if self.intake.num_ready else None
@@ -302,12 +302,15 @@ class Engine:
                     return found
                 if not (self._work_inline() if self.inline else self._work_for_a_worker()):
                     break
-            patience = patience or watch.Patience(self._timeout_s, self._raises)
-            found = self.intake.wait_for_first(patience.next_s)
+            if patience is None:
+                patience = watch.Patience(self._timeout_s, self._raises)
+                left_s = patience.next_s
+            found, left_s = self.intake.wait_for_first(left_s)
             if found is not None:
                 return found
-            if not self.intake.can_lend:
+            if left_s <= 0:
                 patience.ends(self.describe_wait)
+                left_s = patience.next_s
 
     def describe_wait(self) -> watch.Report:
         """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""

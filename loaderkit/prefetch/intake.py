@@ -7,6 +7,7 @@ is held for microseconds, and never while a user's code runs.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -79,18 +80,17 @@ class Intake:
         with self._lock:
             return self._first(keep=keep)
 
-    def wait_for_first(self, timeout_s: float) -> Destination | None:
-        """The same after waiting for it; None if that took longer than `timeout_s`, or there is something to `borrow` for."""
+    def wait_for_first(self, timeout_s: float) -> tuple[Destination | None, float]:
+        """The same after waiting for it, and what is left of `timeout_s`; None when that has passed, or when there is something
+        to `borrow` for."""
         with self._lock:
-            found = self._first()
-            left_s = timeout_s
-            while found is None and left_s > 0 and not self.can_lend:
+            ends_s = time.monotonic() + timeout_s
+            while True:
+                found, left_s = self._first(), ends_s - time.monotonic()
+                if found is not None or left_s <= 0 or self.can_lend:
+                    return found, left_s
                 assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
-                wait_s = min(left_s, _LOOK_S) if self._is_quick() else left_s
-                if not self._sleep(wait_s):
-                    left_s -= wait_s
-                found = self._first()
-            return found
+                self._sleep(min(left_s, _LOOK_S) if self._is_quick() else left_s)
 
     def wait_until_ready(self) -> None:
         """Return once `first` has something to give or to raise, however long that takes."""
@@ -98,11 +98,11 @@ class Intake:
             while not (self._is_closed or self._failure or (self._queue and self._queue[0].is_done)):
                 self._sleep(_LOOK_S if self._is_quick() else None)
 
-    def _sleep(self, wait_s: float | None) -> bool:
-        """Wait to be told that the first destination is complete; whether that came in time."""
+    def _sleep(self, wait_s: float | None) -> None:
+        """Wait to be told that the first destination is complete, or that there is something to borrow for."""
         self._is_asleep = wait_s is None or wait_s > _LOOK_S
         try:
-            return self._ready.wait(wait_s)
+            self._ready.wait(wait_s)
         finally:
             self._is_asleep = False
 
@@ -170,8 +170,7 @@ class Intake:
         one does.
         """
         with self._lock:
-            if self.can_lend:
-                self._lent = self._resting[-1]
+            self._lent = self._resting[-1] if self.can_lend else None
             return self._lent
 
     def give_back(self) -> None:

@@ -22,8 +22,8 @@ _QUICK_S = 1e-3
 # The loop's part in the mean: once in a while it may look at a batch, or write a line. One that takes several batches and then
 # trains is away for long, though.
 _SMOOTHING = 1 / 8
-# A trial: each way three times in turns, for so long, which is how long who has the GIL may keep it, and for so many batches
-# behind the first ones, which the other way may have made.
+# A trial: each way three times in turns, or twice where that tells, for so long, which is how long who has the GIL may keep it,
+# and for so many batches behind the first ones, which the other way may have made.
 _NUM_TRIALS = 3
 _TRIAL_S = 5e-3
 _LEAST = 32
@@ -108,7 +108,6 @@ class SelfService:
         """Each way was tried three times; or twice, and the better way's worse time is better than the other way's better one:
         no third time would change which median is less."""
         own, handed = self._times[True], self._times[False]
-        num = min(len(own), len(handed))
-        if len(own) != len(handed) or num < _NUM_TRIALS - 1:
+        if len(own) != len(handed) or len(own) < _NUM_TRIALS - 1:
             return False
-        return num == _NUM_TRIALS or max(own) < min(handed) or max(handed) < min(own)
+        return len(own) == _NUM_TRIALS or max(own) < min(handed) or max(handed) < min(own)

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, f
 
 from loaderkit.catalog import numbered
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
-from loaderkit.kernels import shared
+from loaderkit.kernels import type_of_all
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
 
@@ -161,7 +161,7 @@ class DatasetSource:
         return dict(zip(self._names(len(item)), item, strict=True))
 
     def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
-        kind = shared(items)
+        kind = type_of_all(items)
         if kind is tuple and len({*map(len, items)}) == 1:
             return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
         is_single = kind in _SINGLE or not any(isinstance(item, (dict, tuple)) for item in items)

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
-from loaderkit.kernels import shared, write_image
+from loaderkit.kernels import all_have_dtype, type_of_all, write_image
 from loaderkit.schema import StageArgs
 from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
 
@@ -121,7 +121,7 @@ def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) ->
     """One field of all samples at once; False if that has to be done one by one."""
     if spec.kind == "slab":
         return _land_together(values, spec, chunk.destination.fields[name], chunk)
-    if spec.kind == "list" and shared(values) is bytes:
+    if spec.kind == "list" and type_of_all(values) is bytes:
         chunk.destination.values[name][chunk.lo : chunk.hi] = values
         return True
     return False
@@ -210,7 +210,7 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: torch.Tensor, chun
     """
     kind = type(values[0])
     write = _WRITERS.get(kind)
-    if write is None or shared(values) is not kind:
+    if write is None or type_of_all(values) is not kind:
         return False
     try:
         is_whole = len(values) == slots.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1
@@ -220,7 +220,7 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: torch.Tensor, chun
 
 
 def _write_tensors(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> bool:
-    fits: bool = values[0].shape == spec.shape and shared(values, "dtype") == spec.dtype
+    fits: bool = values[0].shape == spec.shape and all_have_dtype(values, spec.dtype)
     if fits:
         torch.stack(values, out=target)
     return fits
@@ -228,7 +228,7 @@ def _write_tensors(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> 
 
 def _write_arrays(values: list[Any], spec: FieldSpec, target: torch.Tensor) -> bool:
     array = target.numpy()
-    fits: bool = values[0].shape == spec.shape and shared(values, "dtype") == array.dtype
+    fits: bool = values[0].shape == spec.shape and all_have_dtype(values, array.dtype)
     if fits and values[0].nbytes <= _SMALL_BYTES:
         array[:] = values
         return True

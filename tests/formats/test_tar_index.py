@@ -120,6 +120,33 @@ def test_many_members_share_reads_and_large_ones_are_jumped_over() -> None:
     assert sum(num for _, _, num in connector.reads) < 1 << 20
 
 
+@pytest.mark.parametrize(
+    ("times_s", "sizes_kb"),
+    [
+        ([0.5e-3, 2e-5, 6e-5], [4, 4, 512]),  # the process was new: the second request tells that the store is memory
+        ([5e-4, 4e-4, 6e-5], [4, 4, 4096]),  # a disk far away, which reads fast
+        ([5e-3, 2e-3], [4, 256]),  # a store: another request just to know more would cost as much
+    ],
+)
+def test_how_much_is_read_at_a_time(times_s: list[float], sizes_kb: list[int]) -> None:
+    """By a clock of its own: `times_s` of the requests, the last one of all that follow."""
+    data = archive([(f"{i:06d}.txt", b"x" * 700) for i in range(9000)], "ustar")
+    connector = Recording({"a.tar": data})
+    now, num_asked = 0.0, 0
+
+    def clock() -> float:
+        nonlocal now, num_asked
+        if num_asked % 2:
+            now += times_s[min(num_asked // 2, len(times_s) - 1)]
+        num_asked += 1
+        return now
+
+    assert len(scan_tar(connector, connector.stat("a.tar"), clock=clock)) == 9000
+    found = [num // 1024 for _, _, num in connector.reads]
+    assert found[: len(sizes_kb) - 1] == sizes_kb[:-1]
+    assert max(found) == sizes_kb[-1] or (sizes_kb[-1] == 256 and max(found) >= 256)
+
+
 def test_header_on_the_edge_of_a_window() -> None:
     for num in (7, 8, 9):  # 4 KiB, the first read of a large archive, ends before, in and after a header
         data = archive([("a" * 60, bytes(512 * num - 1)), *((f"{i}", bytes(700)) for i in range(900))], "gnu")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loaderkit.prefetch import intake as module
 from loaderkit.prefetch.accounts import States
 from loaderkit.prefetch.intake import Intake
 from loaderkit.types import Destination
@@ -45,8 +46,21 @@ def test_the_consumer_looks_by_itself_while_batches_are_quick() -> None:
     intake, batches = intake_with(4)
     intake._sample_s = 1e-6
     found: list[Destination | None] = []
-    consumer = threading.Thread(target=lambda: found.append(intake.wait_for_first(60.0)), daemon=True)
+    consumer = threading.Thread(target=lambda: found.append(intake.wait_for_first(60.0)[0]), daemon=True)
     consumer.start()
     intake.deliver(batches[0])  # one of four: not announced
     consumer.join(20)
     assert found == [batches[0]]
+
+
+def test_who_wakes_the_consumer_for_nothing_does_not_put_off_the_end_of_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As workers do that come to rest while another one hangs with the awaited batch."""
+    intake, _ = intake_with(1)
+    now = iter(range(1000))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr(Intake, "_sleep", lambda self, wait_s: None)
+    found, left_s = intake.wait_for_first(60.0)
+    assert found is None
+    assert left_s <= 0

@@ -17,6 +17,7 @@ import torch
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.prefetch import self_service
+from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.self_service import SelfService
 from loaderkit.profile.patch import settings_for
 
@@ -137,6 +138,39 @@ class TestWhen:
     def test_not_in_inference_mode_which_tensors_would_keep(self, intake: Any) -> None:
         with torch.inference_mode():
             assert not self.loop(SelfService(intake), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "handed", "is_decided"),
+    [
+        ([1], [9], False),
+        ([1, 2], [3, 4], True),
+        ([3, 4], [2, 1], True),
+        ([1, 2], [3], False),
+        ([1, 3], [2, 4], False),
+        ([1, 2], [2, 3], False),
+        ([1, 3, 2], [2, 4, 1], True),
+    ],
+)
+def test_a_trial_ends_when_a_third_time_could_not_change_it(
+    own: list[float], handed: list[float], is_decided: bool
+) -> None:
+    service = SelfService(SimpleNamespace())  # type: ignore[arg-type]
+    service._times = {True: own, False: handed}
+    assert service._is_decided() is is_decided
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_loop_that_wants_to_make_its_batches_does(
+    records: Pipeline, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is done with a batch comes to rest, and says so; it does not begin another one while the loop waits."""
+    monkeypatch.setattr(SelfService, "comes", lambda self, now: self._intake.set_self_service(True) or True)
+    monkeypatch.setattr(Intake, "_is_quick", lambda self: False)  # else the loop looks by itself before long
+    overrides = {"prefetch.concurrency": workers, "prefetch.timeout": 20, "prefetch.on_timeout": "raise"}
+    with loaderkit.build(records, overrides=overrides) as loader:
+        num_batches = sum(1 for _ in range(4) for _ in loader)
+        assert loader.stats().num_self_served > num_batches - 4 * workers - 8, "all but what was read ahead"
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -264,6 +264,14 @@ def test_differing_dtypes() -> None:
     refusal([{"x": np.int32(1)}, {"x": 1}])
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.uint8, np.bool_])
+@pytest.mark.parametrize("other", [np.float64, np.float32, np.int64, np.uint8, np.bool_])
+def test_one_array_of_another_dtype_is_refused(dtype: type, other: type) -> None:
+    samples: list[dict[str, Any]] = [{"x": np.zeros(3, other if number == 1 else dtype)} for number in range(4)]
+    if dtype != other:
+        assert np.dtype(dtype).name in refusal(samples)
+
+
 def test_text_where_numbers_were() -> None:
     message = refusal([{"x": 1, "y": 0}, {"x": "one", "y": 0}])
     assert "'x'" in message

@@ -17,9 +17,8 @@ _MOST_WINDOW_BYTES = 4 << 20
 _MOST_CACHED_BYTES = 512 << 10
 _MOST_BREAK_EVEN_BYTES = 8 << 20
 _MEMORY_S = 1e-4
-_WARM_UP_S = (
-    1e-3  # a first request as quick as that took most of it for what was new in the process: the second tells more
-)
+# A first request as quick as that took most of it for what was new in the process: the second tells more.
+_WARM_UP_S = 1e-3
 
 
 class Run(NamedTuple):

@@ -100,9 +100,12 @@ def plain(work: str, places: Places) -> Dataset[Any]:
 BATCH = {"dataset": 64, "dataset-records": 64, "records": 64, "tokens": 16, "large-npy": 2, "large-npz": 2}
 
 
-def at_random(dataset: Dataset[Any], num_passes: int = 1000) -> RandomSampler:
-    """Indexes over so many passes, each a permutation; drawn with replacement where one would take minutes, of half a billion
+_PASSES = 1000  # over the data set before the iterator ends
+
+
+def at_random(dataset: Dataset[Any]) -> RandomSampler:
+    """Indexes pass after pass, each a permutation; drawn with replacement where one would take minutes, of half a billion
     windows of tokens: programs that train on such draw so as well."""
     length = len(dataset)  # type: ignore[arg-type]
     is_huge = length > 10_000_000
-    return RandomSampler(dataset, replacement=is_huge, num_samples=length if is_huge else num_passes * length)  # type: ignore[arg-type]
+    return RandomSampler(dataset, replacement=is_huge, num_samples=length if is_huge else _PASSES * length)  # type: ignore[arg-type]

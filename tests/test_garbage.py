@@ -6,11 +6,15 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from loaderkit.garbage import collected_later
+from loaderkit.native import kernels
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="without a compiler the collector stays as it is")
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,11 @@ def nested(depth: int) -> bool:
     return gc.isenabled() or (depth > 0 and nested(depth - 1)) or gc.isenabled()
 
 
+@collected_later
+def call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
 @pytest.mark.parametrize("was_on", [True, False])
 def test_off_inside_and_then_as_it_was(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
@@ -33,13 +42,43 @@ def test_off_inside_and_then_as_it_was(was_on: bool) -> None:
     assert gc.isenabled() is was_on
 
 
-def test_an_error_leaves_it_as_it_was() -> None:
-    @collected_later
+def test_an_error_leaves_it_as_it_was_though_somebody_keeps_it() -> None:
     def fail() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        fail()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call(fail)
+    assert gc.isenabled()
+    assert caught.tb is not None
+
+
+def test_ctrl_c_before_anybody_has_it() -> None:
+    """What is raised between a call and the assignment of what it returned drops that."""
+    assert kernels is not None
+    kernels.Pause()
+    assert gc.isenabled()
+    with pytest.raises(TypeError):
+        kernels.Pause(1)
+    assert gc.isenabled()
+
+
+def test_a_collection_right_afterwards_may_go_in_itself() -> None:
+    """A destructor that does so, at the first object that is made once the collector is on again."""
+    seen: list[bool] = []
+
+    class Cyclic:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            seen.append(nested(1))
+
+    for _ in range(5):
+        call(lambda: [Cyclic(), [(n, n, n) for n in range(20_000)]])
+        kept = [(n,) for n in range(2000)]
+        assert len(kept) == 2000
+    gc.collect()
+    assert seen == [False] * 5
     assert gc.isenabled()
 
 
@@ -60,22 +99,41 @@ def test_threads_come_and_go() -> None:
     assert gc.isenabled()
 
 
+def in_a_fork(look: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if look() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_has_it_as_it_was_before_another_thread_went_in() -> None:
     is_in, may_go = threading.Event(), threading.Event()
 
-    @collected_later
     def stay() -> None:
         is_in.set()
         may_go.wait(60)
 
-    thread = threading.Thread(target=stay)
+    thread = threading.Thread(target=call, args=(stay,), daemon=True)
     thread.start()
-    is_in.wait(60)
-    assert not gc.isenabled()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if gc.isenabled() and not nested(1) and gc.isenabled() else 1)
-    may_go.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    try:
+        assert is_in.wait(60)
+        assert not gc.isenabled()
+        assert in_a_fork(lambda: gc.isenabled() and not nested(1) and gc.isenabled())
+    finally:
+        may_go.set()
+        thread.join()
+    assert gc.isenabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_by_who_is_inside() -> None:
+    def fork() -> bool:
+        return in_a_fork(lambda: not nested(1) and gc.isenabled())
+
+    assert call(fork)
     assert gc.isenabled()

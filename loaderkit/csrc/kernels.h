@@ -19,6 +19,7 @@
  *     shared(values, name)                                   the type of all, or their attribute
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
+ *     Pause                                                  the garbage collector is off as long as one lives
  *     delayed()                                              how long this thread has waited for a CPU
  *     attribute(begin, end, opened, marks, done, ...)        a wait by cause
  *
@@ -75,6 +76,8 @@ PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *attribute(PyObject *self, PyObject *args);
 
-extern PyType_Spec ledger_spec;
+PyObject *forget_pauses(PyObject *self, PyObject *args);
+
+extern PyType_Spec ledger_spec, pause_spec;
 
 #endif

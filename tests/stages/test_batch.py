@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -264,12 +265,9 @@ def test_differing_dtypes() -> None:
     refusal([{"x": np.int32(1)}, {"x": 1}])
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.uint8, np.bool_])
-@pytest.mark.parametrize("other", [np.float64, np.float32, np.int64, np.uint8, np.bool_])
-def test_one_array_of_another_dtype_is_refused(dtype: type, other: type) -> None:
-    samples: list[dict[str, Any]] = [{"x": np.zeros(3, other if number == 1 else dtype)} for number in range(4)]
-    if dtype != other:
-        assert np.dtype(dtype).name in refusal(samples)
+@pytest.mark.parametrize(("dtype", "other"), [*permutations(["float64", "float32", "int64", "uint8", "bool"], 2)])
+def test_one_array_of_another_dtype_is_refused(dtype: str, other: str) -> None:
+    assert dtype in refusal([{"x": np.zeros(3, other if number == 1 else dtype)} for number in range(4)])
 
 
 def test_text_where_numbers_were() -> None:

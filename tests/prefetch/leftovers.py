@@ -15,18 +15,29 @@ import torch
 
 
 def resources() -> tuple[int, int, int, int]:
-    """Threads, descriptors, mappings of the arena, and processes of ours.
+    """How many threads, descriptors, mappings of the arena, and processes of ours there are."""
+    found = [kind for kind, _ in traces()]
+    return found.count("thread"), found.count("descriptor"), found.count("mapping"), found.count("process")
+
+
+def traces() -> set[tuple[str, str]]:
+    """The same one by one, (kind, which).
 
     A thread that was not begun by `threading`, but asked for itself, is counted there for good, and is not ours.
     """
     gc.collect()
-    children: list[str] = []
+    found: set[tuple[str, str]] = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            children += file.read_text().split()
-    maps = Path("/proc/self/maps").read_text().count("memfd:loaderkit")
-    threads = sum(not isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
-    return threads, len(os.listdir("/proc/self/fd")), maps, len(children)
+            found |= {("process", pid) for pid in file.read_text().split()}
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    found |= {("mapping", line) for line in mappings if "memfd:loaderkit" in line}
+    threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    found |= {("thread", f"{thread.name} {thread.ident}") for thread in threads}
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that this listing had opened
+            found.add(("descriptor", f"{descriptor} {os.readlink(f'/proc/self/fd/{descriptor}')}"))
+    return found
 
 
 @cache
@@ -39,8 +50,10 @@ def _open_cuda() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Every test must leave threads, descriptors, mappings and processes as they were."""
+    """No test may leave a thread, descriptor, mapping or process that was not there before. What others have left, and ends
+    meanwhile, is not its."""
     _open_cuda()
-    before = resources()
+    before = traces()
     yield
-    assert resources() == before
+    left = traces() - before
+    assert not left, left

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from of_threads import race
 
 from loaderkit.garbage import collected_later
 from loaderkit.native import kernels
@@ -83,17 +83,8 @@ def test_a_collection_right_afterwards_may_go_in_itself() -> None:
 
 
 def test_threads_come_and_go() -> None:
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
     was_on: list[bool] = []
-    try:
-        threads = [threading.Thread(target=lambda: was_on.extend(nested(1) for _ in range(3000))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval_s)
+    race(lambda _: was_on.extend([nested(1) for _ in range(3000)]))
     assert len(was_on) == 12_000
     assert not any(was_on)
     assert gc.isenabled()

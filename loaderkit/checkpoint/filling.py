@@ -24,8 +24,8 @@ from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 _REMOTE_WORKERS = 16
 # A tensor takes Python 60 us and more, and so many bytes on average 10 to read, whichever they are in. 4,000 of one size, one
-# thread and two, in ms: of 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595,
-# 272 and 276; of 64 KiB 520 and 605, 342 and 325.
+# thread and two, in ms: of 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595, 272 and 276; of 64 KiB
+# 520 and 605, 342 and 325.
 _SMALL_BYTES = 64 * 2**10
 _FEW = 4
 _LEAST_MEMORY = 128 * 2**10  # of a worker that reads descriptions

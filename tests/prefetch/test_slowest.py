@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from of_threads import race
 
 from loaderkit.prefetch.accounts import Account, States
 from loaderkit.prefetch.slowest import SlowItems, slowest
@@ -47,16 +45,7 @@ def test_several_workers_keep_the_slowest_of_all() -> None:
         for n in range(500):
             items.note(0, chunk_of(1000 * worker + n), 1.0 + (n * 7919 % 500) + worker / 10, 0.0)
 
-    threads = [threading.Thread(target=work, args=[worker]) for worker in range(4)]
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval_s)
+    race(work)
     expected = sorted((1.0 + n + worker / 10 for n in range(500) for worker in range(4)), reverse=True)[:16]
     assert [slow.each_s for slow in items.kept(0)] == expected
 

@@ -81,6 +81,11 @@ class Assembly:
         """The operators of the DALI pipeline that stages were compiled to, if they were: one line each."""
         return [] if self._compiler.graph is None else self._compiler.graph.lines()
 
+    @property
+    def cropping(self) -> str | None:
+        """The stage that says which piece of a JPEG is wanted, if one does."""
+        return self._compiler.cropping
+
     def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
         """The plan of the batches; `allocate` gives memory for slabs."""
         config, source = self._recipe.config, self._recipe.source

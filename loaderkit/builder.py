@@ -20,6 +20,7 @@ from loaderkit.assembly import Assembly, Recipe
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
 from loaderkit.formats.tar_index import TarIndex, default_cache_dir, load_index
+from loaderkit.native import jpeg
 from loaderkit.opening import open_connector
 from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
@@ -173,6 +174,10 @@ def _prepare(
     tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
     if assembly.graph:
         tuning["graph"] = assembly.graph
+    if assembly.cropping is not None:
+        what = f"only the pixels that {assembly.cropping} shows"
+        otherwise = f"whole; {what}, if libjpeg-turbo's headers were there when loaderkit was installed"
+        tuning["jpeg"] = what if jpeg is not None else otherwise
     if config.prefetch.executor == "process":
         tuning["processes"] = config.prefetch.processes
         from loaderkit.hosting import in_a_process  # a tenth of what it takes to begin, and only wanted here

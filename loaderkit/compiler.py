@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from loaderkit.prefetch.runner import (
     raise_store_failure,
     replace_failed,
 )
-from loaderkit.registry import STAGES, StageKind
+from loaderkit.registry import STAGES
 from loaderkit.sources.array import ArraySource
 from loaderkit.sources.dataset import DatasetSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
@@ -34,6 +35,7 @@ from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.records import read_records
 from loaderkit.stages.straight import Straight
 from loaderkit.stages.transfer import Lane, TransferArgs, resolve_device, shape
+from loaderkit.steps import Foresight, foresight
 from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
 
 
@@ -71,6 +73,16 @@ class Compiler:
     def early_lane(self) -> Lane | None:
         """The stream for what is done before `transfer`, where that has tensors on a GPU."""
         return self.lane if self.graph is not None and self.graph.device is not None else None
+
+    @property
+    def cropping(self) -> str | None:
+        """The stage that takes a piece of what `decode` gives, so that nothing else of a JPEG need be made into pixels."""
+        for stage, following in pairwise(self._config.stages):
+            steps = STAGES[following.kind].steps
+            is_here = isinstance(stage.args, DecodeArgs) and stage.args.device == "cpu"
+            if is_here and steps is not None and steps(following.args).takes_a_piece:
+                return following.name
+        return None
 
     def _find_slot_normalize(self) -> StageConfig | None:
         """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
@@ -242,19 +254,24 @@ class Compiler:
         if isinstance(args, BatchArgs):
             gather = self._batch(failed)
             return gather if self.early_lane is None else partial(self.early_lane.run, gather)
-        if isinstance(args, DecodeArgs) and args.scaled:
-            kind, keys, run = self._scaled_decode(args)
-        else:
-            assert kind.make is not None
-            run = kind.make(args)
+        assert kind.make is not None
+        run = kind.make(args)
+        if isinstance(args, DecodeArgs):
+            following, needs = self._foreseen(config.name, args)
+            if needs is not None:  # it is run with the numbers that the stage it decodes for will draw
+                run = decode(args, needs, getattr(following.args, "fields", None))
+                kind, keys = STAGES[following.kind], StageKeys(self._seed, following.name)
         return each_sample(run, kind.num_draws, keys, failed, reuse=self._may_reuse)
 
-    def _scaled_decode(self, args: DecodeArgs) -> tuple[StageKind, StageKeys, Callable[..., None]]:
-        """`decode` knows what the stage that shrinks the image will draw, so it is run with that one's numbers."""
-        following = next(stage for stage in self._config.stages if STAGES[stage.kind].reduction is not None)
-        kind = STAGES[following.kind]
-        assert kind.reduction is not None
-        return kind, StageKeys(self._seed, following.name), decode(args, kind.reduction(following.args))
+    def _foreseen(self, name: str, args: DecodeArgs) -> tuple[StageConfig, Foresight | None]:
+        """The stage that a `decode` decodes for, and what that needs, if it is not everything."""
+        stages = self._config.stages
+        behind = stages[[stage.name for stage in stages].index(name) + 1 :]
+        following = next(stage for stage in behind if not (args.scaled and stage.kind == "color_jitter"))
+        steps = STAGES[following.kind].steps
+        if steps is None:
+            return following, None
+        return following, foresight(steps(following.args), is_next=following is behind[0], scaled=args.scaled)
 
     def _read(self, failed: FailureNamer) -> Callable[[Chunk], Any]:
         if isinstance(self._source, DatasetSource):

@@ -1,4 +1,4 @@
-"""The C module `loaderkit._kernels`, or None where there was no compiler when loaderkit was installed."""
+"""The C modules: None where there was no compiler when loaderkit was installed, or, for `jpeg`, no libjpeg-turbo."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import importlib
 from typing import Any
 
 
-def _load() -> Any:
+def _load(name: str) -> Any:
     try:
-        return importlib.import_module("loaderkit._kernels")
+        return importlib.import_module(name)
     except ImportError:
         return None
 
 
-kernels: Any = _load()
+kernels: Any = _load("loaderkit._kernels")
+jpeg: Any = _load("loaderkit._jpeg")

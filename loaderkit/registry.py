@@ -37,17 +37,14 @@ class StageKind:
     needs_images: bool = False
     make: Callable[[Any], Callable[..., Any]] | None = None
     num_draws: int = 0
-    reduction: Callable[[Any], Callable[..., int]] | None = None  # how much smaller an image may be decoded for it
-    steps: Callable[[Any], Steps] | None = None  # what it does, for whatever works on pixels elsewhere
+    steps: Callable[[Any], Steps] | None = None  # what it does, for whoever decodes, and works on pixels elsewhere
 
 
 STAGES: Mapping[str, StageKind] = MappingProxyType(
     {
         "read": StageKind(ReadArgs, "sample"),
         "decode": StageKind(DecodeArgs, "sample", make=decode),
-        "resize": StageKind(
-            geometry.ResizeArgs, "sample", True, geometry.resize, 0, geometry.resize_reduction, geometry.resize_steps
-        ),
+        "resize": StageKind(geometry.ResizeArgs, "sample", True, geometry.resize, steps=geometry.resize_steps),
         "center_crop": StageKind(
             geometry.CenterCropArgs, "sample", True, geometry.center_crop, steps=geometry.center_crop_steps
         ),
@@ -60,8 +57,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
             True,
             geometry.random_resized_crop,
             geometry.RANDOM_RESIZED_CROP_DRAWS,
-            geometry.random_resized_crop_reduction,
-            geometry.random_resized_crop_steps,
+            steps=geometry.random_resized_crop_steps,
         ),
         "random_horizontal_flip": StageKind(
             geometry.RandomHorizontalFlipArgs,

@@ -6,7 +6,6 @@ gives the GIL away may wait to get it back.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from PIL import Image as Pillow
 from torch.nn.functional import interpolate
 
 from loaderkit.images import to_tensor
-from loaderkit.kernels import can_resample, packed
+from loaderkit.kernels import Part, can_resample, packed
 from loaderkit.types import Image
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
@@ -29,7 +28,7 @@ class ResampleJob(NamedTuple):
 
     target: NDArray[np.uint8]
     pixels: NDArray[np.uint8]
-    box: tuple[float, float, float, float] | None = None
+    box: Part | None = None
     antialias: bool = True
 
 
@@ -48,7 +47,7 @@ def resized(
     What is left to do is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized
     with that scratch overwrites.
     """
-    pixels, part = _cut(image, box)
+    pixels, part = cut(image, box)
     if part is None and pixels.shape[:2] == size:
         return Image(pixels, image.mask)
     if not image.mask and interpolation == "bilinear":
@@ -66,23 +65,29 @@ def resized(
     return Image(planes[0].permute(1, 2, 0).contiguous().numpy(), image.mask)
 
 
-def _cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], tuple[float, float, float, float] | None]:
-    """The pixels of a box, and which part of these it is, if not all: a reduced image has a pixel for several."""
-    if image.reduction == 1:
-        if box is None:
-            return image.pixels, None
-        top, left, height, width = box
-        return image.pixels[top : top + height, left : left + width], None
+def cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], Part | None]:
+    """The pixels of a box, None for all of them, and which part of these it is, if not all: a reduced image has a pixel for
+    several."""
+    if box is None and image.reduction == 1:
+        return image.pixels, None
     top, left, height, width = box or (0, 0, *image.size)
+    row, column, num_rows, num_columns = reduced_box((top, left, height, width), image.reduction)
+    first_row, first_column = row - image.origin[0], column - image.origin[1]
+    pixels = image.pixels[first_row : first_row + num_rows, first_column : first_column + num_columns]
     step = image.reduction
-    first_row, first_column = top // step, left // step
-    pixels = image.pixels[first_row : math.ceil((top + height) / step), first_column : math.ceil((left + width) / step)]
-    return pixels, (top / step - first_row, left / step - first_column, height / step, width / step)
+    return pixels, None if step == 1 else (top / step - row, left / step - column, height / step, width / step)
 
 
-def _with_pillow(
-    pixels: NDArray[np.uint8], part: tuple[float, float, float, float], size: tuple[int, int]
-) -> NDArray[np.uint8]:
+def reduced_box(box: Box, step: int) -> Box:
+    """The pixels that a box has in the image decoded at 1/step."""
+    if step == 1:
+        return box
+    top, left, height, width = box
+    row, column = top // step, left // step
+    return row, column, -(-(top + height) // step) - row, -(-(left + width) // step) - column
+
+
+def _with_pillow(pixels: NDArray[np.uint8], part: Part, size: tuple[int, int]) -> NDArray[np.uint8]:
     top, left, height, width = part
     image = Pillow.fromarray(pixels).resize(
         size[::-1], Pillow.Resampling.BILINEAR, box=(left, top, left + width, top + height)

@@ -54,6 +54,49 @@ class Steps:
     is_inside: bool = True
     is_shared: bool = False
 
+    @property
+    def takes_a_piece(self) -> bool:
+        """Whether the rest of an image does not matter."""
+        return self.is_inside and self.kinds[0] is Crop
+
+
+class Need(NamedTuple):
+    """What a stage looks at of an image: `box`, None for all of it, and no finer than decoded at 1/`step`."""
+
+    box: Crop | None = None
+    step: int = 1
+
+
+Foresight = Callable[[int, int, NDArray[np.float64]], Need]
+"""`(height, width, draws) -> Need` of an image's size and the draws of the stage that will be given it."""
+
+
+def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
+    """What a stage will need, for whoever decodes for it; None if that is always everything.
+
+    A piece will do for the stage that `is_next`; with `scaled`, fewer pixels where it shrinks them further.
+    """
+    takes_a_piece = is_next and steps.takes_a_piece
+    if not takes_a_piece and not scaled:
+        return None
+
+    def of(height: int, width: int, draws: NDArray[np.float64]) -> Need:
+        try:
+            found = steps.of(height, width, draws)
+        except ValueError:
+            return Need()  # the stage will say why it refuses the image
+        crop = found[0] if isinstance(found[0], Crop) else None
+        shown = (height, width) if crop is None else (crop.height, crop.width)
+        return Need(crop if takes_a_piece else None, _reduction(*shown, found[-1]) if scaled else 1)
+
+    return of
+
+
+def _reduction(height: int, width: int, target: Step) -> int:
+    """The greatest of libjpeg's fast factors that leaves `height` x `width` pixels at least as large as `target`."""
+    assert isinstance(target, Scale)
+    return next((step for step in (8, 4, 2) if height >= step * target.height and width >= step * target.width), 1)
+
 
 @dataclass(frozen=True)
 class Finish:

@@ -72,7 +72,7 @@ def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:
             rest = (later for later in stages[number + 1 :] if later.kind != "color_jitter")
             following = next(rest, None)
             args = following.args if following is not None else None
-            if following is None or STAGES[following.kind].reduction is None:
+            if following is None or following.kind not in ("resize", "random_resized_crop"):
                 found = f"`{following.kind}`" if following is not None else "nothing"
                 why = f"`resize` or `random_resized_crop` has to come next, and {found} does"
             elif getattr(args, "interpolation", None) != "bilinear" or not getattr(args, "antialias", False):

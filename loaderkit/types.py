@@ -116,18 +116,20 @@ class Encoded(NamedTuple):
 class Image(NamedTuple):
     """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised).
 
-    With `reduction` N above 1 it was decoded smaller: a pixel stands for N x N of the `whole` = (height, width).
+    With `whole` = (height, width) it was not decoded in full: smaller, if `reduction` is N > 1, so that a pixel stands for
+    N x N; and a piece only, whose first pixel is `origin` = (row, column) of the pixels there would be.
     """
 
     pixels: NDArray[np.uint8]
     mask: bool = False
     reduction: int = 1
-    whole: tuple[int, int] = (0, 0)
+    whole: tuple[int, int] | None = None
+    origin: tuple[int, int] = (0, 0)
 
     @property
     def size(self) -> tuple[int, int]:
         """(height, width) of the whole image."""
-        return self.whole if self.reduction > 1 else (self.pixels.shape[0], self.pixels.shape[1])
+        return self.whole or (self.pixels.shape[0], self.pixels.shape[1])
 
 
 class Landed(NamedTuple):

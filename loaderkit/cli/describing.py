@@ -150,6 +150,8 @@ def explain(
         workers = f"{pool['workers']} worker{'s' if pool['workers'] > 1 else ''}"
         here = ", in the process that trains" if "process" in pool else ""
         console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
+    if "jpeg" in tuning:
+        console.tell(f"# JPEGs     decoded {tuning['jpeg']}")
     for line in tuning.get("graph", ()):
         console.tell(f"# DALI      {line}")
     console.tell(config.to_yaml(defaults=True).rstrip())

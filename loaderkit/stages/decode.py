@@ -1,8 +1,9 @@
 """`decode`: turn encoded bytes into images, numbers, text and arrays, by extension.
 
-JPEG goes through libjpeg-turbo (simplejpeg), with the same DCT and upsampling as Pillow's; everything that simplejpeg
-refuses (CMYK, odd markers), and every other image format, through Pillow. What Pillow calls truncated is an error on
-either way; warnings that leave the picture whole are not.
+JPEG goes through libjpeg-turbo, with the same DCT and upsampling as Pillow's: where a crop comes next, only its pixels are
+made (`loaderkit._jpeg`, if that was built), else all of them (simplejpeg). Everything that these refuse (CMYK, odd markers),
+and every other image format, goes through Pillow. What Pillow calls truncated is an error on every way, wherever the crop
+lies; warnings that leave the picture whole are not.
 """
 
 from __future__ import annotations
@@ -23,18 +24,23 @@ from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.errors import FormatError
 from loaderkit.formats.npy import view_npy, view_npz
 from loaderkit.images import as_image, describe, jpeg_size
+from loaderkit.native import jpeg
+from loaderkit.resizing import reduced_box
 from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.steps import Crop, Foresight, Need
 from loaderkit.types import Bundle, Encoded, Image, Landed, Rendered, Sample
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _EXIF_ORIENTATION = 0x0112
 _MOST_PIXELS = 178_956_970
+_MOST_BESIDE = 32  # columns beside a crop that are decoded with it: a block, and what smooth upsampling looks at
 
 
 class DecodeArgs(StageArgs):
     """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
 
-    An `npz` becomes one field for every array in it, named as in the archive.
+    An `npz` becomes one field for every array in it, named as in the archive. Of a JPEG no more is made into pixels than a
+    `random_resized_crop` or `random_crop` that comes next will show.
     """
 
     device: Literal["cpu", "gpu", "dali-cpu"] = Field(
@@ -57,25 +63,26 @@ class DecodeArgs(StageArgs):
     )
 
 
-def decode(args: DecodeArgs, reduction: Callable[[int, int, Any], int] | None = None) -> Callable[..., None]:
+def decode(
+    args: DecodeArgs, needs: Foresight | None = None, needed: tuple[str, ...] | None = None
+) -> Callable[..., None]:
     """A function `(sample, draws, scratch) -> None`. JPEGs are decoded into `scratch`'s memory, which the next sample
     with that scratch overwrites, and arrays are views of the bytes they were read as; with None, all own their memory.
 
-    With `scaled`, `reduction(height, width, draws)` says by how much an image may be shrunk, from the draws of the stage
-    that will shrink it further.
+    `needs(height, width, draws)` says what the next stage will look at, from the draws of that stage, of the fields `needed`;
+    of all of them if that is None.
     """
-    plain = _Decoder(args)
+    decoder = _Decoder(args, needs, None if needed is None else frozenset(needed))
 
     def run(sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> None:
-        decoder = plain if reduction is None else _Decoder(args, lambda height, width: reduction(height, width, draws))
         for field in args.fields or tuple(sample):
             value = sample.get(field)
             try:
                 if type(value) is Encoded:
-                    value = decoder.encoded(value, field, scratch)
+                    value = decoder.encoded(value, field, draws, scratch)
                     sample[field] = value
                 elif args.fields is not None and type(value) not in (Bundle, Landed, Rendered):
-                    sample[field] = decoder.value(value, field, scratch)
+                    sample[field] = decoder.value(value, field, draws, scratch)
                 if type(value) is Bundle:
                     _open_bundle(sample, field, value, scratch)
             except _UNREADABLE as error:
@@ -87,15 +94,16 @@ def decode(args: DecodeArgs, reduction: Callable[[int, int, Any], int] | None = 
 class _Decoder:
     """Decodes one field, as the arguments say."""
 
-    def __init__(self, args: DecodeArgs, reduction: Callable[[int, int], int] = lambda height, width: 1) -> None:
+    def __init__(self, args: DecodeArgs, needs: Foresight | None, needed: frozenset[str] | None) -> None:
         self._args = args
-        self._reduction = reduction
+        self._needs = needs
+        self._needed = needed
         self._masks = frozenset(args.masks or ())
 
-    def encoded(self, value: Encoded, field: str, scratch: dict[str, Any] | None) -> Any:
+    def encoded(self, value: Encoded, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
         extension = value.extension.rpartition(".")[2]
         if extension in IMAGE_EXTENSIONS:
-            return self._image(value.data, field, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
+            return self._image(value.data, field, draws, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
         if extension == "npy":
             return _read_npy(value.data, scratch)
         if extension == "npz":
@@ -103,55 +111,85 @@ class _Decoder:
         reader = _READERS.get(extension)
         return bytes(value.data) if reader is None else reader(value.data)
 
-    def value(self, value: Any, field: str, scratch: dict[str, Any] | None) -> Any:
+    def value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
         """A field that was named, of a source that gives objects: encoded bytes, or an image already."""
         if value is None:
             raise ValueError("the sample has no such field")
         if isinstance(value, (bytes, bytearray, memoryview)):
             data = memoryview(value)
-            return self._image(data, field, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
+            return self._image(data, field, draws, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
         image = as_image(value)
         if image is None:
             raise ValueError(f"cannot decode {describe(value)}")
         return image
 
-    def _image(self, data: memoryview, field: str, scratch: dict[str, Any] | None, *, is_jpeg: bool) -> Image:
+    def _image(
+        self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None, *, is_jpeg: bool
+    ) -> Image:
         if not len(data):
             raise ValueError("the file is empty (0 bytes)")
         args = self._args
         if is_jpeg and field not in self._masks and not args.exif_orientation:
-            image = self._jpeg(data, None if scratch is None else scratch.setdefault(field, {}))
+            image = self._jpeg(data, field, draws, None if scratch is None else scratch.setdefault(field, {}))
             if image is not None:
                 return image
         is_mask = field in self._masks
         return _decode_with_pillow(data, is_mask=is_mask, upright=args.exif_orientation, max_pixels=args.max_pixels)
 
-    def _jpeg(self, data: memoryview, scratch: dict[str, Any] | None) -> Image | None:
+    def _jpeg(self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> Image | None:
         """RGB, or None where Pillow has to decide."""
         size = jpeg_size(data)
         if size is None:
             return None
         _check_size(*size, self._args.max_pixels)
-        step = self._reduction(*size)
-        height, width = (-(-length // step) for length in size)
-        buffer = None
-        if scratch is not None:
-            num_bytes = height * width * 3
-            buffer = scratch.get("pixels")
-            if buffer is None or buffer.size < num_bytes:
-                buffer = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
-            buffer = buffer[:num_bytes].reshape(height, width, 3)
-        try:
-            pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-                data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
-            )
-        except ValueError as error:
-            if "premature end" in str(error).lower():
-                raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
-            return None
-        if step == 1:
-            return Image(pixels)
-        return Image(pixels, False, step, size) if pixels.shape[:2] == (height, width) else None
+        is_needed = self._needs is not None and (self._needed is None or field in self._needed)
+        need = self._needs(*size, draws) if self._needs is not None and is_needed else Need()
+        if need.box is not None and jpeg is not None:
+            piece = _piece(data, size, need.box, need.step, scratch)
+            if piece is not None:
+                return piece
+        return _whole(data, size, need.step, scratch)
+
+
+def _piece(
+    data: memoryview, size: tuple[int, int], box: Crop, step: int, scratch: dict[str, Any] | None
+) -> Image | None:
+    """What a crop shows of a JPEG; None where the whole of it has to be looked at."""
+    box_there = reduced_box(box, step)
+    row, _, num_rows, num_columns = box_there
+    buffer = _memory(num_rows * (num_columns + _MOST_BESIDE) * 3, scratch)
+    found = jpeg.decode(data, step, box_there, buffer)
+    if found is None:
+        return None
+    first, num_columns = found
+    pixels = buffer[: num_rows * num_columns * 3].reshape(num_rows, num_columns, 3)
+    return Image(pixels, False, step, size, (row, first))
+
+
+def _whole(data: memoryview, size: tuple[int, int], step: int, scratch: dict[str, Any] | None) -> Image | None:
+    """All of a JPEG, at 1/step; None where Pillow has to decide."""
+    height, width = (-(-length // step) for length in size)
+    buffer = None if scratch is None else _memory(height * width * 3, scratch).reshape(height, width, 3)
+    try:
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
+        )
+    except ValueError as error:
+        if "premature end" in str(error).lower():
+            raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
+        return None
+    if step == 1:
+        return Image(pixels)
+    return Image(pixels, False, step, size) if pixels.shape[:2] == (height, width) else None
+
+
+def _memory(num_bytes: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8]:
+    if scratch is None:
+        return np.empty(num_bytes, np.uint8)
+    kept: NDArray[np.uint8] | None = scratch.get("pixels")
+    if kept is None or kept.size < num_bytes:
+        kept = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
+    return kept[:num_bytes]
 
 
 _UNREADABLE = (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError)

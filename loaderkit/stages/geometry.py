@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit.images import image_fields
-from loaderkit.resizing import Interpolation, ResampleJob, resized
+from loaderkit.resizing import Interpolation, ResampleJob, cut, resized
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.steps import Crop, Flip, Scale, Steps
 from loaderkit.types import Image, Sample
@@ -26,8 +26,6 @@ Scratch = dict[str, Any]
 SampleFunction = Callable[..., list[ResampleJob] | None]
 """`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict for each field, or None to take fresh one. The
 targets of jobs are in the sample already."""
-Reduction = Callable[[int, int, Draws], int]
-"""`(height, width, draws) -> 1, 2, 4 or 8`: by how much an image may be shrunk before a stage, with the stage's draws."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -112,11 +110,6 @@ def resize(args: ResizeArgs) -> SampleFunction:
     return run
 
 
-def resize_reduction(args: ResizeArgs) -> Reduction:
-    """How much smaller an image may be decoded before it is resized."""
-    return lambda height, width, draws: _reduction(height, width, _resize_target(args.size, height, width))
-
-
 def resize_steps(args: ResizeArgs) -> Steps:
     """The same, described."""
     return Steps(
@@ -131,11 +124,6 @@ def _resize_target(size: int | tuple[int, int], height: int, width: int) -> tupl
     if isinstance(size, tuple):
         return size
     return (size, int(size * width / height)) if height <= width else (int(size * height / width), size)
-
-
-def _reduction(height: int, width: int, target: tuple[int, int]) -> int:
-    """The greatest of libjpeg's fast factors that leaves `height` x `width` pixels at least as large as `target`."""
-    return next((step for step in (8, 4, 2) if height >= step * target[0] and width >= step * target[1]), 1)
 
 
 def center_crop(args: CenterCropArgs) -> SampleFunction:
@@ -181,22 +169,24 @@ def random_crop(args: RandomCropArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         images = image_fields(sample, args.fields)
         _shared_size(images)
-        for name, image in images:
-            pixels = image.pixels
+        for name, whole in images:
+            image = whole
             rows = columns = args.padding
             if args.pad_if_needed:
-                rows += max(0, height - pixels.shape[0] - 2 * rows)
-                columns += max(0, width - pixels.shape[1] - 2 * columns)
+                rows += max(0, height - image.size[0] - 2 * rows)
+                columns += max(0, width - image.size[1] - 2 * columns)
             if rows or columns:
-                pixels = np.pad(pixels, ((rows, rows), (columns, columns), (0, 0)), constant_values=args.fill)
-            if pixels.shape[0] < height or pixels.shape[1] < width:
+                around = ((rows, rows), (columns, columns), (0, 0))
+                image = Image(np.pad(image.pixels, around, constant_values=args.fill), image.mask)
+            if image.size[0] < height or image.size[1] < width:
                 raise ValueError(
-                    f"the image is {pixels.shape[1]} x {pixels.shape[0]}, smaller than the crop of {width} x {height}: "
+                    f"the image is {image.size[1]} x {image.size[0]}, smaller than the crop of {width} x {height}: "
                     "resize it first or set pad_if_needed: true"
                 )
-            top = int(draws[0] * (pixels.shape[0] - height + 1))
-            left = int(draws[1] * (pixels.shape[1] - width + 1))
-            sample[name] = image._replace(pixels=pixels[top : top + height, left : left + width])
+            top = int(draws[0] * (image.size[0] - height + 1))
+            left = int(draws[1] * (image.size[1] - width + 1))
+            pixels, _ = cut(image, (top, left, height, width))
+            sample[name] = Image(pixels, image.mask)
 
     return run
 
@@ -250,17 +240,6 @@ def random_resized_crop_steps(args: RandomResizedCropArgs) -> Steps:
         return Crop(*crop_box(height, width, args.scale, args.ratio, draws)), target
 
     return Steps((Crop, Scale), of, args.interpolation, args.antialias, is_shared=True)
-
-
-def random_resized_crop_reduction(args: RandomResizedCropArgs) -> Reduction:
-    """How much smaller an image may be decoded before the piece that will be cut out of it is resized."""
-    target = _pair(args.size)
-
-    def reduction(height: int, width: int, draws: Draws) -> int:
-        _, _, box_height, box_width = crop_box(height, width, args.scale, args.ratio, draws)
-        return _reduction(box_height, box_width, target)
-
-    return reduction
 
 
 def crop_box(

@@ -23,7 +23,7 @@ import torch
 
 from loaderkit.connectors.file import FileConnector
 from loaderkit.kernels import resample, write_normalized
-from loaderkit.native import kernels
+from loaderkit.native import jpeg, kernels
 from loaderkit.stages.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
 from loaderkit.types import Ranges
 from profiles.peers.places import Places, labelled
@@ -124,11 +124,9 @@ class _Pictures:
         jobs = []
         images: list[Any] = []
         for place, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            pixels = _decoded(memory, place, memoryview(memory.encoded)[offset : offset + size])
+            pixels = _piece(memory, place, memoryview(memory.encoded)[offset : offset + size], draws[place, :-1])
             target = memory.resized[place]
-            rows, columns, _ = pixels.shape
-            top, left, height, width = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws[place, :-1])
-            jobs.append((target, pixels[top : top + height, left : left + width], None, True))
+            jobs.append((target, pixels, None, True))
             images.append(target[:, ::-1] if draws[place, -1] < 0.5 else target)
         resample(jobs)
         write_normalized(self._slabs[slab], first, images, _SCALE, _SHIFT)
@@ -136,12 +134,19 @@ class _Pictures:
         return slab
 
 
-def _decoded(memory: _Memory, place: int, data: memoryview) -> Any:
-    height, width, _ = kernels.jpeg_size(data)
-    if memory.pictures[place].size < height * width * 3:
-        memory.pictures[place] = np.empty(height * width * 3, np.uint8)
-    buffer = memory.pictures[place][: height * width * 3].reshape(height, width, 3)
-    return simplejpeg.decode_jpeg(data, "RGB", buffer=buffer)
+def _piece(memory: _Memory, place: int, data: memoryview, draws: Any) -> Any:
+    """The pixels of a random resized crop."""
+    rows, columns, _ = kernels.jpeg_size(data)
+    if memory.pictures[place].size < rows * columns * 3:
+        memory.pictures[place] = np.empty(rows * columns * 3, np.uint8)
+    pixels = memory.pictures[place]
+    box = top, left, height, width = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws)
+    if jpeg is None:
+        whole = pixels[: rows * columns * 3].reshape(rows, columns, 3)
+        return simplejpeg.decode_jpeg(data, "RGB", buffer=whole)[top : top + height, left : left + width]
+    first, width_there = jpeg.decode(data, 1, box, pixels)
+    there = pixels[: height * width_there * 3].reshape(height, width_there, 3)
+    return there[:, left - first : left - first + width]
 
 
 def _preadv(folder: Path) -> Iterable[int]:

@@ -1,0 +1,143 @@
+/* loaderkit._jpeg: a piece of a JPEG, through libjpeg-turbo's own interface.
+ *
+ * Every byte is looked at, for a damaged file to be noticed wherever the piece lies; but only the blocks that the piece shows
+ * are made into pixels. A module of its own, so that the others need no libjpeg. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <setjmp.h>
+#include <stdio.h>
+
+#include <jpeglib.h>
+
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
+#error "libjpeg-turbo 2.1 or later is needed"
+#endif
+
+#define CONTEXT 2 /* pixels beside the piece that smooth upsampling of chroma looks at, and one block of them above a seam */
+#define ROWS_A_CALL 8
+
+typedef struct {
+    struct jpeg_error_mgr manager; /* first: libjpeg knows the whole by it */
+    jmp_buf where;
+} Errors;
+
+typedef struct {
+    JDIMENSION step, top, left, height, width;
+    uint8_t *pixels;
+    size_t size;
+    JDIMENSION first_column, num_columns; /* of the rows that were written */
+} Piece;
+
+static void give_up(j_common_ptr decoder) {
+    longjmp(((Errors *)decoder->err)->where, 1);
+}
+
+static void count_warning(j_common_ptr decoder, int level) {
+    decoder->err->num_warnings += level < 0;
+}
+
+/* Whether the piece lies in the picture, and is worth looking for: chroma that is sampled in another way than cameras and
+ * encoders do it is left to others. */
+static int is_usual(const struct jpeg_decompress_struct *decoder, const Piece *piece) {
+    const int is_inside = piece->height > 0 && piece->width > 0 && piece->top < decoder->output_height &&
+                          piece->height <= decoder->output_height - piece->top && piece->left < decoder->output_width &&
+                          piece->width <= decoder->output_width - piece->left;
+    const jpeg_component_info *all = decoder->comp_info;
+    int has_usual_chroma = decoder->num_components == 1;
+    if (decoder->num_components == 3) {
+        has_usual_chroma = all[0].h_samp_factor <= 2 && all[0].v_samp_factor <= 2 && all[1].h_samp_factor == 1 &&
+                           all[1].v_samp_factor == 1 && all[2].h_samp_factor == 1 && all[2].v_samp_factor == 1;
+    }
+    return is_inside && has_usual_chroma;
+}
+
+/* The rows of the piece, and all that stands behind it, which nobody is shown. */
+static int read_rows(struct jpeg_decompress_struct *decoder, Piece *piece) {
+    JSAMPROW rows[ROWS_A_CALL];
+    const JDIMENSION end = piece->left + piece->width;
+    piece->first_column = piece->left < CONTEXT ? 0 : piece->left - CONTEXT;
+    piece->num_columns = (end + CONTEXT < decoder->output_width ? end + CONTEXT : decoder->output_width) - piece->first_column;
+    jpeg_crop_scanline(decoder, &piece->first_column, &piece->num_columns); /* widens it to whole blocks, to the left */
+    const size_t row_size = (size_t)piece->num_columns * 3;
+    if (row_size * piece->height > piece->size) {
+        return 0;
+    }
+    if (piece->top > 0) {
+        jpeg_skip_scanlines(decoder, piece->top);
+    }
+    for (JDIMENSION done = 0; done < piece->height;) {
+        JDIMENSION num = 0;
+        for (; num < ROWS_A_CALL && done + num < piece->height; num++) {
+            rows[num] = piece->pixels + row_size * (done + num);
+        }
+        done += jpeg_read_scanlines(decoder, rows, num);
+    }
+    const JDIMENSION rest = decoder->output_height - decoder->output_scanline;
+    if (rest > 1) {
+        jpeg_skip_scanlines(decoder, rest - 1); /* all of them would be skipped without a look */
+    }
+    if (rest > 0) {
+        rows[0] = (*decoder->mem->alloc_small)((j_common_ptr)decoder, JPOOL_IMAGE, row_size);
+        jpeg_read_scanlines(decoder, rows, 1);
+    }
+    return 1;
+}
+
+/* Whether the piece could be had from a file that libjpeg has nothing to say against. */
+static int decode_piece(const uint8_t *data, size_t size, Piece *piece) {
+    struct jpeg_decompress_struct decoder;
+    Errors errors;
+    volatile int is_done = 0;
+    decoder.err = jpeg_std_error(&errors.manager);
+    errors.manager.error_exit = give_up;
+    errors.manager.emit_message = count_warning;
+    if (setjmp(errors.where)) {
+        jpeg_destroy_decompress(&decoder);
+        return 0;
+    }
+    jpeg_create_decompress(&decoder);
+    jpeg_mem_src(&decoder, data, size);
+    jpeg_read_header(&decoder, TRUE);
+    decoder.scale_num = 1;
+    decoder.scale_denom = piece->step;
+    decoder.out_color_space = JCS_RGB;
+    jpeg_calc_output_dimensions(&decoder);
+    if (is_usual(&decoder, piece)) {
+        jpeg_start_decompress(&decoder);
+        is_done = read_rows(&decoder, piece) && jpeg_finish_decompress(&decoder) && errors.manager.num_warnings == 0;
+    }
+    jpeg_destroy_decompress(&decoder);
+    return is_done;
+}
+
+/* decode(data, step, (top, left, height, width), buffer) -> (first column, number of columns) of the rows that were written,
+ * packed RGB one below another, top to top + height; at least the columns asked for. The piece is counted in pixels of the
+ * picture decoded at 1/step. None for whatever is not plain: the file may be damaged, or all right. */
+static PyObject *decode(PyObject *self, PyObject *args) {
+    Py_buffer data, buffer;
+    unsigned int step, top, left, height, width;
+    int is_done;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*I(IIII)w*", &data, &step, &top, &left, &height, &width, &buffer)) {
+        return NULL;
+    }
+    Piece piece = {step, top, left, height, width, buffer.buf, (size_t)buffer.len, 0, 0};
+    Py_BEGIN_ALLOW_THREADS;
+    is_done = decode_piece(data.buf, (size_t)data.len, &piece);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&buffer);
+    return is_done ? Py_BuildValue("(II)", piece.first_column, piece.num_columns) : Py_NewRef(Py_None);
+}
+
+static PyMethodDef methods[] = {
+    {"decode", decode, METH_VARARGS, "decode(data, step, (top, left, height, width), buffer) -> (first column, columns) or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_jpeg", "Pieces of JPEGs.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__jpeg(void) {
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,331 @@
+"""Of a JPEG that is cropped next, only a piece is decoded: the same pixels, and the same complaints, as of the whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+
+import loaderkit
+from loaderkit import builder, native
+from loaderkit.cli import main
+from loaderkit.errors import StageError
+from loaderkit.stages import decode as decoding
+
+jpeg = native.jpeg
+needs_libjpeg = pytest.mark.skipif(jpeg is None, reason="built without libjpeg-turbo")
+Box = tuple[int, int, int, int]
+MOST_BESIDE = 32
+SAMPLINGS = ["444", "422", "420", "440", "grey", "progressive", "restarts"]
+
+
+def photograph(height: int, width: int, seed: int) -> NDArray[np.uint8]:
+    """Smooth colours with noise on them: chroma that differs from pixel to pixel shows whoever upsamples it otherwise."""
+    rng = np.random.default_rng(seed)
+    coarse = Pillow.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize((width, height), Pillow.Resampling.BICUBIC)).astype(float)
+    noisy: NDArray[np.uint8] = (smooth + rng.normal(0, 25, smooth.shape)).clip(0, 255).astype(np.uint8)
+    return noisy
+
+
+def encoded(pixels: NDArray[np.uint8], sampling: str, quality: int = 90) -> bytes:
+    if sampling == "grey":
+        found: bytes = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels[:, :, :1]), quality, "GRAY", "Gray")
+    elif sampling in ("progressive", "restarts"):
+        buffer = io.BytesIO()
+        options = {"progressive": True} if sampling == "progressive" else {"restart_marker_blocks": 3}
+        Pillow.fromarray(pixels).save(buffer, "JPEG", quality=quality, subsampling=2, **options)
+        found = buffer.getvalue()
+    else:
+        found = simplejpeg.encode_jpeg(pixels, quality, "RGB", sampling)
+    return found
+
+
+def piece(data: bytes, step: int, box: Box) -> NDArray[np.uint8] | None:
+    """The pixels of a box, cut out of the rows that were decoded for it."""
+    _, left, height, width = box
+    buffer = np.full(height * (width + MOST_BESIDE) * 3, 77, np.uint8)
+    found = jpeg.decode(data, step, box, buffer)
+    if found is None:
+        return None
+    first, num_columns = found
+    assert first <= left
+    assert left + width <= first + num_columns
+    rows: NDArray[np.uint8] = buffer[: height * num_columns * 3].reshape(height, num_columns, 3)
+    return rows[:, left - first : left - first + width]
+
+
+@st.composite
+def boxes(draw: st.DrawFn, height: int, width: int) -> Box:
+    num_rows, num_columns = draw(st.integers(1, height)), draw(st.integers(1, width))
+    return draw(st.integers(0, height - num_rows)), draw(st.integers(0, width - num_columns)), num_rows, num_columns
+
+
+@needs_libjpeg
+class TestPieces:
+    @settings(deadline=None, max_examples=300)
+    @given(st.data(), st.sampled_from(SAMPLINGS), st.integers(1, 130), st.integers(1, 130), st.integers(0, 9))
+    def test_are_the_pixels_that_pillow_decodes(
+        self, data: st.DataObject, sampling: str, height: int, width: int, seed: int
+    ) -> None:
+        if sampling in ("progressive", "restarts"):
+            height, width = height + 40, width + 40  # Pillow's encoder has too small a buffer for less
+        file = encoded(photograph(height, width, seed), sampling)
+        top, left, num_rows, num_columns = box = data.draw(boxes(height, width))
+        with Pillow.open(io.BytesIO(file)) as image:
+            whole = np.asarray(image.convert("RGB"))
+        assert np.array_equal(piece(file, 1, box), whole[top : top + num_rows, left : left + num_columns])  # type: ignore[arg-type]
+
+    @settings(deadline=None, max_examples=200)
+    @given(
+        st.data(), st.sampled_from(SAMPLINGS), st.sampled_from([2, 4, 8]), st.integers(40, 130), st.integers(40, 130)
+    )
+    def test_are_those_of_the_whole_decoded_smaller(
+        self, data: st.DataObject, sampling: str, step: int, height: int, width: int
+    ) -> None:
+        file = encoded(photograph(height, width, step), sampling)
+        there = -(-height // step), -(-width // step)
+        top, left, num_rows, num_columns = box = data.draw(boxes(*there))
+        whole = simplejpeg.decode_jpeg(file, "RGB", min_height=there[0], min_width=there[1], min_factor=step)
+        assert whole.shape[:2] == there
+        assert np.array_equal(piece(file, step, box), whole[top : top + num_rows, left : left + num_columns])  # type: ignore[arg-type]
+
+    @settings(deadline=None, max_examples=400)
+    @given(st.data(), st.sampled_from(SAMPLINGS), st.integers(0, 3))
+    def test_a_file_the_strict_decoder_refuses_is_refused_wherever_the_piece_lies(
+        self, data: st.DataObject, sampling: str, seed: int
+    ) -> None:
+        height, width = 72, 88
+        file = bytearray(encoded(photograph(height, width, seed), sampling))
+        if data.draw(st.booleans(), label="cut"):
+            del file[data.draw(st.integers(2, len(file) - 1)) :]
+            if data.draw(st.booleans(), label="closed again"):
+                file += b"\xff\xd9"
+        else:
+            for _ in range(data.draw(st.integers(1, 4))):
+                file[data.draw(st.integers(0, len(file) - 1))] ^= data.draw(st.integers(1, 255))
+        box = data.draw(boxes(height, width))
+        try:
+            found = simplejpeg.decode_jpeg(bytes(file), "RGB")
+        except ValueError:
+            assert piece(bytes(file), 1, box) is None
+            return
+        top, left, num_rows, num_columns = box
+        here = piece(bytes(file), 1, box) if found.shape[:2] == (height, width) else None
+        assert here is None or np.array_equal(here, found[top : top + num_rows, left : left + num_columns])
+
+    @pytest.mark.parametrize(
+        "box", [(0, 0, 0, 5), (0, 0, 5, 0), (70, 0, 3, 5), (0, 80, 5, 9), (4_000_000_000, 0, 300_000_000, 1)]
+    )
+    def test_a_box_that_is_not_inside_is_left_to_others(self, box: Box) -> None:
+        file = encoded(photograph(72, 88, 0), "420")
+        assert jpeg.decode(file, 1, box, np.empty(100_000, np.uint8)) is None
+
+    def test_too_little_memory_is_not_written_past(self) -> None:
+        file = encoded(photograph(72, 88, 0), "420")
+        memory = np.full(72 * 88 * 3, 77, np.uint8)
+        assert jpeg.decode(file, 1, (0, 0, 72, 88), memory[:-1]) is None
+        assert (memory == 77).all()
+
+    @pytest.mark.parametrize("sampling", ["411", "CMYK", "png", "nothing"])
+    def test_what_is_not_usual_is_left_to_others(self, sampling: str) -> None:
+        pixels = photograph(64, 64, 0)
+        buffer = io.BytesIO()
+        if sampling == "411":
+            buffer.write(encoded(pixels, sampling))
+        elif sampling != "nothing":
+            image = Pillow.fromarray(pixels)
+            (image.convert("CMYK") if sampling == "CMYK" else image).save(
+                buffer, "png" if sampling == "png" else "JPEG"
+            )
+        assert jpeg.decode(buffer.getvalue(), 1, (0, 0, 9, 9), np.empty(10_000, np.uint8)) is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures of all kinds, two of them cut below their middle and closed again."""
+    found = tmp_path_factory.mktemp("pieces")
+    kinds = [*SAMPLINGS, "411"]
+    for number in range(24):
+        height, width = 60 + 7 * number, 180 - 5 * number
+        pixels = photograph(height, width, number)
+        data = encoded(pixels, kinds[number % len(kinds)])
+        if number in (5, 14):
+            data = data[: len(data) * 3 // 4] + b"\xff\xd9"
+        (found / f"{number:02}.jpg").write_bytes(data)
+    return found
+
+
+def run(folder: Path, stages: list[Any], *, decoded: Any = "decode", **more: Any) -> list[dict[str, Any]]:
+    described = {
+        "source": {"kind": "files", "url": str(folder), "include": "*.jpg"},
+        "order": {"epochs": 2},
+        "errors": {"on_bad_sample": "replace"},
+        "stages": ["read", decoded, *stages, {"batch": {"size": 8}}],
+        **more,
+    }
+    with loaderkit.build(described) as loader:
+        return [
+            {name: (v.numpy() if name != "__key__" else v) for name, v in batch.items()}
+            for _ in range(2)
+            for batch in loader
+        ]
+
+
+def png(levels: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Pillow.fromarray(levels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def tar_of(folder: Path, members: dict[str, bytes], fields: dict[str, str]) -> dict[str, Any]:
+    with tarfile.open(folder / "shard.tar", "w") as archive:
+        for name, data in members.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(data)
+            archive.addfile(header, io.BytesIO(data))
+    return {"kind": "tar", "url": str(folder), "fields": fields}
+
+
+CROP: dict[str, Any] = {"random_resized_crop": {"size": [40, 48]}}
+PIECES: dict[str, list[Any]] = {
+    "random_resized_crop": [CROP],
+    "random_crop": [{"random_crop": {"size": [50, 33]}}],
+    "bicubic": [{"random_resized_crop": {"size": 30, "interpolation": "bicubic"}}],
+    "nearest, then others": [
+        {"random_resized_crop": {"size": 30, "interpolation": "nearest"}},
+        "random_horizontal_flip",
+        "color_jitter",
+    ],
+    "a crop of a crop": [CROP, {"random_crop": {"size": 20}}],
+}
+WHOLES: dict[str, list[Any]] = {
+    "flipped first": ["random_horizontal_flip", CROP],
+    "colours first": ["color_jitter", CROP],
+    "seen first": [{"call": {"function": "tests.stages.test_pieces:unchanged"}}, CROP],
+    "padded": [{"random_crop": {"size": 90, "pad_if_needed": True}}],
+    "not cropped": [{"resize": {"size": [40, 40]}}],
+    "maybe padded": [{"center_crop": {"size": 40}}],
+}
+
+
+def unchanged(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample
+
+
+class Counted:
+    """The C module, and how many pieces it gave."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+
+    def decode(self, *args: Any) -> Any:
+        found = jpeg.decode(*args)
+        self.num_pieces += found is not None
+        return found
+
+
+def same(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> bool:
+    return [batch["__key__"] for batch in first] == [batch["__key__"] for batch in second] and all(
+        np.array_equal(one[name], other[name])
+        for one, other in zip(first, second, strict=True)
+        for name in one
+        if name != "__key__"
+    )
+
+
+@needs_libjpeg
+class TestInAPipeline:
+    @pytest.mark.parametrize("name", [*PIECES, *WHOLES])
+    @pytest.mark.parametrize("executor", ["inline", "thread"])
+    def test_batches_are_the_same_to_the_last_byte(
+        self, folder: Path, name: str, executor: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counted = Counted()
+        monkeypatch.setattr(decoding, "jpeg", counted)
+        stages = [*(PIECES | WHOLES)[name], {"center_crop": {"size": 20}}]
+        here = run(folder, stages, prefetch={"executor": executor})
+        assert (counted.num_pieces > 0) == (name in PIECES)
+        monkeypatch.setattr(decoding, "jpeg", None)
+        assert same(here, run(folder, stages, prefetch={"executor": executor}))
+
+    def test_a_mask_is_cut_at_the_same_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The mask is the picture's own levels, so they must fit one another after the cut."""
+        members = {}
+        for number in range(8):
+            grey = photograph(90 + number, 120, number)[:, :, :1]
+            members[f"{number}.jpg"] = simplejpeg.encode_jpeg(np.ascontiguousarray(grey), 100, "GRAY", "Gray")
+            members[f"{number}.png"] = png(grey[:, :, 0])
+        source = tar_of(tmp_path, members, {"image": "jpg", "mask": "png"})
+        decoded = {"decode": {"masks": ["mask"]}}
+        crop: list[Any] = [{"random_resized_crop": {"size": 40, "interpolation": "nearest"}}]
+        here = run(tmp_path, crop, decoded=decoded, source=source)
+        for batch in here:
+            assert np.abs(batch["image"][:, :1].astype(int) - batch["mask"]).max() <= 3
+        monkeypatch.setattr(decoding, "jpeg", None)
+        assert same(here, run(tmp_path, crop, decoded=decoded, source=source))
+
+    def test_what_is_not_cropped_stays_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        members = {}
+        for number in range(8):
+            members[f"{number}.a.jpg"] = members[f"{number}.b.jpg"] = encoded(photograph(64, 64, number), "420")
+        source = tar_of(tmp_path, members, {"one": "a.jpg", "other": "b.jpg"})
+        crop: list[Any] = [{"random_resized_crop": {"size": 24, "fields": ["one"]}}]
+        here = run(tmp_path, crop, source=source)
+        assert here[0]["one"].shape == (8, 3, 24, 24)
+        assert here[0]["other"].shape == (8, 3, 64, 64)
+        monkeypatch.setattr(decoding, "jpeg", None)
+        assert same(here, run(tmp_path, crop, source=source))
+
+    def test_decoded_smaller_the_piece_is_the_same_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for number, sampling in enumerate(["420", "444", "422", "grey"]):
+            (tmp_path / f"{number}.jpg").write_bytes(encoded(photograph(700 + number, 801, number), sampling))
+        decoded = {"decode": {"scaled": True}}
+        counted = Counted()
+        monkeypatch.setattr(decoding, "jpeg", counted)
+        here = run(tmp_path, [CROP], decoded=decoded)
+        assert counted.num_pieces > 0
+        monkeypatch.setattr(decoding, "jpeg", None)
+        assert same(here, run(tmp_path, [CROP], decoded=decoded))
+
+    def test_a_picture_too_small_for_its_crop_is_refused_by_the_crop(self, folder: Path) -> None:
+        with pytest.raises(StageError, match=r"random_crop failed .* smaller than the crop"):
+            run(folder, [{"random_crop": {"size": 500}}], errors={"on_bad_sample": "raise"})
+
+    def test_a_picture_cut_below_its_crop_is_bad(self, tmp_path: Path) -> None:
+        data = encoded(photograph(200, 200, 0), "420")
+        (tmp_path / "cut.jpg").write_bytes(data[: len(data) * 9 // 10] + b"\xff\xd9")
+        small = {"random_resized_crop": {"size": 16, "scale": [0.01, 0.01], "ratio": [1, 1]}}
+        with pytest.raises(StageError, match=r"cut\.jpg.*truncated JPEG"):
+            run(tmp_path, [small], errors={"on_bad_sample": "raise"})
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_explain_says_how_much_is_decoded(
+    folder: Path, tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builder, "jpeg", object() if there else None)
+    described = tmp_path / "p.yaml"
+    described.write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "source": {"kind": "files", "url": str(folder), "include": "*.jpg"},
+                "stages": ["read", "decode", CROP, {"batch": {"size": 4}}],
+            }
+        )
+    )
+    assert main(["explain", str(described)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# JPEGs"))
+    assert ("decoded whole; " in line) is not there
+    assert "only the pixels that random_resized_crop shows" in line

@@ -117,7 +117,8 @@ class Image(NamedTuple):
     """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised).
 
     With `whole` = (height, width) it was not decoded in full: smaller, if `reduction` is N > 1, so that a pixel stands for
-    N x N; and a piece only, whose first pixel is `origin` = (row, column) of the pixels there would be.
+    N x N; and a piece only, whose first pixel is `origin` = (row, column) of the pixels there would be. `box` = (top, left,
+    height, width) of the whole is what the piece was made for: the next stage will take that, and no more.
     """
 
     pixels: NDArray[np.uint8]
@@ -125,6 +126,7 @@ class Image(NamedTuple):
     reduction: int = 1
     whole: tuple[int, int] | None = None
     origin: tuple[int, int] = (0, 0)
+    box: tuple[int, int, int, int] | None = None
 
     @property
     def size(self) -> tuple[int, int]:

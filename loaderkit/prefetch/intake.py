@@ -331,7 +331,10 @@ class Intake:
         if self._sample_s is None:
             return max(1, min(_FIRST_CHUNK_SIZE, -(-size // self._num_workers)))
         wanted = int(_CHUNK_TARGET_S / max(self._sample_s, 1e-9))
-        return size if wanted >= size else max(1, min(wanted, -(-size // self._num_workers)))
+        if wanted >= size:
+            return size
+        wanted = max(1, min(wanted, -(-size // self._num_workers)))
+        return -(-size // -(-size // wanted))  # all alike: a short one is left over otherwise
 
     def land(self, chunk: Chunk) -> Destination | None:
         """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""

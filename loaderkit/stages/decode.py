@@ -163,7 +163,7 @@ def _piece(
         return None
     first, num_columns = found
     pixels = buffer[: num_rows * num_columns * 3].reshape(num_rows, num_columns, 3)
-    return Image(pixels, False, step, size, (row, first))
+    return Image(pixels, False, step, size, (row, first), box)
 
 
 def _whole(data: memoryview, size: tuple[int, int], step: int, scratch: dict[str, Any] | None) -> Image | None:

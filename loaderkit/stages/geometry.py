@@ -221,7 +221,8 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
         images = image_fields(sample, args.fields)
-        box = crop_box(*_shared_size(images), args.scale, args.ratio, draws)
+        size = _shared_size(images)
+        box = images[0][1].box or crop_box(*size, args.scale, args.ratio, draws)
         for name, image in images:
             memory = _of_field(scratch, name)
             sample[name] = resized(
@@ -273,7 +274,7 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         if draws[0] < args.p:
             for name, image in image_fields(sample, args.fields):
-                sample[name] = image._replace(pixels=image.pixels[:, ::-1])
+                sample[name] = Image(image.pixels[:, ::-1], image.mask)
 
     return run
 
@@ -289,10 +290,9 @@ def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
 
 def _shared_size(images: list[tuple[str, Image]]) -> tuple[int, int]:
     """(height, width) of all of them; a crop of one place needs images of one size."""
-    sizes = {name: image.size for name, image in images}
     height, width = images[0][1].size
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} {w} x {h}" for name, (h, w) in sizes.items())
+    if len(images) > 1 and len({image.size for _, image in images}) > 1:
+        listed = ", ".join(f"{name} {image.size[1]} x {image.size[0]}" for name, image in images)
         raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")
     return height, width
 

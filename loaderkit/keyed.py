@@ -53,6 +53,10 @@ def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np
     Draw j of sample i is output j of SplitMix64 seeded with a mix of the key and i, so it does not matter in which order
     or in what company samples are drawn.
     """
+    if kernels is not None:
+        numbers = np.empty((len(indices), num_draws))
+        kernels.uniforms(key, np.ascontiguousarray(indices, np.int64), numbers)
+        return numbers
     seeds = indices.astype(np.uint64)
     seeds *= _GOLDEN
     seeds += np.uint64(key)

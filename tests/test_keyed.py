@@ -192,6 +192,16 @@ def test_one_size_with_many_keys(size: int, keys: list[int]) -> None:
 
 
 @pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@given(KEYS, st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20), st.integers(0, 30), st.booleans())
+def test_the_same_numbers_without_c(key: int, indices: list[int], num_draws: int, are_apart: bool) -> None:
+    given = np.array(indices * (2 if are_apart else 1), np.int64)[:: 2 if are_apart else 1]
+    found = uniforms(key, given, num_draws)
+    with mock.patch.object(keyed, "kernels", None):
+        assert np.array_equal(found, uniforms(key, given, num_draws))
+    assert found.shape == (len(given), num_draws)
+
+
+@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
 @given(
     st.lists(st.integers(1, 1 << 60) | st.integers(1, 40), min_size=1, max_size=30),
     st.lists(KEYS, min_size=30, max_size=30),

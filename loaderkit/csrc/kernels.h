@@ -14,6 +14,7 @@
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
+ *     uniforms(key, indices, numbers)                        random numbers of samples, a tenth of NumPy's time for a few
  *     decimals(numbers)                                      numbers as texts
  *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
  *     shared(values, name)                                   the type of all, or their attribute
@@ -69,6 +70,7 @@ PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *jpeg_size(PyObject *self, PyObject *object);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
+PyObject *uniforms(PyObject *self, PyObject *args);
 PyObject *decimals(PyObject *self, PyObject *object);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *shared(PyObject *self, PyObject *args);

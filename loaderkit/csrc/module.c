@@ -15,6 +15,7 @@ static PyMethodDef methods[] = {
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
+    {"uniforms", uniforms, METH_VARARGS, "uniforms(key, indices, numbers): uniform numbers of every index, in place"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"shared", shared, METH_VARARGS, "shared(values, name=None) -> the type of all values, or their attribute, or None"},

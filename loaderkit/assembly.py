@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,12 +27,14 @@ from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import StageStats
-from loaderkit.prefetch.stretch import Stretch, stretched
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.transfer import Lane
 from loaderkit.stores import StoreArgs
 from loaderkit.types import Connector, Source, Stage
+
+if TYPE_CHECKING:
+    from loaderkit.prefetch.stretch import Stretch
 
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
 _MOST_BATCHES = 64  # that `batches: auto` may come to
@@ -60,7 +62,11 @@ class Assembly:
         self._compiler = Compiler(
             recipe.config, recipe.source, self._ahead or recipe.connector, num_workers=recipe.num_workers
         )
-        self.stages = [stretched(stage, recipe.stretch) for stage in self._compiler.stages()]
+        self.stages = self._compiler.stages()
+        if recipe.stretch is not None:
+            from loaderkit.prefetch.stretch import stretched  # only the profiler's experiments have one
+
+            self.stages = [stretched(stage, recipe.stretch) for stage in self.stages]
         self.pools = [
             replace(pool, num_workers=share.num_workers(pool.num_workers))
             for pool in plan_pools(self.stages, recipe.num_workers)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +26,6 @@ from loaderkit.order import Schedule
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.stretch import Stretch
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
@@ -35,6 +34,9 @@ from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.transfer import Lane
 from loaderkit.types import Connector, Source
+
+if TYPE_CHECKING:
+    from loaderkit.prefetch.stretch import Stretch
 
 logger = logging.getLogger("loaderkit")
 

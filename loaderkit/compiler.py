@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,6 @@ from loaderkit.sources.array import ArraySource
 from loaderkit.sources.dataset import DatasetSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
-from loaderkit.stages.dali import Graph, Renderer
 from loaderkit.stages.decode import DecodeArgs, decode
 from loaderkit.stages.normalize import NormalizeArgs, finish_of, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
@@ -37,6 +36,9 @@ from loaderkit.stages.straight import Straight
 from loaderkit.stages.transfer import Lane, TransferArgs, resolve_device, shape
 from loaderkit.steps import Foresight, foresight
 from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
+
+if TYPE_CHECKING:
+    from loaderkit.stages.dali import Graph, Renderer
 
 
 class Compiler:
@@ -120,6 +122,8 @@ class Compiler:
                 raise ConfigError(f"stages.{behind.name}: {error}") from error
         batch = stages[self._border].args
         assert isinstance(batch, BatchArgs)
+        from loaderkit.stages.dali import Graph  # only where it is asked for
+
         device = self.device.index if decoding.args.device == "gpu" else None
         return Graph(tuple(described), finish, batch.size, device, self._num_dali_threads(decoding))
 
@@ -152,6 +156,8 @@ class Compiler:
             )
 
     def _renderer(self, decoding: StageConfig) -> Renderer:
+        from loaderkit.stages.dali import Renderer
+
         assert isinstance(decoding.args, DecodeArgs)
         assert self.graph is not None
         keys = {stage.name: StageKeys(self._seed, stage.name) for stage in self._in_graph}

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.retry import with_retries
 from loaderkit.errors import ConfigError
 from loaderkit.registry import SCHEMES
@@ -45,6 +44,8 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
 
         return S3Connector(url, args.s3, args.retry)
     if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
+        from loaderkit.connectors.fsspec import FsspecConnector
+
         found = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
         return with_retries(found, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
     raise ConfigError(

@@ -15,10 +15,10 @@ from loaderkit.prefetch.accounts import Account, Histogram, States
 from loaderkit.prefetch.host import HostStats, host_stats, together
 from loaderkit.prefetch.slowest import Slow, slowest
 from loaderkit.prefetch.turns import Trial, merged_trials
-from loaderkit.prefetch.verdict import Verdict, verdict
 
 if TYPE_CHECKING:
     from loaderkit.prefetch.engine import Engine
+    from loaderkit.prefetch.verdict import Verdict
 
 _LEVELS = frozenset({"held_bytes"})
 
@@ -159,6 +159,10 @@ class Stats:
 
     def verdict(self) -> Verdict:
         """Which stage is the bottleneck, how sure that is, why, and what to change; see `loaderkit.prefetch.verdict`."""
+        from loaderkit.prefetch.verdict import (
+            verdict,
+        )  # a tenth of what a loader imports, and of no use to its first batch
+
         return verdict(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +198,7 @@ class Stats:
             "tuning": self.tuning,
             "store": {**self.store, **_shares(self.store)},
             "transfer": {**self.copies, **self._overlap()},
-            "verdict": verdict(self)._asdict(),
+            "verdict": self.verdict()._asdict(),
         }
 
     def _overlap(self) -> dict[str, float]:

@@ -151,7 +151,7 @@ def explain(
         here = ", in the process that trains" if "process" in pool else ""
         console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
     if "jpeg" in tuning:
-        console.tell(f"# JPEGs     decoded {tuning['jpeg']}")
+        console.tell(f"# JPEGs     decoded: {tuning['jpeg']}")
     for line in tuning.get("graph", ()):
         console.tell(f"# DALI      {line}")
     console.tell(config.to_yaml(defaults=True).rstrip())

@@ -327,5 +327,5 @@ def test_explain_says_how_much_is_decoded(
     )
     assert main(["explain", str(described)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# JPEGs"))
-    assert ("decoded whole; " in line) is not there
+    assert ("decoded: whole; " in line) is not there
     assert "only the pixels that random_resized_crop shows" in line

@@ -6,6 +6,7 @@ python docs/make_reference.py --check    says whether it is up to date
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import typing
@@ -83,7 +84,7 @@ to 15 where functions there hold Python's lock; one that does not answer within 
 | `store` | what connectors count; below |
 | `transfer` | copies to a GPU: `num_bytes`, `copy_s` by the GPU's own clock, `bytes_per_s`, `overlap`: the share of `copy_s` in which the loop did not wait for `transfer`; empty where batches stay on the CPU |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
-| `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
+| `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,
@@ -161,7 +162,7 @@ def table(model: type[BaseModel], skip: typing.Container[str] = ()) -> str:
 
 
 def summary(model: type[BaseModel]) -> str:
-    return (model.__doc__ or "").strip()
+    return inspect.cleandoc(model.__doc__ or "")
 
 
 def render() -> str:

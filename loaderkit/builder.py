@@ -177,9 +177,7 @@ def _prepare(
     if assembly.graph:
         tuning["graph"] = assembly.graph
     if assembly.cropping is not None:
-        what = f"only the pixels that {assembly.cropping} shows"
-        otherwise = f"whole; {what}, if libjpeg-turbo's headers were there when loaderkit was installed"
-        tuning["jpeg"] = what if jpeg is not None else otherwise
+        tuning["jpeg"] = f"crop of {assembly.cropping}" if jpeg is not None else "whole"
     if config.prefetch.executor == "process":
         tuning["processes"] = config.prefetch.processes
         from loaderkit.hosting import in_a_process  # a tenth of what it takes to begin, and only wanted here

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,11 +78,11 @@ class Compiler:
     @property
     def cropping(self) -> str | None:
         """The stage that takes a piece of what `decode` gives, so that nothing else of a JPEG need be made into pixels."""
-        for stage, following in pairwise(self._config.stages):
-            steps = STAGES[following.kind].steps
-            is_here = isinstance(stage.args, DecodeArgs) and stage.args.device == "cpu"
-            if is_here and steps is not None and steps(following.args).takes_a_piece:
-                return following.name
+        for stage in self._config.stages:
+            if isinstance(stage.args, DecodeArgs):
+                following, needs = self._foreseen(stage.name, stage.args)
+                if needs is not None and needs.takes_a_piece:
+                    return following.name
         return None
 
     def _find_slot_normalize(self) -> StageConfig | None:
@@ -261,21 +260,24 @@ class Compiler:
             gather = self._batch(failed)
             return gather if self.early_lane is None else partial(self.early_lane.run, gather)
         assert kind.make is not None
-        run = kind.make(args)
-        if isinstance(args, DecodeArgs):
-            following, needs = self._foreseen(config.name, args)
-            if needs is not None:  # it is run with the numbers that the stage it decodes for will draw
-                run = decode(args, needs, getattr(following.args, "fields", None))
-                kind, keys = STAGES[following.kind], StageKeys(self._seed, following.name)
+        following, needs = self._foreseen(config.name, args) if isinstance(args, DecodeArgs) else (config, None)
+        if needs is None:
+            run = kind.make(args)
+        else:  # it is run with the numbers that the stage it decodes for will draw
+            assert isinstance(args, DecodeArgs)
+            run = decode(args, needs.of, getattr(following.args, "fields", None))
+            kind, keys = STAGES[following.kind], StageKeys(self._seed, following.name)
         return each_sample(run, kind.num_draws, keys, failed, reuse=self._may_reuse)
 
     def _foreseen(self, name: str, args: DecodeArgs) -> tuple[StageConfig, Foresight | None]:
-        """The stage that a `decode` decodes for, and what that needs, if it is not everything."""
+        """The stage that a `decode` decodes for, and what that needs of a JPEG, if it is not everything."""
         stages = self._config.stages
         behind = stages[[stage.name for stage in stages].index(name) + 1 :]
         following = next(stage for stage in behind if not (args.scaled and stage.kind == "color_jitter"))
         steps = STAGES[following.kind].steps
-        if steps is None:
+        fields = getattr(following.args, "fields", None)
+        is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
+        if steps is None or args.device != "cpu" or args.exif_orientation or is_apart:
             return following, None
         return following, foresight(steps(following.args), is_next=following is behind[0], scaled=args.scaled)
 

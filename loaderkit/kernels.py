@@ -6,7 +6,6 @@ Written bytes are the same on both ways, resized ones within a level.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -55,9 +54,12 @@ def write_normalized(
     """Write images, uint8 [H, W, C], into `slots[first]` and those behind it, float32 [C, H, W], as value * scale + shift,
     each rounded by itself. None leaves its slot alone."""
     if kernels is not None:
-        with suppress(ValueError):  # where other pixels are among them; then none is written
+        try:
             kernels.write_normalized(slots.numpy(), first, images, scale, shift)
             return
+        except ValueError:  # then none is written; the others are for pixels of another layout, and not of another size
+            if all(pixels is None or _is_writable(pixels) for pixels in images):
+                raise
     for slot, pixels in enumerate(images, first):
         if pixels is not None:
             slots[slot].copy_(_planes(pixels)).mul_(_column(scale)).add_(_column(shift))

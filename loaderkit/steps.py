@@ -67,8 +67,15 @@ class Need(NamedTuple):
     step: int = 1
 
 
-Foresight = Callable[[int, int, NDArray[np.float64]], Need]
+Needs = Callable[[int, int, NDArray[np.float64]], Need]
 """`(height, width, draws) -> Need` of an image's size and the draws of the stage that will be given it."""
+
+
+class Foresight(NamedTuple):
+    """What a stage will need of each image, and whether that may be a piece of it."""
+
+    of: Needs
+    takes_a_piece: bool
 
 
 def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
@@ -89,7 +96,7 @@ def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
         shown = (height, width) if crop is None else (crop.height, crop.width)
         return Need(crop if takes_a_piece else None, _reduction(*shown, found[-1]) if scaled else 1)
 
-    return of
+    return Foresight(of, takes_a_piece)
 
 
 def _reduction(height: int, width: int, target: Step) -> int:

@@ -95,6 +95,13 @@ class TestSameAsTorch:
                 wanted[slot] = torch.from_numpy(pixels.transpose(2, 0, 1).copy()) * column[0] + column[1]
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
+    @pytest.mark.parametrize("size", [(1, 1), (4, 1), (5, 4)])
+    def test_pixels_of_another_size_are_not_spread_over_the_slot(self, size: tuple[int, int]) -> None:
+        slots = torch.full((2, 3, 4, 4), 5.0)
+        with pytest.raises(ValueError, match="pixels' size"):
+            kernels.write_normalized(slots, 0, [np.full((*size, 3), 9, np.uint8)], SCALE, SHIFT)
+        assert (slots == 5).all()
+
     @given(pictures)
     def test_packed(self, pixels: kernels.Pixels) -> None:
         again = kernels.packed(pixels[:, ::-1])

@@ -151,7 +151,8 @@ def explain(
         here = ", in the process that trains" if "process" in pool else ""
         console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
     if "jpeg" in tuning:
-        console.tell(f"# JPEGs     decoded: {tuning['jpeg']}")
+        without = "whole: for the crop alone loaderkit._jpeg is missing, which wants libjpeg-turbo and its headers"
+        console.tell(f"# JPEGs     decoded: {without if tuning['jpeg'] == 'whole' else tuning['jpeg']}")
     for line in tuning.get("graph", ()):
         console.tell(f"# DALI      {line}")
     console.tell(config.to_yaml(defaults=True).rstrip())

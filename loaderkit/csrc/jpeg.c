@@ -14,8 +14,10 @@
 #error "libjpeg-turbo 2.1 or later is needed"
 #endif
 
-#define CONTEXT 2 /* pixels beside the piece that smooth upsampling of chroma looks at, and one block of them above a seam */
+#define CONTEXT 2 /* columns beside the piece that smooth upsampling of chroma looks at; of rows libjpeg sees to that itself */
+#define BESIDE 32 /* the most columns that are written besides: those on both sides, and the rest of the block they begin in */
 #define ROWS_A_CALL 8
+#define SMOOTHED 10 /* coefficients of a block that libjpeg guesses from its neighbours where they have not come in full */
 
 typedef struct {
     struct jpeg_error_mgr manager; /* first: libjpeg knows the whole by it */
@@ -50,6 +52,19 @@ static int is_usual(const struct jpeg_decompress_struct *decoder, const Piece *p
                            all[1].v_samp_factor == 1 && all[2].h_samp_factor == 1 && all[2].v_samp_factor == 1;
     }
     return is_inside && has_usual_chroma;
+}
+
+/* Whether no block is guessed from its neighbours, as those of a progressive file are whose last scans are missing: at the piece's
+ * edges it would not be the guess that is made of the whole. */
+static int is_complete(const struct jpeg_decompress_struct *decoder) {
+    for (int c = 0; decoder->coef_bits != NULL && c < decoder->num_components; c++) {
+        for (int k = 0; k < SMOOTHED; k++) {
+            if (decoder->coef_bits[c][k] != 0) {
+                return 0;
+            }
+        }
+    }
+    return 1;
 }
 
 /* The rows of the piece, and all that stands behind it, which nobody is shown. */
@@ -105,7 +120,8 @@ static int decode_piece(const uint8_t *data, size_t size, Piece *piece) {
     jpeg_calc_output_dimensions(&decoder);
     if (is_usual(&decoder, piece)) {
         jpeg_start_decompress(&decoder);
-        is_done = read_rows(&decoder, piece) && jpeg_finish_decompress(&decoder) && errors.manager.num_warnings == 0;
+        is_done = is_complete(&decoder) && read_rows(&decoder, piece) && jpeg_finish_decompress(&decoder) &&
+                  errors.manager.num_warnings == 0;
     }
     jpeg_destroy_decompress(&decoder);
     return is_done;
@@ -138,6 +154,28 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_jpeg", "Pieces of JPEGs.", -1, methods, NULL, NULL, NULL, NULL};
 
+/* Whether the library that was found now is laid out as the headers said then. */
+static int is_same_library(void) {
+    struct jpeg_decompress_struct decoder;
+    Errors errors;
+    decoder.err = jpeg_std_error(&errors.manager);
+    errors.manager.error_exit = give_up;
+    if (setjmp(errors.where)) {
+        return 0;
+    }
+    jpeg_create_decompress(&decoder);
+    jpeg_destroy_decompress(&decoder);
+    return 1;
+}
+
 PyMODINIT_FUNC PyInit__jpeg(void) {
-    return PyModule_Create(&module);
+    if (!is_same_library()) {
+        PyErr_SetString(PyExc_ImportError, "libjpeg is of another version than the headers loaderkit was built with");
+        return NULL;
+    }
+    PyObject *self = PyModule_Create(&module);
+    if (self != NULL && PyModule_AddIntConstant(self, "BESIDE", BESIDE) < 0) {
+        Py_CLEAR(self);
+    }
+    return self;
 }

@@ -159,9 +159,8 @@ class Stats:
 
     def verdict(self) -> Verdict:
         """Which stage is the bottleneck, how sure that is, why, and what to change; see `loaderkit.prefetch.verdict`."""
-        from loaderkit.prefetch.verdict import (
-            verdict,
-        )  # a tenth of what a loader imports, and of no use to its first batch
+        # A tenth of what a loader imports, and of no use to its first batch.
+        from loaderkit.prefetch.verdict import verdict
 
         return verdict(self)
 

@@ -68,8 +68,7 @@ class Graph:
     @property
     def decodes_crops(self) -> bool:
         """Whether the first thing that is done is to cut out a piece, so that only that need be decoded."""
-        first = self.stages[0][1] if self.stages else None
-        return first is not None and first.kinds[:1] == (Crop,) and first.is_inside
+        return bool(self.stages) and self.stages[0][1].takes_a_piece
 
 
 _OPERATORS = {Crop: "slice", Scale: "resize", Flip: "flip"}

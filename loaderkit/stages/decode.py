@@ -27,20 +27,19 @@ from loaderkit.images import as_image, describe, jpeg_size
 from loaderkit.native import jpeg
 from loaderkit.resizing import reduced_box
 from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.steps import Crop, Foresight, Need
+from loaderkit.steps import Crop, Need, Needs
 from loaderkit.types import Bundle, Encoded, Image, Landed, Rendered, Sample
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _EXIF_ORIENTATION = 0x0112
 _MOST_PIXELS = 178_956_970
-_MOST_BESIDE = 32  # columns beside a crop that are decoded with it: a block, and what smooth upsampling looks at
 
 
 class DecodeArgs(StageArgs):
     """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
 
-    An `npz` becomes one field for every array in it, named as in the archive. Of a JPEG no more is made into pixels than a
-    `random_resized_crop` or `random_crop` that comes next will show.
+    An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
+    without padding, comes next, no more of a JPEG is made into pixels than it will show.
     """
 
     device: Literal["cpu", "gpu", "dali-cpu"] = Field(
@@ -63,9 +62,7 @@ class DecodeArgs(StageArgs):
     )
 
 
-def decode(
-    args: DecodeArgs, needs: Foresight | None = None, needed: tuple[str, ...] | None = None
-) -> Callable[..., None]:
+def decode(args: DecodeArgs, needs: Needs | None = None, needed: tuple[str, ...] | None = None) -> Callable[..., None]:
     """A function `(sample, draws, scratch) -> None`. JPEGs are decoded into `scratch`'s memory, which the next sample
     with that scratch overwrites, and arrays are views of the bytes they were read as; with None, all own their memory.
 
@@ -94,7 +91,7 @@ def decode(
 class _Decoder:
     """Decodes one field, as the arguments say."""
 
-    def __init__(self, args: DecodeArgs, needs: Foresight | None, needed: frozenset[str] | None) -> None:
+    def __init__(self, args: DecodeArgs, needs: Needs | None, needed: frozenset[str] | None) -> None:
         self._args = args
         self._needs = needs
         self._needed = needed
@@ -157,7 +154,7 @@ def _piece(
     """What a crop shows of a JPEG; None where the whole of it has to be looked at."""
     box_there = reduced_box(box, step)
     row, _, num_rows, num_columns = box_there
-    buffer = _memory(num_rows * (num_columns + _MOST_BESIDE) * 3, scratch)
+    buffer = _memory(num_rows * (num_columns + jpeg.BESIDE) * 3, scratch)
     found = jpeg.decode(data, step, box_there, buffer)
     if found is None:
         return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,6 @@ from loaderkit.stages import decode as decoding
 jpeg = native.jpeg
 needs_libjpeg = pytest.mark.skipif(jpeg is None, reason="built without libjpeg-turbo")
 Box = tuple[int, int, int, int]
-MOST_BESIDE = 32
 SAMPLINGS = ["444", "422", "420", "440", "grey", "progressive", "restarts"]
 
 
@@ -54,7 +55,7 @@ def encoded(pixels: NDArray[np.uint8], sampling: str, quality: int = 90) -> byte
 def piece(data: bytes, step: int, box: Box) -> NDArray[np.uint8] | None:
     """The pixels of a box, cut out of the rows that were decoded for it."""
     _, left, height, width = box
-    buffer = np.full(height * (width + MOST_BESIDE) * 3, 77, np.uint8)
+    buffer = np.full(height * (width + jpeg.BESIDE) * 3, 77, np.uint8)
     found = jpeg.decode(data, step, box, buffer)
     if found is None:
         return None
@@ -208,6 +209,7 @@ PIECES: dict[str, list[Any]] = {
         "color_jitter",
     ],
     "a crop of a crop": [CROP, {"random_crop": {"size": 20}}],
+    "seen then": [CROP, {"call": {"function": "tests.stages.test_pieces:unchanged"}}],
 }
 WHOLES: dict[str, list[Any]] = {
     "flipped first": ["random_horizontal_flip", CROP],
@@ -223,8 +225,23 @@ def unchanged(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
+class Bytes:
+    """Items that hold encoded pictures."""
+
+    def __init__(self, folder: str) -> None:
+        self._paths = sorted(Path(folder).glob("*.jpg"))
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": self._paths[index].read_bytes()}
+
+
 class Counted:
     """The C module, and how many pieces it gave."""
+
+    BESIDE = getattr(jpeg, "BESIDE", 0)
 
     def __init__(self) -> None:
         self.num_pieces = 0
@@ -268,8 +285,11 @@ class TestInAPipeline:
             members[f"{number}.png"] = png(grey[:, :, 0])
         source = tar_of(tmp_path, members, {"image": "jpg", "mask": "png"})
         decoded = {"decode": {"masks": ["mask"]}}
+        counted = Counted()
+        monkeypatch.setattr(decoding, "jpeg", counted)
         crop: list[Any] = [{"random_resized_crop": {"size": 40, "interpolation": "nearest"}}]
         here = run(tmp_path, crop, decoded=decoded, source=source)
+        assert counted.num_pieces > 0
         for batch in here:
             assert np.abs(batch["image"][:, :1].astype(int) - batch["mask"]).max() <= 3
         monkeypatch.setattr(decoding, "jpeg", None)
@@ -281,7 +301,10 @@ class TestInAPipeline:
             members[f"{number}.a.jpg"] = members[f"{number}.b.jpg"] = encoded(photograph(64, 64, number), "420")
         source = tar_of(tmp_path, members, {"one": "a.jpg", "other": "b.jpg"})
         crop: list[Any] = [{"random_resized_crop": {"size": 24, "fields": ["one"]}}]
+        counted = Counted()
+        monkeypatch.setattr(decoding, "jpeg", counted)
         here = run(tmp_path, crop, source=source)
+        assert counted.num_pieces == 17, "one of each sample in each epoch, and one to see what a batch looks like"
         assert here[0]["one"].shape == (8, 3, 24, 24)
         assert here[0]["other"].shape == (8, 3, 64, 64)
         monkeypatch.setattr(decoding, "jpeg", None)
@@ -298,6 +321,28 @@ class TestInAPipeline:
         monkeypatch.setattr(decoding, "jpeg", None)
         assert same(here, run(tmp_path, [CROP], decoded=decoded))
 
+    def test_upright_pictures_are_whole(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        counted = Counted()
+        monkeypatch.setattr(decoding, "jpeg", counted)
+        upright = {"decode": {"exif_orientation": True}}
+        assert same(run(folder, [CROP], decoded=upright), run(folder, [CROP]))
+        num_plain = counted.num_pieces
+        run(folder, [CROP], decoded=upright)
+        assert counted.num_pieces == num_plain
+
+    def test_bytes_of_a_data_set(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        counted = Counted()
+        monkeypatch.setattr(decoding, "jpeg", counted)
+        source = {"kind": "dataset", "object": "tests.stages.test_pieces:Bytes", "args": {"folder": str(folder)}}
+        decoded = {"decode": {"fields": ["image"]}}
+        here = run(folder, [CROP], decoded=decoded, source=source)
+        assert counted.num_pieces > 0
+        monkeypatch.setattr(decoding, "jpeg", None)
+        assert same(here, run(folder, [CROP], decoded=decoded, source=source))
+
+    def test_another_process_gives_the_same(self, folder: Path) -> None:
+        assert same(run(folder, [CROP]), run(folder, [CROP], prefetch={"executor": "process"}))
+
     def test_a_picture_too_small_for_its_crop_is_refused_by_the_crop(self, folder: Path) -> None:
         with pytest.raises(StageError, match=r"random_crop failed .* smaller than the crop"):
             run(folder, [{"random_crop": {"size": 500}}], errors={"on_bad_sample": "raise"})
@@ -310,22 +355,53 @@ class TestInAPipeline:
             run(tmp_path, [small], errors={"on_bad_sample": "raise"})
 
 
-@pytest.mark.parametrize("there", [True, False])
+PROBE = """
+#include <stdio.h>
+#include <jpeglib.h>
+#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
+#error
+#endif
+int main(void) { struct jpeg_decompress_struct one; jpeg_create_decompress(&one); return 0; }
+"""
+
+
+def test_the_module_is_there_where_it_can_be_built(tmp_path: Path) -> None:
+    """Its build may fail without a word, and then nothing else here would run."""
+    (tmp_path / "probe.c").write_text(PROBE)
+    compiler = shutil.which("cc")
+    if compiler is None or native.kernels is None:
+        pytest.skip("there is no compiler here")
+    command = [compiler, str(tmp_path / "probe.c"), "-ljpeg", "-o", str(tmp_path / "probe")]
+    if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        assert jpeg is not None
+
+
+@pytest.mark.parametrize(
+    ("there", "stages", "said"),
+    [
+        (True, ["decode", CROP], "decoded: crop of random_resized_crop"),
+        (False, ["decode", CROP], "decoded: whole: for the crop alone loaderkit._jpeg is missing"),
+        (True, [{"decode": {"exif_orientation": True}}, CROP], None),
+        (True, ["decode", {"random_crop": {"size": 20, "padding": 1}}], None),
+        (True, [{"decode": {"fields": ["other"]}}, {"random_resized_crop": {"size": 9, "fields": ["image"]}}], None),
+    ],
+)
 def test_explain_says_how_much_is_decoded(
-    folder: Path, tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    there: bool,
+    stages: list[Any],
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(builder, "jpeg", object() if there else None)
     described = tmp_path / "p.yaml"
+    source = {"kind": "files", "url": str(folder), "include": "*.jpg"}
     described.write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "source": {"kind": "files", "url": str(folder), "include": "*.jpg"},
-                "stages": ["read", "decode", CROP, {"batch": {"size": 4}}],
-            }
-        )
+        json.dumps({"version": 1, "source": source, "stages": ["read", *stages, {"batch": {"size": 4}}]})
     )
     assert main(["explain", str(described)]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("# JPEGs"))
-    assert ("decoded: whole; " in line) is not there
-    assert "only the pixels that random_resized_crop shows" in line
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# JPEGs")]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]

@@ -375,7 +375,8 @@ class Chunk:
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
-        self.place: int | None = None  # the sample a stage is at, for reports of what hangs; None: all at once
+        # The sample a stage is at, for reports of what hangs, or the list it comes into next; None: all at once.
+        self.place: int | list[Any] | None = None
 
     def __len__(self) -> int:
         return self.hi - self.lo

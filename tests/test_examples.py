@@ -28,7 +28,8 @@ def run(program: Path, arguments: list[str], folder: Path, launcher: list[str] |
     command = [sys.executable, *launcher, str(program), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if launcher else None  # else torchrun says that it has set it
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
     return done.stdout
 
 

@@ -92,7 +92,8 @@ class Engine:
             Pool(number, pool, self.states, clock, takes_turns=takes_turns) for number, pool in enumerate(pools)
         ]
         self._stage_names = [stage.name for stage in stages]
-        self._accounts = [pool.accounts for pool in self.pools]
+        accounts = [pool.accounts for pool in self.pools]
+        self._facts = {short: stalls.Facts(short, self._stage_names, accounts) for short in (False, True)}
         self.waits = stalls.Waits()
         self.slow_items = SlowItems(len(stages))
         self.num_delivered = 0
@@ -266,14 +267,11 @@ class Engine:
         """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
         if way.done_s <= begin_s:  # it was there already; most waits are such
             return {stalls.WAKEUP: end_s - begin_s}
-        return stalls.attribute(begin_s, end_s, way, self._facts())
+        return stalls.attribute(begin_s, end_s, way, self._facts[self.intake.is_short_of_memory])
 
     def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
         """What the chunk that was waited for went through within [begin_s, end_s)."""
-        return stalls.trace(begin_s, end_s, way, self._facts())
-
-    def _facts(self) -> stalls.Facts:
-        return stalls.Facts(self.intake.is_short_of_memory, self._stage_names, self._accounts)
+        return stalls.trace(begin_s, end_s, way, self._facts[self.intake.is_short_of_memory])
 
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""

@@ -206,14 +206,15 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
         indices = chunk.indices.tolist()
         items = source.items(indices)
         if items is None:
-            items = []
+            items = chunk.place = []
             while len(items) < len(indices):
                 try:
-                    for chunk.place in range(len(items), len(indices)):
-                        items.append(dataset[indices[chunk.place]])
+                    for index in indices[len(items) :]:
+                        items.append(dataset[index])
                 except USER_ERRORS as error:
                     failed(chunk, len(items), error)
                     items.append(None)
+            chunk.place = None
         if is_last and chunk.destination.specs and not chunk.failures:
             with suppress(ValueError):  # said again for the sample it is true of
                 chunk.columns = source.columns(items)

@@ -145,6 +145,13 @@ class Hands:
         with self._lock:
             self.num_timeouts += 1
 
+    def fail(self, error: Callable[[], BaseException]) -> None:
+        """End all calls that are under way: what one of them was told is true of all. Each gets an error of its own."""
+        with self._lock:
+            calls = [call for call in [*self._waiting, *self._threads.values()] if call is not None]
+        for call in calls:
+            call.give_up(error())
+
     def look_after(self) -> None:
         """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""
         with self._lock:

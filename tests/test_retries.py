@@ -163,6 +163,25 @@ class TestHands:
         ended.wait()
         assert memory == bytearray(3)
 
+    def test_what_one_is_told_may_end_all(self, hands: Hands) -> None:
+        release, memory = threading.Event(), bytearray(3)
+
+        def hang(call: Call[None]) -> None:
+            release.wait()
+            call.write(memoryview(memory), b"bad")
+
+        under_way = [hands.begin(hang) for _ in range(3)]  # two threads have begun with theirs
+        hands.fail(lambda: ValueError("expired"))
+        errors = []
+        for call in under_way:
+            with pytest.raises(ValueError, match="expired") as caught:
+                call.wait(60)
+            errors.append(caught.value)
+        assert len({*map(id, errors)}) == 3, "one that several threads raise would collect their stacks"
+        release.set()
+        assert hands.begin(lambda call: "done").wait(60) == "done"
+        assert memory == bytearray(3)
+
     def test_what_goes_on_has_all_the_time(self) -> None:
         now_s = 0.0
         hands = Hands(self, 1, "test-hands", clock=lambda: now_s)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -116,9 +117,13 @@ class Requests:
             ) from None
         except BaseException as error:
             call.give_up()  # Ctrl-C: what the thread still gets must not be written any more
-            if type(error).__name__ == "S3Exception":
-                raise translate(str(error), where, self.store) from None
-            raise
+            if type(error).__name__ != "S3Exception":
+                raise
+            told = translate(str(error), where, self.store)
+            if isinstance(told, ExpiredCredentialsError) and not self._has_newer_credentials():
+                # The client takes up to 3 s to say so of a request, and of those in other threads it would say the same.
+                self._hands.fail(partial(type(error), str(error)))
+            raise told from None
 
     @property
     def num_timeouts(self) -> int:
@@ -141,15 +146,18 @@ class Requests:
 
     def renew(self) -> bool:
         """Have the next request look for credentials anew, if somebody has written some since the client was made."""
-        path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
         with self._lock:
-            try:
-                is_newer = os.stat(os.path.expanduser(path)).st_mtime > self._made_s
-            except OSError:
-                return False
+            is_newer = self._has_newer_credentials()
             if is_newer:
                 self._client = None
             return is_newer
+
+    def _has_newer_credentials(self) -> bool:
+        path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+        try:
+            return os.stat(os.path.expanduser(path)).st_mtime > self._made_s
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Give up what is under way and let client and threads go; both are made again when they are needed."""

@@ -138,10 +138,10 @@ failed: list[int] = []
 class TestDepth:
     def test_less_is_read_ahead_from_then_on(self) -> None:
         with loaderkit.build(numbers(800), overrides={"prefetch.batches": 8}) as loader:
-            batches = iter(loader)
-            next(batches)
+            loader.start()
             engine: Any = loader._engine
-            wait_for(lambda: engine.intake.num_open == 8)
+            wait_for(lambda: engine.intake.num_open == 8)  # once one is taken, quick workers may rest with less
+            batches = iter(loader)
             loader.resize(batches=2)
             for _ in range(8):
                 next(batches)

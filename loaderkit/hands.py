@@ -27,7 +27,8 @@ class GivenUp(Exception):  # noqa: N818 - not an error, but how a thread learns 
 class Call(Generic[T]):
     """One call on its way. The function gets it as its argument, to write results and to say that it goes on."""
 
-    def __init__(self, function: Callable[[Call[T]], T], hands: Hands) -> None:
+    def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object = None) -> None:
+        self.origin = origin  # what is true of one call may be true of all with the same
         self._function = function
         self._hands = hands
         self._lock = threading.Lock()
@@ -124,9 +125,9 @@ class Hands:
         self._number = 0
         self._is_closed = False
 
-    def begin(self, function: Callable[[Call[T]], T]) -> Call[T]:
+    def begin(self, function: Callable[[Call[T]], T], origin: object = None) -> Call[T]:
         """Have `function` called by the next thread that is free."""
-        call = Call(function, self)
+        call = Call(function, self, origin)
         with self._lock:
             self._is_closed = False
             self._waiting.append(call)
@@ -145,12 +146,13 @@ class Hands:
         with self._lock:
             self.num_timeouts += 1
 
-    def fail(self, error: Callable[[], BaseException]) -> None:
-        """End all calls that are under way: what one of them was told is true of all. Each gets an error of its own."""
+    def fail(self, error: Callable[[], BaseException], origin: object = None) -> None:
+        """End all calls of `origin` that are under way: what one of them was told is true of all. Each gets its own error."""
         with self._lock:
-            calls = [call for call in [*self._waiting, *self._threads.values()] if call is not None]
+            calls = [*self._waiting, *self._threads.values()]
         for call in calls:
-            call.give_up(error())
+            if call is not None and call.origin is origin:
+                call.give_up(error())
 
     def look_after(self) -> None:
         """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""

@@ -170,8 +170,9 @@ class TestHands:
             release.wait()
             call.write(memoryview(memory), b"bad")
 
-        under_way = [hands.begin(hang) for _ in range(3)]  # two threads have begun with theirs
-        hands.fail(lambda: ValueError("expired"))
+        under_way = [hands.begin(hang, "old") for _ in range(3)]  # two threads have begun with theirs
+        newer = hands.begin(lambda call: "new", "new")
+        hands.fail(lambda: ValueError("expired"), "old")
         errors = []
         for call in under_way:
             with pytest.raises(ValueError, match="expired") as caught:
@@ -179,7 +180,7 @@ class TestHands:
             errors.append(caught.value)
         assert len({*map(id, errors)}) == 3, "one that several threads raise would collect their stacks"
         release.set()
-        assert hands.begin(lambda call: "done").wait(60) == "done"
+        assert newer.wait(60) == "new"
         assert memory == bytearray(3)
 
     def test_what_goes_on_has_all_the_time(self) -> None:

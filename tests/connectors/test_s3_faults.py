@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fault_proxy import Fault, FaultProxy, Request
 from of_stores import digest, epoch_of, upload
-from seaweed import Seaweed
+from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 
 import loaderkit
 from loaderkit.connectors.memory import MemoryConnector
@@ -161,6 +161,59 @@ class TestErrors:
         assert isinstance(error, ExpiredCredentialsError)
         assert "renew" in str(error)
         assert time.monotonic() - begin_s < 5  # the client itself would try for half a minute
+
+    @pytest.mark.parametrize("are_valid", [True, False])
+    def test_newer_credentials_are_taken(
+        self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photos: Path, are_valid: bool
+    ) -> None:
+        """By all requests that were begun with older ones, also if they are told long after others."""
+        credentials = tmp_path / "credentials"
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+
+        def write(more: str) -> None:
+            keys = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+            credentials.write_text(f"[default]\n{keys}{more}")
+
+        write("aws_session_token = old\n")
+        has_come, is_renewed = threading.Event(), threading.Event()
+
+        def rule(request: Request) -> Fault | None:
+            if request.headers.get("x-amz-security-token") != "old":
+                return None if are_valid else Fault(answer=(400, "ExpiredToken"))
+            if "000" in request.path:
+                has_come.set()
+                is_renewed.wait(60.0)
+            elif not is_renewed.is_set():
+                write("" if are_valid else "aws_session_token = older\n")
+            return Fault(answer=(400, "ExpiredToken"))
+
+        proxy.rule = rule
+        connector = self.connector(proxy, total=0.5, timeout=60.0)
+        found: list[bytes | ConnectorError] = []
+
+        def read(key: str) -> None:
+            buffer = bytearray(100)
+            try:
+                connector.read_into(key, 0, memoryview(buffer))
+                found.append(bytes(buffer))
+            except ConnectorError as error:
+                found.append(error)
+
+        early = threading.Thread(target=read, args=("ant/000.jpg",))
+        early.start()
+        assert has_come.wait(60.0)
+        read("bee/001.jpg")
+        is_renewed.set()
+        early.join()
+        connector.close()
+        if are_valid:
+            assert found == [(photos / key).read_bytes()[:100] for key in ("bee/001.jpg", "ant/000.jpg")]
+        else:
+            assert all(isinstance(error, ExpiredCredentialsError) for error in found), found
+        tokens = [request.headers.get("x-amz-security-token") for request in proxy.requests]
+        assert tokens[-1] == (None if are_valid else "older")
 
     @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"])
     def test_denied(self, proxy: FaultProxy, code: str) -> None:

@@ -23,7 +23,6 @@ from loaderkit.errors import (
     AccessDeniedError,
     ChecksumError,
     ConnectorError,
-    ExpiredCredentialsError,
     ObjectChangedError,
     ObjectNotFoundError,
     ShortReadError,
@@ -236,12 +235,7 @@ class S3Connector:
             if num_read < len(part.memory):
                 raise self._cut_short(key, part, num_read, etag)
 
-        try:
-            self._requests.retries(once, begin_s)
-        except ExpiredCredentialsError:
-            if not self._requests.renew():
-                raise
-            self._requests.retries(once, begin_s)
+        self._requests.again(once, begin_s)
 
     def _cut_short(self, key: str, part: _Part, num_read: int, etag: str | None) -> ConnectorError:
         """Why fewer bytes came than were asked for: is that all there is, or was the answer cut off?"""

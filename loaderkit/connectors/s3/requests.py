@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +20,10 @@ from loaderkit.hands import Call, Hands
 from loaderkit.retries import Retries, RetryPolicy
 
 T = TypeVar("T")
+
+
+class _RenewedError(ExpiredCredentialsError):
+    """They have expired, and there are newer ones."""
 
 
 class Requests:
@@ -52,16 +57,22 @@ class Requests:
 
         `begin_s`: when what it is part of was begun; `patience`: times the usual timeout.
         """
-        return self.retries(lambda: self.once(request, where, patience), begin_s)
+        return self.again(lambda: self.finish(self.begin(request), where, patience), begin_s)
 
-    def once(self, request: Callable[[Client, Call[T]], T], where: str, patience: float = 1.0) -> T:
-        """The same, tried once; again if the credentials have expired and there are newer ones on disk."""
-        try:
-            return self.finish(self.begin(request), where, patience)
-        except ExpiredCredentialsError:
-            if not self.renew():
-                raise
-            return self.finish(self.begin(request), where, patience)
+    def once(self, request: Callable[[Client, Call[T]], T], where: str) -> T:
+        """The same, tried once; again only with newer credentials."""
+        return self._renewing(lambda: self.finish(self.begin(request), where))
+
+    def again(self, function: Callable[[], T], begin_s: float | None = None) -> T:
+        """What `function` returns, which waits for requests, tried again as need be. Raises ConnectorError."""
+        return self._renewing(lambda: self.retries(function, begin_s))
+
+    def _renewing(self, function: Callable[[], T]) -> T:
+        while True:
+            try:
+                return function()
+            except _RenewedError:  # once for each newer credentials that somebody writes
+                pass
 
     def begin_get(self, key: str, start: int, target: memoryview) -> Call[int]:
         """Ask for [start, start + len(target)), to be written to `target`; the result is how many bytes came."""
@@ -103,7 +114,7 @@ class Requests:
         client = self._client_here()
         with self._lock:
             self.num_requests += 1
-        return self._hands.begin(lambda call: request(client, call))
+        return self._hands.begin(lambda call: request(client, call), origin=client)
 
     def finish(self, call: Call[T], where: str, patience: float = 1.0) -> T:
         """The answer. Raises ConnectorError, as this is where the client's errors are translated."""
@@ -120,9 +131,11 @@ class Requests:
             if type(error).__name__ != "S3Exception":
                 raise
             told = translate(str(error), where, self.store)
-            if isinstance(told, ExpiredCredentialsError) and not self._has_newer_credentials():
+            if isinstance(told, ExpiredCredentialsError):
+                if self._renew(call.origin):
+                    raise _RenewedError(str(told)) from None
                 # The client takes up to 3 s to say so of a request, and of those in other threads it would say the same.
-                self._hands.fail(partial(type(error), str(error)))
+                self._hands.fail(partial(type(error), str(error)), call.origin)
             raise told from None
 
     @property
@@ -134,30 +147,27 @@ class Requests:
         """The client, made in this process."""
         self._look_where()
         with self._lock:
-            if self._client is None:
-                self._made_s = time.time()
-                self._client = Client(self._place, self._reach)
-            return self._client
+            return self._client or self._make_client()
+
+    def _make_client(self) -> Client:
+        self._made_s = time.time()
+        self._client = Client(self._place, self._reach)
+        return self._client
 
     def _look_where(self) -> None:
         """In a fork's child another thread may have held the lock when the fork was made, and the client is not to be used."""
         if self._pid != os.getpid():
             self._lock, self._client, self._pid = threading.Lock(), None, os.getpid()
 
-    def renew(self) -> bool:
-        """Have the next request look for credentials anew, if somebody has written some since the client was made."""
-        with self._lock:
-            is_newer = self._has_newer_credentials()
-            if is_newer:
-                self._client = None
-            return is_newer
-
-    def _has_newer_credentials(self) -> bool:
+    def _renew(self, client: object) -> bool:
+        """Whether there are newer credentials than those of `client`: then there is a client that has them."""
         path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
-        try:
-            return os.stat(os.path.expanduser(path)).st_mtime > self._made_s
-        except OSError:
-            return False
+        with self._lock:
+            if client is self._client:
+                with suppress(OSError):
+                    if os.stat(os.path.expanduser(path)).st_mtime > self._made_s:
+                        self._make_client()
+            return self._client is not None and client is not self._client  # None: it is being closed
 
     def close(self) -> None:
         """Give up what is under way and let client and threads go; both are made again when they are needed."""

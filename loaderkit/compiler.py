@@ -100,6 +100,8 @@ class Compiler:
 
         What stands behind a `transfer` to CUDA is done there, when DALI runs in another process.
         """
+        from loaderkit.stages.dali import Graph  # only where it is asked for
+
         assert isinstance(decoding.args, DecodeArgs)
         stages = self._config.stages
         first = stages.index(decoding)
@@ -121,8 +123,6 @@ class Compiler:
                 raise ConfigError(f"stages.{behind.name}: {error}") from error
         batch = stages[self._border].args
         assert isinstance(batch, BatchArgs)
-        from loaderkit.stages.dali import Graph  # only where it is asked for
-
         device = self.device.index if decoding.args.device == "gpu" else None
         return Graph(tuple(described), finish, batch.size, device, self._num_dali_threads(decoding))
 

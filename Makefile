@@ -25,7 +25,8 @@ test: venv
 
 prove: SHELL := bash
 prove: venv
-	set -o pipefail; $(BIN)/python -m pytest --durations=20 2>&1 | tee "profiles/prove-$$(nproc)cpu-$$(date +%F).txt"
+	set -o pipefail; { $(BIN)/python -m pytest -m "not alone" -n auto --maxprocesses 8 --dist worksteal --durations=20 \
+	&& $(BIN)/python -m pytest -m alone --durations=20; } 2>&1 | tee "profiles/prove-$$(nproc)cpu-$$(date +%F).txt"
 
 lint: venv
 	$(BIN)/ruff check .

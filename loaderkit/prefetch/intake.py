@@ -22,6 +22,8 @@ from loaderkit.types import Chunk, Destination
 # 60 ms 1,766: fewer exchanges of the GIL, and one stage's code at a time in the caches.
 _CHUNK_TARGET_S = 0.02
 _FIRST_CHUNK_SIZE = 8
+# The latest chunk's part in how long a sample takes; the mean of all at the beginning.
+_SMOOTHING = 0.1
 # Batches quicker than this are handed over several at a time: to wake the other thread up, and to hand it the GIL, costs as
 # much as such a batch (16 windows of tokens: 47,000 a second one at a time). The consumer looks by itself after _LOOK_S.
 _QUICK_S = 0.5e-3
@@ -61,6 +63,7 @@ class Intake:
         self.is_self_service = False  # the consumer makes its batches itself: workers rest
         self._scratches: list[dict[str, Any]] = []
         self._sample_s: float | None = None
+        self._num_landed = 0  # chunks
         self._at_end = False
         self._is_preparing = False
         self._is_closed = False
@@ -341,7 +344,9 @@ class Intake:
         destination = chunk.destination
         took_s = (self._clock() - chunk.marks[0][0]) / len(chunk)
         with self._lock:
-            self._sample_s = took_s if self._sample_s is None else 0.9 * self._sample_s + 0.1 * took_s
+            self._num_landed += 1
+            weight = max(_SMOOTHING, 1 / self._num_landed)  # what one sample took that was made alone counts no more
+            self._sample_s = took_s if self._sample_s is None else (1 - weight) * self._sample_s + weight * took_s
             if chunk.scratch:
                 size = self._chunk_size()
                 for pieces in chunk.scratch.values():

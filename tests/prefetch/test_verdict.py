@@ -273,6 +273,7 @@ def test_a_bottleneck_is_found(case: Case) -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.alone
 def test_nearly_all_bottlenecks_are_found(tmp_path: Path) -> None:
     rows = run(CASES)
     print(record(rows, tmp_path).read_text())

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import loaderkit
-from loaderkit import Pipeline
+from loaderkit import Pipeline, build
 from profiles.peers.contestants.datasets import BATCH, plain
 from profiles.peers.places import WINDOW, Places
 
@@ -15,7 +14,7 @@ PACKAGE = "loaderkit"
 
 
 def _build(pipeline: Pipeline | dict[str, Any], settings: dict[str, Any]) -> Iterable[Any]:
-    return loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2, **settings})
+    return build(pipeline, overrides={"prefetch.concurrency": 2, **settings})
 
 
 def details(contestant: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from loaderkit.errors import ClosedError
@@ -27,8 +27,9 @@ class GivenUp(Exception):  # noqa: N818 - not an error, but how a thread learns 
 class Call(Generic[T]):
     """One call on its way. The function gets it as its argument, to write results and to say that it goes on."""
 
-    def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object = None) -> None:
+    def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object, others: deque[Call[T]]) -> None:
         self.origin = origin  # what is true of one call may be true of all with the same
+        self.others = others  # of its kind, which have to wait
         self._function = function
         self._hands = hands
         self._lock = threading.Lock()
@@ -58,6 +59,7 @@ class Call(Generic[T]):
                 self._hands.look_after()
             elif self._left_s(timeout_s) <= 0 and self.give_up():
                 self._hands.count_timeout()
+                self._hands.follow(self)
                 raise TimeoutError
         error, self._error = self._error, None  # its traceback holds the buffers
         if error is not None:
@@ -127,19 +129,44 @@ class Hands:
 
     def begin(self, function: Callable[[Call[T]], T], origin: object = None) -> Call[T]:
         """Have `function` called by the next thread that is free."""
-        call = Call(function, self, origin)
+        return self.begin_all([function], 1, origin)[0]
+
+    def begin_all(
+        self, functions: Iterable[Callable[[Call[T]], T]], at_once: int, origin: object = None
+    ) -> list[Call[T]]:
+        """The same of several, `at_once` of them at a time: a thread that is done with one sees to the next, so that none
+        has to wait for whoever waits for them in order."""
+        others: deque[Call[T]] = deque()
+        calls = [Call(function, self, origin, others) for function in functions]
+        others.extend(calls[at_once:])
         with self._lock:
             self._is_closed = False
-            self._waiting.append(call)
-            if self._num_resting >= len(self._waiting):
-                self._changed.notify()
-                return call
             try:
-                self._start_thread()
+                for call in calls[:at_once]:
+                    self._put(call)
             except BaseException:
-                self._waiting.remove(call)
+                for call in calls:
+                    call.give_up()
                 raise
-        return call
+        return calls
+
+    def follow(self, call: Call[Any]) -> None:
+        """Nobody waits for `call` any more, which hangs: let one of the others have its turn."""
+        with self._lock:
+            if not self._is_closed and call.others:
+                others, call.others = call.others, deque()
+                self._put(others.popleft())
+
+    def _put(self, call: Call[Any]) -> None:
+        self._waiting.append(call)
+        if self._num_resting >= len(self._waiting):
+            self._changed.notify()
+            return
+        try:
+            self._start_thread()
+        except BaseException:
+            self._waiting.remove(call)
+            raise
 
     def count_timeout(self) -> None:
         """A call was given up because it took too long."""
@@ -184,6 +211,9 @@ class Hands:
         try:
             while (call := self._next(me)) is not None:
                 call.run()
+                with self._lock:
+                    if call.others and not self._is_closed:
+                        self._waiting.append(call.others.popleft())  # for this thread, or one that comes before it
                 del call
         finally:
             with self._lock:
@@ -206,8 +236,8 @@ class Hands:
         with self._lock:
             self._is_closed = True
             for call in [*self._waiting, *self._threads.values()]:
-                if call is not None:
-                    call.give_up(ClosedError("it was closed while it was read"))
+                for each in (call, *call.others) if call is not None else ():
+                    each.give_up(ClosedError("it was closed while it was read"))
             self._waiting.clear()
             threads = list(self._threads)
             self._changed.notify_all()

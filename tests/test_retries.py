@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,77 @@ class TestHands:
             with pytest.raises(ClosedError):
                 call.wait(60)
         release.set()
+
+    def test_several_a_few_at_a_time(self) -> None:
+        hands, lock, num_now, most = Hands(self, 9, "test-hands"), threading.Lock(), 0, 0
+
+        def work(number: int, call: Call[int]) -> int:
+            nonlocal num_now, most
+            with lock:
+                num_now += 1
+                most = max(most, num_now)
+            gate.wait(60)
+            with lock:
+                num_now -= 1
+            return 10 // (number - 4)
+
+        gate = threading.Barrier(3)  # nobody goes on before three are there
+        calls = hands.begin_all([partial(work, number) for number in range(12)], at_once=3)
+        found = []
+        for call in calls:
+            try:
+                found.append(call.wait(60))
+            except ZeroDivisionError:
+                found.append(0)
+        assert found == [0 if number == 4 else 10 // (number - 4) for number in range(12)]
+        assert most == 3
+        hands.close()
+
+    def test_the_first_keeps_nobody_from_its_turn(self, hands: Hands) -> None:
+        """Whoever waits for them does so in order, but those behind one that takes long are made meanwhile."""
+        release = threading.Event()
+
+        def end(call: Call[bool]) -> bool:
+            release.set()
+            return True
+
+        calls = hands.begin_all([lambda call: release.wait(60), *[lambda call: True] * 8, end], at_once=2)
+        assert all(call.wait(60) for call in calls)
+
+    def test_what_waits_for_one_that_hangs_has_its_turn(self, hands: Hands) -> None:
+        release = threading.Event()
+        calls = hands.begin_all([*[lambda call: release.wait()] * 2, *[lambda call: "done"] * 3], at_once=2)
+        for call in calls[:2]:
+            with pytest.raises(TimeoutError):
+                call.wait(0.02)
+        assert [call.wait(60) for call in calls[2:]] == ["done"] * 3
+        release.set()
+
+    def test_closing_tells_those_that_have_no_turn_yet(self) -> None:
+        hands = Hands(self, 1, "test-hands")
+        release = threading.Event()
+        calls = hands.begin_all([lambda call: release.wait()] * 5, at_once=2)
+        hands.close(join_s=0.01)
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call.wait(60)
+        release.set()
+
+    def test_none_of_several_is_made_if_one_cannot_be_begun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hands, release = Hands(self, 9, "test-hands"), threading.Event()
+        done: list[int] = []
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        hands.begin(lambda call: release.wait())
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+            patched.setattr(threading.Thread, "start", refuse)
+            hands.begin_all([lambda call: done.append(1)] * 5, at_once=3)
+        release.set()
+        assert hands.begin(lambda call: "done").wait(60) == "done"
+        hands.close()
+        assert not done
 
     def test_they_go_with_their_owner(self) -> None:
         class Owner:

@@ -1,6 +1,6 @@
 """`S3Connector`: the objects below a prefix of a bucket.
 
-    read_into ──> parts of `part_size` ──> one request each, eight at once ──> the destination
+    read_into ──> parts of `part_size`, or less ──> one request each, eight at once ──> the destination
               └─> the etag: the MD5 of a whole object where it is one, else a HEAD after the last byte
 
 The client has no If-Match to ask with, hence the second look: bytes are handed on only when, after the last of them came, the
@@ -40,9 +40,12 @@ _MOST_MD5_BYTES = 64 << 20
 _MOST_KEY_BYTES = 1024
 _TIMEOUT_S = 10.0
 _MOST_READS = 3
-_MOST_PARTS = (
-    8  # of one read at a time: 32 are 0.86 as fast, as what lies in the client's buffers meanwhile leaves the caches
-)
+# Parts of one read at a time: 32 are 0.86 as fast, as what lies in the client's buffers meanwhile leaves the caches.
+_MOST_PARTS = 8
+# A store that answers that soon is nearby, and one more request costs little: smaller parts stay in the caches, and the
+# client's memory is not returned to the system and fetched again. 500 MB over loopback: 1.2 times as fast as in 8 MiB.
+_QUICK_S = 2e-3
+_QUICK_PART_BYTES = 2 << 20
 
 
 def _page(prefix: str, token: str | None, client: Client, call: Call[Page]) -> Page:
@@ -56,7 +59,6 @@ class _Part:
         self.start = start
         self.memory = memory
         self.call: Call[int] | None = None  # begun, and waited for by nobody yet
-        self.is_begun = False
 
     def give_up(self) -> None:
         if self.call is not None:
@@ -209,13 +211,14 @@ class S3Connector:
     def _read_parts(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
         """Several parts at a time, each tried again by itself."""
         full, size = self._full(key), self._s3.part_size
+        if etag is not None and self._requests.answer_s < _QUICK_S:
+            size = min(size, _QUICK_PART_BYTES)
         parts = [_Part(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
         try:
-            for number, part in enumerate(parts):
-                for ahead in parts[number : number + _MOST_PARTS]:
-                    if not ahead.is_begun:
-                        ahead.call = self._requests.begin_get(full, ahead.start, ahead.memory)
-                        ahead.is_begun = True
+            calls = self._requests.begin_gets(full, [(part.start, part.memory) for part in parts], _MOST_PARTS)
+            for part, call in zip(parts, calls, strict=True):
+                part.call = call
+            for part in parts:
                 self._finish(part, key, etag, begin_s)
         finally:
             for part in parts:
@@ -225,7 +228,7 @@ class S3Connector:
         def once() -> None:
             call, part.call = part.call, None
             if call is None:
-                call = self._requests.begin_get(self._full(key), part.start, part.memory)
+                (call,) = self._requests.begin_gets(self._full(key), [(part.start, part.memory)], 1)
             try:
                 num_read = self._requests.finish_get(call, self.describe(key))
             except ShortReadError as error:

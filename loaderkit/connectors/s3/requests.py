@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit.connectors.s3.client import Client
 from loaderkit.connectors.s3.complaints import translate
@@ -37,6 +38,7 @@ class Requests:
         self.store = reach.endpoint or f"S3 in {reach.region}"
         self.num_requests = 0
         self.fetched_bytes = 0
+        self.answer_s = float("inf")  # of a request that asks for no bytes, at the least: how far away the store is
         self.first_byte_s = self.body_s = 0.0  # of reads, all together: until the first bytes came, and from then on
         self.by_key: dict[str, list[float]] | None = None  # key -> the same two, while a report wants to know
         self._lock = threading.Lock()
@@ -74,23 +76,28 @@ class Requests:
             except _RenewedError:  # once for each newer credentials that somebody writes
                 pass
 
-    def begin_get(self, key: str, start: int, target: memoryview) -> Call[int]:
-        """Ask for [start, start + len(target)), to be written to `target`; the result is how many bytes came."""
-        memory = np.frombuffer(target, np.uint8)  # copied to without Python's lock, unlike a memoryview
+    def begin_gets(self, key: str, targets: Iterable[tuple[int, memoryview]], at_once: int) -> list[Call[int]]:
+        """Ask for [start, start + len(target)) for each (start, target), to be written to the targets, `at_once` of them at a
+        time; the results are how many bytes came."""
+        client = self._client_here()
+        gets = [partial(self._get, client, key, start, np.frombuffer(target, np.uint8)) for start, target in targets]
+        return self._hands.begin_all(gets, at_once, origin=client)
 
-        def get(client: Client, call: Call[int]) -> int:
-            num_read = 0
-            begin_s = first_s = time.perf_counter()
-            for piece in client.stream(key, start, start + len(memory)):
-                if num_read == 0:
-                    first_s = time.perf_counter()
-                num_here = min(len(piece), len(memory) - num_read)
-                call.write(memory[num_read : num_read + num_here], np.frombuffer(piece, np.uint8, num_here))
-                num_read += num_here
-            self._note(key, first_s - begin_s, time.perf_counter() - first_s)
-            return num_read
-
-        return self.begin(get)
+    def _get(self, client: Client, key: str, start: int, memory: NDArray[np.uint8], call: Call[int]) -> int:
+        """`memory` is an array, as that is copied to without Python's lock, unlike a memoryview."""
+        self._count()
+        num_read = 0
+        begin_s = first_s = time.perf_counter()
+        for piece in client.stream(key, start, start + len(memory)):
+            if num_read == 0:
+                first_s = time.perf_counter()
+            num_here = min(len(piece), len(memory) - num_read)
+            call.write(memory[num_read : num_read + num_here], np.frombuffer(piece, np.uint8, num_here))
+            num_read += num_here
+            if num_read == len(memory):
+                break  # that the answer is over comes a while later
+        self._note(key, first_s - begin_s, time.perf_counter() - first_s)
+        return num_read
 
     def _note(self, key: str, first_byte_s: float, body_s: float) -> None:
         """A read has come to its end."""
@@ -103,7 +110,7 @@ class Requests:
                 known[1] += body_s
 
     def finish_get(self, call: Call[int], where: str) -> int:
-        """Wait for `begin_get`'s; the number of bytes. Raises ConnectorError."""
+        """Wait for one of `begin_gets`; the number of bytes. Raises ConnectorError."""
         num_read = self.finish(call, where)
         with self._lock:
             self.fetched_bytes += num_read
@@ -112,9 +119,19 @@ class Requests:
     def begin(self, request: Callable[[Client, Call[T]], T]) -> Call[T]:
         """Have a request made; it is waited for with `finish`."""
         client = self._client_here()
+
+        def ask(call: Call[T]) -> T:
+            self._count()
+            begin_s = time.perf_counter()
+            answer = request(client, call)
+            self.answer_s = min(self.answer_s, time.perf_counter() - begin_s)
+            return answer
+
+        return self._hands.begin(ask, origin=client)
+
+    def _count(self) -> None:
         with self._lock:
             self.num_requests += 1
-        return self._hands.begin(lambda call: request(client, call), origin=client)
 
     def finish(self, call: Call[T], where: str, patience: float = 1.0) -> T:
         """The answer. Raises ConnectorError, as this is where the client's errors are translated."""

@@ -4,7 +4,8 @@
 
 Contestants take turns within a round, the order changed from round to round; what is compared is the ratio within a round.
 `--cold` drops the files from the page cache before each turn (posix_fadvise); `--tiny` restores 10,000 small tensors instead.
-`--s3` reads all of it from a SeaweedFS on this machine. run:ai's streamer takes part where it is installed:
+`--s3` reads all of it from a bucket on this machine: from SeaweedFS, or, where nginx is installed, from that, which lets
+SeaweedFS list the objects and hands their bytes out several times as fast. run:ai's streamer takes part where it is installed:
 pip install "runai-model-streamer[s3]".
 """
 
@@ -39,7 +40,7 @@ from loaderkit.checkpoint.laying import bytes_of
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.stores import S3Args
-from profiles.stores.servers import Seaweed
+from profiles.stores.servers import Seaweed, nginx
 
 State = dict[str, torch.Tensor]
 warnings.filterwarnings("ignore")
@@ -92,14 +93,28 @@ def run_ai(url: str, into: State) -> Callable[[], None] | None:
     return run
 
 
-def in_a_bucket(server: Seaweed, paths: dict[str, Path], into: State) -> Runs:
-    """The same checkpoints uploaded, and who can read them there."""
+def bucket(paths: dict[str, Path], folder: Path, stack: ExitStack) -> tuple[str, str]:
+    """The endpoint where the same checkpoints lie in the bucket `restore`, and what serves them."""
+    os.environ |= {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
+    server = Seaweed(folder / "weed")
+    stack.callback(server.stop)
     client = server.boto()
     client.create_bucket(Bucket="restore")
+    etags = {}
     for name in ("plain", "checked", "dcp"):
+        (folder / "www" / "restore" / name).mkdir(parents=True)
         for path in sorted(paths[name].iterdir()):
-            client.upload_file(str(path), "restore", f"{name}/{path.name}")  # in parts
-    os.environ |= {"AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+            key = f"{name}/{path.name}"
+            client.upload_file(str(path), "restore", key)  # in parts
+            etags[f"/restore/{key}"] = client.head_object(Bucket="restore", Key=key)["ETag"].strip('"')
+            os.link(path, folder / "www" / "restore" / key)
+    endpoint = stack.enter_context(nginx(folder / "www", folder / "nginx", server.port, etags))
+    return (server.endpoint, "SeaweedFS") if endpoint is None else (endpoint, "nginx, listings by SeaweedFS")
+
+
+def in_a_bucket(endpoint: str, into: State) -> Runs:
+    """Who can read them there."""
+    os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
     os.environ |= {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
     url = "s3://restore"
 
@@ -212,19 +227,17 @@ def drop(path: Path) -> None:
         os.close(fd)
 
 
-def measure(state: State, folder: Path, rounds: int, *, cold: bool, s3: bool) -> dict[str, list[float]]:
-    """Seconds of every contestant in every round; the first round, which warms up, is left out."""
-    paths = write(folder, state)
+def measure(state: State, folder: Path, rounds: int, *, cold: bool, s3: bool) -> tuple[dict[str, list[float]], str]:
+    """Seconds of every contestant in every round, and what serves them; the first round, which warms up, is left out."""
+    paths, store = write(folder, state), "files"
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with ExitStack() as stack:
         if s3:
-            os.environ |= {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
-            server = Seaweed(folder / "weed")
-            stack.callback(server.stop)
-            runs = in_a_bucket(server, paths, into)
+            endpoint, store = bucket(paths, folder, stack)
+            runs = in_a_bucket(endpoint, into)
         else:
             runs = contestants(paths, into)
-        return in_turns(runs, state, into, rounds, cold=cold)
+        return in_turns(runs, state, into, rounds, cold=cold), store
 
 
 def in_turns(runs: Runs, state: State, into: State, rounds: int, *, cold: bool) -> dict[str, list[float]]:
@@ -262,7 +275,7 @@ def main() -> None:
     state = make_state(args.gigabytes, args.tiny)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        seconds = measure(state, Path(folder), args.rounds, cold=args.cold, s3=args.s3)
+        seconds, store = measure(state, Path(folder), args.rounds, cold=args.cold, s3=args.s3)
     peers = [name for name in seconds if not name.startswith(("loaderkit", "dcp.load with StreamReader"))]
     best = [min(seconds[name][n] for name in peers) for n in range(args.rounds)]
     rows = []
@@ -278,6 +291,7 @@ def main() -> None:
         what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny") if getattr(args, word))])
         path = args.out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
         facts = {"cpus": num_cpus(), "machine": platform.machine(), "torch": torch.__version__, "num_bytes": num_bytes}
+        facts["store"] = store
         path.write_text(json.dumps({**facts, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,22 @@ http {{
   access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000; max_ranges 1;
   client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder}; uwsgi_temp_path {folder};
   scgi_temp_path {folder};
-  server {{ listen 127.0.0.1:{port}; root {root}; default_type application/octet-stream; }}
+  server {{ listen 127.0.0.1:{port}; root {root}; default_type application/octet-stream; {others} }}
 }}
+"""
+# Listings come from another server, which has other etags for the same objects.
+_LISTINGS = """
+  proxy_set_header Host $http_host; sub_filter_types application/xml; sub_filter_once off; {etags}
+  location / {{ if ($args ~ "list-type") {{ proxy_pass http://127.0.0.1:{port}; }} try_files $uri =404; }}
 """
 
 
 @contextmanager
-def nginx(root: Path, folder: Path) -> Iterator[str | None]:
-    """The endpoint of an nginx that serves files below `root` as /bucket/key; None where there is no nginx."""
+def nginx(root: Path, folder: Path, listings: int = 0, etags: Mapping[str, str] | None = None) -> Iterator[str | None]:
+    """The endpoint of an nginx that serves files below `root` as /bucket/key; None where there is no nginx.
+
+    `listings`: the port of a server that lists the same objects; `etags`: its etags by /bucket/key.
+    """
     program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
     if program is None:
         yield None
@@ -42,7 +50,10 @@ def nginx(root: Path, folder: Path) -> Iterator[str | None]:
     port = free_port()
     config = folder / "nginx.conf"
     user = "user root;" if os.getuid() == 0 else ""  # its workers must be able to read what we wrote
-    config.write_text(_CONFIG.format(folder=folder, port=port, root=root, user=user))
+    own = {path: _etag(root / path.lstrip("/")) for path in etags or {}}
+    renamed = " ".join(f"sub_filter '{etag}' '{own[path]}';" for path, etag in (etags or {}).items())
+    others = _LISTINGS.format(port=listings, etags=renamed) if listings else ""
+    config.write_text(_CONFIG.format(folder=folder, port=port, root=root, user=user, others=others))
     process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)])
     try:
         for _ in range(100):
@@ -53,6 +64,12 @@ def nginx(root: Path, folder: Path) -> Iterator[str | None]:
     finally:
         process.terminate()
         process.wait()
+
+
+def _etag(path: Path) -> str:
+    """As nginx makes it."""
+    about = path.stat()
+    return f"{int(about.st_mtime):x}-{about.st_size:x}"
 
 
 def upload(server: Seaweed, folder: Path, bucket: str) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from loaderkit.errors import ClosedError
@@ -27,9 +27,11 @@ class GivenUp(Exception):  # noqa: N818 - not an error, but how a thread learns 
 class Call(Generic[T]):
     """One call on its way. The function gets it as its argument, to write results and to say that it goes on."""
 
-    def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object, others: deque[Call[T]]) -> None:
+    def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object = None) -> None:
         self.origin = origin  # what is true of one call may be true of all with the same
-        self.others = others  # of its kind, which have to wait
+        self.others: deque[Call[T]] | None = (
+            None  # begun with it, of which one has its turn next; None: that has been so
+        )
         self._function = function
         self._hands = hands
         self._lock = threading.Lock()
@@ -56,10 +58,13 @@ class Call(Generic[T]):
         """Its result. Raises its error, or TimeoutError once it has given no sign of life for `timeout_s`."""
         while not self._done.wait(max(0.0, self._left_s(timeout_s))):
             if self._touched_s is None:
-                self._hands.look_after()
+                try:
+                    self._hands.look_after()
+                except BaseException:
+                    self.give_up()
+                    raise
             elif self._left_s(timeout_s) <= 0 and self.give_up():
                 self._hands.count_timeout()
-                self._hands.follow(self)
                 raise TimeoutError
         error, self._error = self._error, None  # its traceback holds the buffers
         if error is not None:
@@ -95,6 +100,8 @@ class Call(Generic[T]):
         result, error = None, None
         try:
             result = self._function(self)
+            if self.others:
+                self._hands.pass_on(self, wakes=False)  # this thread comes for it
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -129,44 +136,42 @@ class Hands:
 
     def begin(self, function: Callable[[Call[T]], T], origin: object = None) -> Call[T]:
         """Have `function` called by the next thread that is free."""
-        return self.begin_all([function], 1, origin)[0]
+        call = Call(function, self, origin)
+        self.begin_all([call], 1)
+        return call
 
-    def begin_all(
-        self, functions: Iterable[Callable[[Call[T]], T]], at_once: int, origin: object = None
-    ) -> list[Call[T]]:
-        """The same of several, `at_once` of them at a time: a thread that is done with one sees to the next, so that none
-        has to wait for whoever waits for them in order."""
-        others: deque[Call[T]] = deque()
-        calls = [Call(function, self, origin, others) for function in functions]
-        others.extend(calls[at_once:])
+    def begin_all(self, calls: Sequence[Call[T]], at_once: int) -> None:
+        """Have calls made, `at_once` of them at a time: a thread that has made one sees to the next, so that none has to wait
+        for whoever waits for them in order. For one that fails, or is given up, the next has no turn until `pass_on`. If this
+        raises, or is interrupted, some may have begun: give them all up."""
+        others = deque(calls[at_once:])
         with self._lock:
             self._is_closed = False
-            try:
-                for call in calls[:at_once]:
-                    self._put(call)
-            except BaseException:
-                for call in calls:
-                    call.give_up()
-                raise
-        return calls
+            for call in calls[:at_once]:
+                call.others = others
+                self._put(call)
 
-    def follow(self, call: Call[Any]) -> None:
-        """Nobody waits for `call` any more, which hangs: let one of the others have its turn."""
-        with self._lock:
-            if not self._is_closed and call.others:
-                others, call.others = call.others, deque()
-                self._put(others.popleft())
-
-    def _put(self, call: Call[Any]) -> None:
-        self._waiting.append(call)
-        if self._num_resting >= len(self._waiting):
-            self._changed.notify()
+    def pass_on(self, call: Call[Any], *, wakes: bool = True) -> None:
+        """Let one of the calls that were begun with `call` have its turn, unless it has had it."""
+        if call.others is None:
             return
-        try:
-            self._start_thread()
-        except BaseException:
-            self._waiting.remove(call)
-            raise
+        with self._lock:
+            others, call.others = call.others, None
+            if others and not self._is_closed:
+                others[0].others = others
+                self._put(others.popleft(), wakes=wakes)
+
+    def _put(self, call: Call[Any], *, wakes: bool = True) -> None:
+        self._waiting.append(call)
+        if not wakes:
+            return
+        self._changed.notify()
+        if self._num_resting < len(self._waiting):
+            try:
+                self._start_thread()
+            except BaseException:
+                self._waiting.remove(call)
+                raise
 
     def count_timeout(self) -> None:
         """A call was given up because it took too long."""
@@ -175,11 +180,15 @@ class Hands:
 
     def fail(self, error: Callable[[], BaseException], origin: object = None) -> None:
         """End all calls of `origin` that are under way: what one of them was told is true of all. Each gets its own error."""
-        with self._lock:
-            calls = [*self._waiting, *self._threads.values()]
-        for call in calls:
-            if call is not None and call.origin is origin:
+        for call in self._all():
+            if call.origin is origin:
                 call.give_up(error())
+
+    def _all(self) -> list[Call[Any]]:
+        """Those under way, and those that have no turn yet."""
+        with self._lock:
+            begun = [call for call in (*self._waiting, *self._threads.values()) if call is not None]
+            return [each for call in begun for each in (call, *(call.others or ()))]
 
     def look_after(self) -> None:
         """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""
@@ -211,9 +220,6 @@ class Hands:
         try:
             while (call := self._next(me)) is not None:
                 call.run()
-                with self._lock:
-                    if call.others and not self._is_closed:
-                        self._waiting.append(call.others.popleft())  # for this thread, or one that comes before it
                 del call
         finally:
             with self._lock:
@@ -235,9 +241,8 @@ class Hands:
         """Give up all calls and let the threads go; those stuck end with their calls. Idempotent; `begin` starts others."""
         with self._lock:
             self._is_closed = True
-            for call in [*self._waiting, *self._threads.values()]:
-                for each in (call, *call.others) if call is not None else ():
-                    each.give_up(ClosedError("it was closed while it was read"))
+            for call in self._all():
+                call.give_up(ClosedError("it was closed while it was read"))
             self._waiting.clear()
             threads = list(self._threads)
             self._changed.notify_all()

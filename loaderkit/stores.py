@@ -25,9 +25,10 @@ class S3Args(Model):
     )
     anonymous: bool = Field(False, description="requests without a signature, for public buckets")
     profile: str | None = Field(None, min_length=1, description="of the AWS configuration; default: AWS_PROFILE")
-    part_size: ByteSize = Field(
-        8 * 2**20,
-        description="longer reads are cut into parallel requests of this size; of 2 MiB if the store answers within 2 ms",
+    part_size: ByteSize | Literal["auto"] = Field(
+        "auto",
+        description="longer reads are cut into parallel requests of this size; auto: 8 MiB, or 2 MiB if the store answers "
+        "within 2 ms",
     )
     connections: PositiveInt = Field(32, le=512, description="requests at a time")
     max_attempts: PositiveInt = Field(10, description="for one request, within `retry.total`")
@@ -38,8 +39,8 @@ class S3Args(Model):
 
     @field_validator("part_size")
     @classmethod
-    def _is_allowed(cls, value: int) -> int:
-        if not 5 * 2**20 <= value <= 5 * 2**30:
+    def _is_allowed(cls, value: int | Literal["auto"]) -> int | Literal["auto"]:
+        if value != "auto" and not 5 * 2**20 <= value <= 5 * 2**30:
             raise ValueError(f"between 5MiB and 5GiB, as S3 has it, not {value}")
         return value
 

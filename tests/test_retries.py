@@ -127,6 +127,12 @@ class TestRetries:
             retries(failing(99))
 
 
+def begun(hands: Hands, functions: list[Callable[[Call[Any]], Any]], at_once: int) -> list[Call[Any]]:
+    calls = [Call(function, hands) for function in functions]
+    hands.begin_all(calls, at_once)
+    return calls
+
+
 class TestHands:
     @pytest.fixture
     def hands(self) -> Iterator[Hands]:
@@ -237,12 +243,14 @@ class TestHands:
             return 10 // (number - 4)
 
         gate = threading.Barrier(3)  # nobody goes on before three are there
-        calls = hands.begin_all([partial(work, number) for number in range(12)], at_once=3)
+        calls = begun(hands, [partial(work, number) for number in range(12)], at_once=3)
         found = []
         for call in calls:
             try:
                 found.append(call.wait(60))
             except ZeroDivisionError:
+                hands.pass_on(call)
+                hands.pass_on(call)  # once is enough
                 found.append(0)
         assert found == [0 if number == 4 else 10 // (number - 4) for number in range(12)]
         assert most == 3
@@ -256,39 +264,78 @@ class TestHands:
             release.set()
             return True
 
-        calls = hands.begin_all([lambda call: release.wait(60), *[lambda call: True] * 8, end], at_once=2)
+        calls = begun(hands, [lambda call: release.wait(60), *[lambda call: True] * 8, end], at_once=2)
         assert all(call.wait(60) for call in calls)
 
-    def test_what_waits_for_one_that_hangs_has_its_turn(self, hands: Hands) -> None:
-        release = threading.Event()
-        calls = hands.begin_all([*[lambda call: release.wait()] * 2, *[lambda call: "done"] * 3], at_once=2)
+    @pytest.mark.parametrize("hangs", [True, False])
+    def test_one_that_fails_keeps_its_turn(self, hands: Hands, hangs: bool) -> None:
+        """Whoever waits for it says when it is over: a store that is away is not asked for all the others as well."""
+        release, done = threading.Event(), []
+
+        def fail(call: Call[object]) -> object:
+            return release.wait() if hangs else 1 // 0
+
+        calls = begun(hands, [*[fail] * 2, *[lambda call: done.append(1)] * 3], at_once=2)
         for call in calls[:2]:
-            with pytest.raises(TimeoutError):
+            with pytest.raises((TimeoutError, ZeroDivisionError)):
                 call.wait(0.02)
-        assert [call.wait(60) for call in calls[2:]] == ["done"] * 3
+        assert hands.begin(lambda call: True).wait(60)  # all that had a turn have been looked at
+        assert not done
+        hands.pass_on(calls[0])
+        assert [call.wait(60) for call in calls[2:]] == [None] * 3
         release.set()
 
-    def test_closing_tells_those_that_have_no_turn_yet(self) -> None:
+    @pytest.mark.parametrize("fails", [True, False])
+    def test_those_that_have_no_turn_yet_end_with_the_others(self, fails: bool) -> None:
         hands = Hands(self, 1, "test-hands")
         release = threading.Event()
-        calls = hands.begin_all([lambda call: release.wait()] * 5, at_once=2)
-        hands.close(join_s=0.01)
+        calls = begun(hands, [lambda call: release.wait()] * 5, at_once=2)
+        if fails:
+            hands.fail(lambda: ValueError("expired"))
+        else:
+            hands.close(join_s=0.01)
         for call in calls:
-            with pytest.raises(ClosedError):
+            with pytest.raises(ValueError if fails else ClosedError):
                 call.wait(60)
         release.set()
+        hands.close()
 
-    def test_none_of_several_is_made_if_one_cannot_be_begun(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hands, release = Hands(self, 9, "test-hands"), threading.Event()
-        done: list[int] = []
+    def test_what_was_begun_when_another_could_not_be_may_be_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hands, release, memory = Hands(self, 9, "test-hands"), threading.Event(), bytearray(3)
+        start = threading.Thread.start
+        started: list[threading.Thread] = []
 
-        def refuse(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
+        def refuse_the_second(thread: threading.Thread) -> None:
+            if started:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
 
-        hands.begin(lambda call: release.wait())
+        def hang(call: Call[None]) -> None:
+            release.wait()
+            call.write(memoryview(memory), b"bad")
+
+        calls = [Call(hang, hands) for _ in range(5)]
         with monkeypatch.context() as patched, pytest.raises(RuntimeError):
-            patched.setattr(threading.Thread, "start", refuse)
-            hands.begin_all([lambda call: done.append(1)] * 5, at_once=3)
+            patched.setattr(threading.Thread, "start", refuse_the_second)
+            hands.begin_all(calls, at_once=3)
+        for call in calls:
+            call.give_up()
+        release.set()
+        assert hands.begin(lambda call: "done").wait(60) == "done"
+        hands.close()
+        assert memory == bytearray(3)
+
+    def test_what_is_not_waited_for_any_more_is_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where the wait ends because too many threads hang."""
+        hands, release, done = Hands(self, 1, "test-hands"), threading.Event(), []
+        monkeypatch.setattr("loaderkit.hands._MOST_LOST", 0)
+        stuck = hands.begin(lambda call: release.wait())
+        with pytest.raises(TimeoutError):
+            stuck.wait(0.02)
+        waiting = hands.begin(lambda call: done.append(1))
+        with pytest.raises(TimeoutError, match="hang in calls"):
+            waiting.wait(0.02)
         release.set()
         assert hands.begin(lambda call: "done").wait(60) == "done"
         hands.close()

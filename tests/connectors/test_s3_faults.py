@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fault_proxy import Fault, FaultProxy, Request
 from of_stores import digest, epoch_of, upload
@@ -215,6 +219,25 @@ class TestErrors:
         tokens = [request.headers.get("x-amz-security-token") for request in proxy.requests]
         assert tokens[-1] == (None if are_valid else "older")
 
+    def test_a_file_dated_in_the_future_is_newer_once(
+        self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        credentials = tmp_path / "credentials"
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+        credentials.write_text("[default]\n")
+        os.utime(credentials, (2e9, 2e9))
+        connector = self.connector(proxy, timeout=60.0)
+        proxy.rule = lambda request: Fault(answer=(400, "ExpiredToken"))
+        with pytest.raises(ExpiredCredentialsError):
+            connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)))
+        before = len(proxy.requests)
+        os.replace(shutil.copy2(credentials, tmp_path / "moved"), credentials)  # written before the client was made
+        with pytest.raises(ExpiredCredentialsError):
+            connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)))
+        connector.close()
+        assert before < 10
+        assert before < len(proxy.requests) - before < 20
+
     @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"])
     def test_denied(self, proxy: FaultProxy, code: str) -> None:
         assert isinstance(self.error(proxy, Fault(answer=(403, code)), timeout=9.0), AccessDeniedError)
@@ -309,6 +332,68 @@ def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, pro
         assert isinstance(caught.value.__cause__, ObjectChangedError)
     with loaderkit.build(pipeline, overrides={**overrides, "source.url": str(folder)}) as loader:
         assert [digest(batch) for batch in loader][: len(found)] == found
+
+
+class TestLongReads:
+    """Of many parts."""
+
+    @pytest.fixture
+    def data(self, seaweed: Seaweed, uploaded: None, monkeypatch: pytest.MonkeyPatch) -> bytes:
+        monkeypatch.setattr("loaderkit.connectors.s3.connector._QUICK_S", 60.0)  # parts of 2 MiB
+        data = np.random.default_rng(0).integers(0, 256, 60_000_000, np.uint8).tobytes()
+        seaweed.boto().put_object(Bucket="faults", Key="photos/large", Body=data)
+        return data
+
+    def test_a_store_that_is_away_is_not_asked_for_all_parts(self, proxy: FaultProxy, data: bytes) -> None:
+        """And the read goes on when it is there again, with all of them."""
+        connector = S3Connector("s3://faults/photos", S3Args(endpoint=proxy.endpoint), RetryArgs.model_validate({}))
+        info = connector.stat("large")
+        buffer = bytearray(len(data))
+        asked: set[str] = set()  # for which parts, while it was away
+
+        def rule(request: Request) -> Fault | None:
+            if not is_read(request) or num_errors[0] >= 30:
+                return None
+            num_errors[0] += 1
+            asked.add(request.headers["range"])
+            return Fault(answer=(503, "SlowDown"))
+
+        num_errors = [0]
+        proxy.rule = rule
+        connector.read_into("large", 0, memoryview(buffer), etag=info.etag)
+        connector.close()
+        assert buffer == data
+        assert 1 < len(asked) <= 8
+
+    def test_newer_credentials_are_for_all_parts_that_are_left(
+        self, proxy: FaultProxy, data: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        credentials = tmp_path / "credentials"
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        keys = f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+        credentials.write_text(f"{keys}aws_session_token = old\n")
+        expired: set[str] = set()
+
+        def rule(request: Request) -> Fault | None:
+            if request.headers.get("x-amz-security-token") != "old":
+                return None
+            if not expired:
+                credentials.write_text(keys)
+            expired.add(request.headers.get("range", ""))
+            return Fault(answer=(400, "ExpiredToken"))
+
+        proxy.rule = rule
+        connector = S3Connector("s3://faults/photos", S3Args(endpoint=proxy.endpoint), RetryArgs.model_validate({}))
+        buffer = bytearray(len(data))
+        connector.read_into("large", 0, memoryview(buffer), etag=self.etag(data))
+        connector.close()
+        assert buffer == data
+        assert 1 < len(expired) <= 8, "each of the others would have taken seconds to learn it"
+
+    def etag(self, data: bytes) -> str:
+        return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 EXPIRED, HANGS = Fault(answer=(400, "ExpiredToken")), Fault(hang=True)

@@ -1,6 +1,6 @@
 """`S3Connector`: the objects below a prefix of a bucket.
 
-    read_into ──> parts of `part_size`, or less ──> one request each, eight at once ──> the destination
+    read_into ──> parts of `part_size` ──> one request each, eight at once ──> the destination
               └─> the etag: the MD5 of a whole object where it is one, else a HEAD after the last byte
 
 The client has no If-Match to ask with, hence the second look: bytes are handed on only when, after the last of them came, the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import md5
 from typing import Any
@@ -55,14 +55,12 @@ def _page(prefix: str, token: str | None, client: Client, call: Call[Page]) -> P
 class _Part:
     """One request's share of a read."""
 
+    call: Call[int]  # the latest
+
     def __init__(self, start: int, memory: memoryview) -> None:
         self.start = start
         self.memory = memory
-        self.call: Call[int] | None = None  # begun, and waited for by nobody yet
-
-    def give_up(self) -> None:
-        if self.call is not None:
-            self.call.give_up()
+        self.has_come = False
 
 
 class S3Connector:
@@ -81,6 +79,7 @@ class S3Connector:
         self._url, self._s3, self._retry = url, s3 or S3Args(), retry or RetryArgs()
         self._place = Place.of(url)
         reach = Reach.of(self._s3, os.environ)
+        self._most_part_bytes = reach.part_size
         self._requests = Requests(
             self._place,
             reach,
@@ -118,7 +117,7 @@ class S3Connector:
             self._check_etag(self.stat(key), etag)
             return
         begin_s = self._requests.retries.now_s()
-        if etag is None and len(buffer) > self._s3.part_size:  # several requests must be for one object
+        if etag is None and len(buffer) > self._most_part_bytes:  # several requests must be for one object
             etag = self._head(key, begin_s).etag
         for attempts_left in reversed(range(_MOST_READS)):
             try:
@@ -133,7 +132,7 @@ class S3Connector:
         """Create or replace an object: readers see the old bytes or the new ones."""
         full, view = self._full(key), memoryview(data).cast("B")
         self._requests.ask(
-            lambda client, call: client.put(full, view, self._s3.part_size, call.goes_on),
+            lambda client, call: client.put(full, view, self._most_part_bytes, call.goes_on),
             self.describe(key),
             patience=6,
         )
@@ -209,28 +208,36 @@ class S3Connector:
             )
 
     def _read_parts(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
-        """Several parts at a time, each tried again by itself."""
-        full, size = self._full(key), self._s3.part_size
-        if etag is not None and self._requests.answer_s < _QUICK_S:
-            size = min(size, _QUICK_PART_BYTES)
+        size = self._part_bytes if etag is not None else self._most_part_bytes
         parts = [_Part(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
+        self._requests.renewing(lambda: self._read_rest(key, parts, etag, begin_s))
+
+    def _read_rest(self, key: str, parts: Sequence[_Part], etag: str | None, begin_s: float) -> None:
+        """The parts that have not come yet, several at a time, each tried again by itself."""
+        parts = [part for part in parts if not part.has_come]
+        for part, call in zip(parts, self._gets(key, parts), strict=True):
+            part.call = call
         try:
-            calls = self._requests.begin_gets(full, [(part.start, part.memory) for part in parts], _MOST_PARTS)
-            for part, call in zip(parts, calls, strict=True):
-                part.call = call
+            self._requests.begin_gets([part.call for part in parts], _MOST_PARTS)
             for part in parts:
                 self._finish(part, key, etag, begin_s)
+                part.has_come = True
         finally:
             for part in parts:
-                part.give_up()  # after an error the others must not write any more
+                part.call.give_up()  # after an error the others must not write any more
 
     def _finish(self, part: _Part, key: str, etag: str | None, begin_s: float) -> None:
+        first = part.call
+        is_first = True
+
         def once() -> None:
-            call, part.call = part.call, None
-            if call is None:
-                (call,) = self._requests.begin_gets(self._full(key), [(part.start, part.memory)], 1)
+            nonlocal is_first
+            if not is_first:
+                (part.call,) = self._gets(key, [part])
+                self._requests.begin_gets([part.call], 1)
+            is_first = False
             try:
-                num_read = self._requests.finish_get(call, self.describe(key))
+                num_read = self._requests.finish_get(part.call, self.describe(key))
             except ShortReadError as error:
                 if isinstance(error, TruncatedError):
                     raise
@@ -238,7 +245,17 @@ class S3Connector:
             if num_read < len(part.memory):
                 raise self._cut_short(key, part, num_read, etag)
 
-        self._requests.again(once, begin_s)
+        self._requests.retries(once, begin_s)
+        self._requests.pass_on(first)
+
+    def _gets(self, key: str, parts: Sequence[_Part]) -> Sequence[Call[int]]:
+        return self._requests.gets(self._full(key), [(part.start, part.memory) for part in parts])
+
+    @property
+    def _part_bytes(self) -> int:
+        """Of a read whose parts are told to be of one object."""
+        is_near = self._s3.part_size == "auto" and self._requests.answer_s < _QUICK_S
+        return _QUICK_PART_BYTES if is_near else self._most_part_bytes
 
     def _cut_short(self, key: str, part: _Part, num_read: int, etag: str | None) -> ConnectorError:
         """Why fewer bytes came than were asked for: is that all there is, or was the answer cut off?"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -21,10 +21,21 @@ from loaderkit.hands import Call, Hands
 from loaderkit.retries import Retries, RetryPolicy
 
 T = TypeVar("T")
+_MOST_RENEWALS = 3  # of one request: whoever writes expired credentials again and again does not keep it going
 
 
 class _RenewedError(ExpiredCredentialsError):
     """They have expired, and there are newer ones."""
+
+
+def _credentials() -> tuple[int, int, int] | None:
+    """Which credentials lie on disk: the file's number, and when and how long it was written. No clock is compared with
+    another; a file that is moved into place is another one, too."""
+    path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+    with suppress(OSError):
+        about = os.stat(os.path.expanduser(path))
+        return about.st_ino, about.st_mtime_ns, about.st_size
+    return None
 
 
 class Requests:
@@ -45,7 +56,7 @@ class Requests:
         self._hands = Hands(self, connections, f"loaderkit-s3-{place.bucket}"[:40])
         self._client: Client | None = None
         self._pid = os.getpid()
-        self._made_s = 0.0  # time of day
+        self._credentials: tuple[int, int, int] | None = None  # what there was on disk when the client was made
 
     def ask(
         self,
@@ -59,29 +70,36 @@ class Requests:
 
         `begin_s`: when what it is part of was begun; `patience`: times the usual timeout.
         """
-        return self.again(lambda: self.finish(self.begin(request), where, patience), begin_s)
+        return self.renewing(lambda: self.retries(lambda: self.finish(self.begin(request), where, patience), begin_s))
 
     def once(self, request: Callable[[Client, Call[T]], T], where: str) -> T:
         """The same, tried once; again only with newer credentials."""
-        return self._renewing(lambda: self.finish(self.begin(request), where))
+        return self.renewing(lambda: self.finish(self.begin(request), where))
 
-    def again(self, function: Callable[[], T], begin_s: float | None = None) -> T:
-        """What `function` returns, which waits for requests, tried again as need be. Raises ConnectorError."""
-        return self._renewing(lambda: self.retries(function, begin_s))
-
-    def _renewing(self, function: Callable[[], T]) -> T:
-        while True:
-            try:
+    def renewing(self, function: Callable[[], T]) -> T:
+        """What `function` returns, which waits for requests; called again where newer credentials are there."""
+        for _ in range(_MOST_RENEWALS):
+            with suppress(_RenewedError):
                 return function()
-            except _RenewedError:  # once for each newer credentials that somebody writes
-                pass
+        return function()
 
-    def begin_gets(self, key: str, targets: Iterable[tuple[int, memoryview]], at_once: int) -> list[Call[int]]:
-        """Ask for [start, start + len(target)) for each (start, target), to be written to the targets, `at_once` of them at a
-        time; the results are how many bytes came."""
+    def gets(self, key: str, targets: Iterable[tuple[int, memoryview]]) -> list[Call[int]]:
+        """Requests for [start, start + len(target)) for each (start, target), to be written to the targets, not begun yet; the
+        results are how many bytes came."""
         client = self._client_here()
-        gets = [partial(self._get, client, key, start, np.frombuffer(target, np.uint8)) for start, target in targets]
-        return self._hands.begin_all(gets, at_once, origin=client)
+        return [
+            Call(partial(self._get, client, key, start, np.frombuffer(target, np.uint8)), self._hands, client)
+            for start, target in targets
+        ]
+
+    def begin_gets(self, calls: Sequence[Call[int]], at_once: int) -> None:
+        """Have them made, `at_once` of them at a time. One that fails keeps its turn until `pass_on`. If this raises, or is
+        interrupted, some may have begun: give them all up."""
+        self._hands.begin_all(calls, at_once)
+
+    def pass_on(self, call: Call[int]) -> None:
+        """What was asked for with `call` has come after all: another one may have its turn."""
+        self._hands.pass_on(call)
 
     def _get(self, client: Client, key: str, start: int, memory: NDArray[np.uint8], call: Call[int]) -> int:
         """`memory` is an array, as that is copied to without Python's lock, unlike a memoryview."""
@@ -110,7 +128,7 @@ class Requests:
                 known[1] += body_s
 
     def finish_get(self, call: Call[int], where: str) -> int:
-        """Wait for one of `begin_gets`; the number of bytes. Raises ConnectorError."""
+        """Wait for one of `gets`; the number of bytes. Raises ConnectorError."""
         num_read = self.finish(call, where)
         with self._lock:
             self.fetched_bytes += num_read
@@ -167,7 +185,7 @@ class Requests:
             return self._client or self._make_client()
 
     def _make_client(self) -> Client:
-        self._made_s = time.time()
+        self._credentials = _credentials()
         self._client = Client(self._place, self._reach)
         return self._client
 
@@ -178,12 +196,9 @@ class Requests:
 
     def _renew(self, client: object) -> bool:
         """Whether there are newer credentials than those of `client`: then there is a client that has them."""
-        path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
         with self._lock:
-            if client is self._client:
-                with suppress(OSError):
-                    if os.stat(os.path.expanduser(path)).st_mtime > self._made_s:
-                        self._make_client()
+            if client is self._client and _credentials() != self._credentials:
+                self._make_client()
             return self._client is not None and client is not self._client  # None: it is being closed
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from loaderkit.stores import S3Args
 _URL = re.compile(r"s3://(arn:[^/]+/[^/]+|[^/]*)(?:/(.*))?", re.DOTALL | re.IGNORECASE)
 _ENDPOINT = re.compile(r"https?://[^/@\s]+/*")
 _DEFAULT_REGION = "us-east-1"
+_PART_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Reach:
             path_style,
             args.anonymous,
             args.profile,  # AWS_PROFILE is the client's to read: keys in the environment come before it
-            args.part_size,
+            _PART_BYTES if args.part_size == "auto" else args.part_size,
         )
 
 

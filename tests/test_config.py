@@ -36,7 +36,7 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
             "path_style": "auto",
             "anonymous": False,
             "profile": None,
-            "part_size": "8MiB",
+            "part_size": "auto",
             "connections": 32,
             "max_attempts": 10,
             "md5": True,

@@ -86,14 +86,23 @@ class TestListing:
 
 
 class TestReading:
-    @pytest.mark.parametrize(("is_near", "num_parts"), [(True, 11), (False, 5)])
-    def test_parts(self, connect: Any, monkeypatch: pytest.MonkeyPatch, is_near: bool, num_parts: int) -> None:
-        monkeypatch.setattr("loaderkit.connectors.s3.connector._QUICK_S", 60.0 if is_near else 0.0)
+    @pytest.mark.parametrize(
+        ("part_size", "near_s", "num_parts"), [("auto", 60.0, 11), ("auto", 0.0, 3), ("5MiB", 60.0, 5)]
+    )
+    def test_parts(
+        self, connect: Any, monkeypatch: pytest.MonkeyPatch, part_size: str, near_s: float, num_parts: int
+    ) -> None:
+        monkeypatch.setattr("loaderkit.connectors.s3.connector._NEAR_S", near_s)
         data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8).tobytes()
-        connector = connect(part_size=5 << 20)
+        connector = connect(part_size=part_size)
         connector.write("large", data)
         info = connector.stat("large")
         assert info.size == len(data)
+        before = connector.counters()
+        assert read(connector, "large", 0, 5 << 20, None) == data[: 5 << 20]
+        assert connector.counters()["num_requests"] - before["num_requests"] == 1, (
+            "nothing says that parts are of one object"
+        )
         before = connector.counters()
         assert read(connector, "large", 0, len(data), info.etag) == data
         # And a look at the etag.

@@ -18,6 +18,7 @@ from loaderkit.errors import ClosedError
 
 T = TypeVar("T")
 _MOST_LOST = 64
+_CLOSED = "it was closed while it was read"
 
 
 class GivenUp(Exception):  # noqa: N818 - not an error, but how a thread learns that nobody waits
@@ -31,6 +32,9 @@ class Call(Generic[T]):
         self.origin = origin  # what is true of one call may be true of all with the same
         self.others: deque[Call[T]] | None = (
             None  # begun with it, of which one has its turn next; None: that has been so
+        )
+        self.timeout_s: float | None = (
+            None  # it hangs if it says nothing for so long, whoever waits for it, or for its thread
         )
         self._function = function
         self._hands = hands
@@ -68,7 +72,10 @@ class Call(Generic[T]):
                 raise TimeoutError
         error, self._error = self._error, None  # its traceback holds the buffers
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # and would be held by itself
         return self._result  # type: ignore[return-value]
 
     def give_up(self, error: BaseException | None = None) -> bool:
@@ -86,6 +93,11 @@ class Call(Generic[T]):
     def is_lost(self) -> bool:
         """Whether it was given up while a thread was in it that has not come out again."""
         return self._is_given_up and self._touched_s is not None and not self._has_ended
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has given no sign of life for longer than it may."""
+        return self._touched_s is not None and self.timeout_s is not None and self._left_s(self.timeout_s) <= 0
 
     def _left_s(self, timeout_s: float) -> float:
         touched_s = self._touched_s
@@ -109,6 +121,7 @@ class Call(Generic[T]):
             if not self._is_given_up:
                 self._result, self._error = result, error
                 self._done.set()
+        del error  # its traceback holds this frame
 
 
 class Hands:
@@ -153,13 +166,16 @@ class Hands:
 
     def pass_on(self, call: Call[Any], *, wakes: bool = True) -> None:
         """Let one of the calls that were begun with `call` have its turn, unless it has had it."""
-        if call.others is None:
+        if not call.others:
             return
         with self._lock:
             others, call.others = call.others, None
             if others and not self._is_closed:
                 others[0].others = others
                 self._put(others.popleft(), wakes=wakes)
+                return
+        for other in others or ():
+            other.give_up(ClosedError(_CLOSED))
 
     def _put(self, call: Call[Any], *, wakes: bool = True) -> None:
         self._waiting.append(call)
@@ -191,8 +207,12 @@ class Hands:
             return [each for call in begun for each in (call, *(call.others or ()))]
 
     def look_after(self) -> None:
-        """Something waits for long: replace a thread that is stuck. Raises TimeoutError when too many are."""
+        """Something waits for long: replace threads that are stuck, also in calls that nobody waits for yet. Raises
+        TimeoutError when too many are."""
         with self._lock:
+            for call in list(self._threads.values()):
+                if call is not None and call.is_silent and call.give_up(TimeoutError()):
+                    self.count_timeout()
             if self.num_lost > _MOST_LOST:
                 self.count_timeout()
                 raise TimeoutError(f"{self.num_lost} threads hang in calls that do not end")
@@ -229,7 +249,8 @@ class Hands:
         with self._lock:
             self._threads[me] = None
             while not self._waiting:
-                if self._is_closed or len(self._threads) > self._num_threads + self.num_lost:
+                # `_is_closed` last: to count may run the collector, which may close.
+                if len(self._threads) > self._num_threads + self.num_lost or self._is_closed:
                     return None  # one that was stuck, and another took its place
                 self._num_resting += 1
                 self._changed.wait()
@@ -242,7 +263,7 @@ class Hands:
         with self._lock:
             self._is_closed = True
             for call in self._all():
-                call.give_up(ClosedError("it was closed while it was read"))
+                call.give_up(ClosedError(_CLOSED))
             self._waiting.clear()
             threads = list(self._threads)
             self._changed.notify_all()

@@ -57,12 +57,13 @@ class Retries:
         """What `function` returns; its last error, which then says how often it was tried, when the policy's limits are
         reached. Any other error at once. Without an error it costs half a microsecond."""
         begin_s = self._clock() if begin_s is None else begin_s
+        num_stops = self._num_stops
         try:
             return function()
         except TemporaryError as error:
             if self.policy.max_attempts == 1:
                 raise
-            return self._again(function, error, begin_s)
+            return self._again(function, error, begin_s, num_stops)
 
     def stop(self) -> None:
         """Make all calls under way end: what waits with ClosedError. Until `resume` others try once."""
@@ -73,12 +74,11 @@ class Retries:
         """Undo `stop`."""
         self._closing.clear()
 
-    def _again(self, function: Callable[[], T], first: TemporaryError, begin_s: float) -> T:
+    def _again(self, function: Callable[[], T], first: TemporaryError, begin_s: float, num_stops: int) -> T:
         import tenacity  # 30 ms that nobody pays whose store works
 
         done = [first]
         num_attempts = 0
-        num_stops = self._num_stops
 
         def attempt() -> T:
             nonlocal num_attempts

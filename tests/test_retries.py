@@ -126,6 +126,19 @@ class TestRetries:
         with pytest.raises(TemporaryError, match="tried 1 times"):
             retries(failing(99))
 
+    def test_closed_while_it_was_tried_first(self) -> None:
+        retries, num_tries = Retries(RetryPolicy()), []
+
+        def fail() -> None:
+            num_tries.append(1)
+            retries.stop()
+            retries.resume()
+            raise TemporaryError("away")
+
+        with pytest.raises(ClosedError):
+            retries(fail)
+        assert len(num_tries) == 1
+
 
 def begun(hands: Hands, functions: list[Callable[[Call[Any]], Any]], at_once: int) -> list[Call[Any]]:
     calls = [Call(function, hands) for function in functions]
@@ -299,6 +312,32 @@ class TestHands:
                 call.wait(60)
         release.set()
         hands.close()
+
+    def test_what_hangs_and_is_not_waited_for_yet_keeps_nobody_waiting(self, hands: Hands) -> None:
+        """As the parts of a read that are ahead of the one that is tried again."""
+        release = threading.Event()
+        stuck = [Call(lambda call: release.wait(), hands) for _ in range(2)]
+        for call in stuck:
+            call.timeout_s = 0.02
+        hands.begin_all(stuck, at_once=2)
+        assert hands.begin(lambda call: "done").wait(0.02) == "done"
+        for call in stuck:
+            with pytest.raises(TimeoutError):
+                call.wait(60)
+        assert hands.num_timeouts == 2
+        release.set()
+
+    def test_a_turn_after_the_end(self) -> None:
+        """The one that had it has failed, and closing does not know of the others."""
+        hands = Hands(self, 1, "test-hands")
+        calls = begun(hands, [lambda call: 1 // 0, *[lambda call: 1] * 3], at_once=1)
+        with pytest.raises(ZeroDivisionError):
+            calls[0].wait(60)
+        hands.close()
+        hands.pass_on(calls[0])
+        for call in calls[1:]:
+            with pytest.raises(ClosedError):
+                call.wait(60)
 
     def test_what_was_begun_when_another_could_not_be_may_be_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hands, release, memory = Hands(self, 9, "test-hands"), threading.Event(), bytearray(3)

@@ -87,6 +87,8 @@ class RetryConnector:
             raise RequestTimeoutError(
                 f"{where}: nothing came for {timeout_s:g} s, so the read was given up; source.retry.timeout allows more"
             ) from None
+        finally:
+            call.give_up()  # Ctrl-C: its thread is written off
 
     def describe(self, key: str) -> str:
         """Its name in the store."""

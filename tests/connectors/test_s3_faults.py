@@ -365,6 +365,25 @@ class TestLongReads:
         assert buffer == data
         assert 1 < len(asked) <= 4
 
+    def test_parts_ahead_that_hang_do_not_keep_one_from_being_tried_again(self, proxy: FaultProxy, data: bytes) -> None:
+        settings = S3Args(endpoint=proxy.endpoint, connections=2)
+        connector = S3Connector("s3://faults/photos", settings, RetryArgs.model_validate({"timeout": "300ms"}))
+        info = connector.stat("large")
+        buffer, seen, lock = bytearray(len(data)), iter(range(10**9)), threading.Lock()
+
+        def rule(request: Request) -> Fault | None:
+            if not is_read(request):
+                return None
+            with lock:
+                number = next(seen)
+            return Fault(answer=(503, "SlowDown")) if number < 2 else Fault(hang=True) if number < 6 else None
+
+        proxy.rule = rule
+        connector.read_into("large", 0, memoryview(buffer), etag=info.etag)
+        assert connector.counters()["num_timeouts"] >= 2
+        connector.close()
+        assert buffer == data
+
     def test_newer_credentials_are_for_all_parts_that_are_left(
         self, proxy: FaultProxy, data: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

@@ -87,10 +87,11 @@ class Requests:
         """Requests for [start, start + len(target)) for each (start, target), to be written to the targets, not begun yet; the
         results are how many bytes came."""
         client = self._client_here()
-        return [
-            Call(partial(self._get, client, key, start, np.frombuffer(target, np.uint8)), self._hands, client)
-            for start, target in targets
-        ]
+        gets = [partial(self._get, client, key, start, np.frombuffer(target, np.uint8)) for start, target in targets]
+        calls = [Call(get, self._hands, client) for get in gets]
+        for call in calls:
+            call.timeout_s = self._timeout_s
+        return calls
 
     def begin_gets(self, calls: Sequence[Call[int]], at_once: int) -> None:
         """Have them made, `at_once` of them at a time. One that fails keeps its turn until `pass_on`. If this raises, or is
@@ -197,7 +198,7 @@ class Requests:
     def _renew(self, client: object) -> bool:
         """Whether there are newer credentials than those of `client`: then there is a client that has them."""
         with self._lock:
-            if client is self._client and _credentials() != self._credentials:
+            if client is self._client and _credentials() not in (None, self._credentials):
                 self._make_client()
             return self._client is not None and client is not self._client  # None: it is being closed
 

@@ -30,12 +30,11 @@ class Call(Generic[T]):
 
     def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object = None) -> None:
         self.origin = origin  # what is true of one call may be true of all with the same
-        self.others: deque[Call[T]] | None = (
-            None  # begun with it, of which one has its turn next; None: that has been so
-        )
-        self.timeout_s: float | None = (
-            None  # it hangs if it says nothing for so long, whoever waits for it, or for its thread
-        )
+        # It hangs if it says nothing for longer, also where nobody waits for it yet.
+        self.timeout_s: float | None = None
+        self.keeps_turn = False  # it has come to its end, but not done what it was for
+        # Those begun with it, of which one has its turn once this is done; None: that has been so.
+        self.others: deque[Call[T]] | None = None
         self._function = function
         self._hands = hands
         self._lock = threading.Lock()
@@ -112,7 +111,7 @@ class Call(Generic[T]):
         result, error = None, None
         try:
             result = self._function(self)
-            if self.others:
+            if self.others and not self.keeps_turn:
                 self._hands.pass_on(self, wakes=False)  # this thread comes for it
         except BaseException as raised:
             error = raised

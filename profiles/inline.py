@@ -9,12 +9,9 @@ and errors.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.order import GlobalOrder
-from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.slabs import SlabLayout, SlabPool
 from loaderkit.types import FieldSpec
+from profiles.record import record
 
 BATCH, NUM_BATCHES = 64, 300
 
@@ -137,10 +134,7 @@ def main() -> None:
     ]
     for row in rows:
         print(f"{row['what']:48} {row['batch_us']:6.0f} us a batch, {row['of_dataloader']:.2f} of DataLoader's speed")
-    if arguments.out is not None:
-        path = arguments.out / f"inline-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
-        facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}
-        path.write_text(json.dumps({**facts, "rounds": arguments.rounds, "rows": rows}, indent=1) + "\n")
+    record(arguments.out, "inline", rounds=arguments.rounds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,11 @@ long the calls take that the profiler adds to a loop, in shares of 60 such steps
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,8 +28,8 @@ from loaderkit.demo.photos import demo_data
 from loaderkit.formats.tar_index import default_cache_dir
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account
-from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.types import Chunk
+from profiles.record import record
 
 
 class Silent(Account):
@@ -203,11 +200,7 @@ def main() -> None:
         print(
             f"the profiler's own calls: {calls['median_percent']:.3f} % of 60 steps, {calls['most_percent']:.3f} % at most"
         )
-    if arguments.out is not None:
-        path = arguments.out / f"overhead-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
-        facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}
-        facts |= {"rounds": arguments.rounds, "turns": arguments.turns}
-        path.write_text(json.dumps({**facts, "works": found}, indent=1) + "\n")
+    record(arguments.out, "overhead", rounds=arguments.rounds, turns=arguments.turns, works=found)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,18 @@ of the rounds: how many times as fast the loader is, and what share of the time 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import loaderkit
 from loaderkit.native import jpeg
-from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.stats import StageStats
 from profiles.overhead import endless, pictures
+from profiles.record import record
 
 NUM_SETTLING, NUM_BATCHES = 12, 24
 
@@ -75,10 +72,7 @@ def main() -> None:
             f"{row['executor']:8} {row['times_as_fast']:.2f} times as fast; decoding takes {row['share_of_decoding']:.2f} of "
             f"the time, {row['decode_us']['crop']:.0f} instead of {row['decode_us']['whole']:.0f} us a picture"
         )
-    if arguments.out is not None:
-        path = arguments.out / f"pieces-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
-        facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}
-        path.write_text(json.dumps({**facts, "num_rounds": arguments.rounds, "rows": rows}, indent=1) + "\n")
+    record(arguments.out, "pieces", rounds=arguments.rounds, rows=rows)
 
 
 if __name__ == "__main__":

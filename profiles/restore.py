@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -24,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +35,8 @@ import loaderkit
 from loaderkit.checkpoint import StreamReader, write_manifest
 from loaderkit.checkpoint.laying import bytes_of
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.stores import S3Args
+from profiles.record import record
 from profiles.stores.servers import Seaweed, nginx
 
 State = dict[str, torch.Tensor]
@@ -287,12 +284,8 @@ def main() -> None:
         print(
             f"{name:<34}{statistics.median(taken):8.3f} s{speed:8.2f} GB/s  x{ratio:.2f} of best peer  x{to_dcp:.2f} of dcp"
         )
-    if args.out:
-        what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny") if getattr(args, word))])
-        path = args.out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
-        facts = {"cpus": num_cpus(), "machine": platform.machine(), "torch": torch.__version__, "num_bytes": num_bytes}
-        facts["store"] = store
-        path.write_text(json.dumps({**facts, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
+    what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny") if getattr(args, word))])
+    record(args.out, what, num_bytes=num_bytes, store=store, rounds=args.rounds, rows=rows)
 
 
 if __name__ == "__main__":

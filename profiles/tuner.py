@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +25,7 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.prefetch.cpus import num_cpus
+from profiles.record import record
 
 BATCH = 16
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -101,12 +99,7 @@ def main() -> None:
         work = WORKS[name]
         found[name] = measure(work, arguments.seconds, arguments.turn, arguments.rounds)
         print(name, json.dumps({key: value for key, value in found[name].items() if key != "decisions"}), flush=True)
-    if arguments.out is not None:
-        date = datetime.now(UTC).date().isoformat()
-        path = arguments.out / f"tuner-{num_cpus()}cpu-{date}.json"
-        facts = {"cpus": num_cpus(), "machine": platform.machine(), "python": platform.python_version()}
-        path.write_text(json.dumps({**facts, "works": found}, indent=1) + "\n")
-        print(f"written to {path}")
+    record(arguments.out, "tuner", works=found)
 
 
 def measure(work: Work, seconds: float, turn_s: float, rounds: int) -> dict[str, Any]:

@@ -344,19 +344,20 @@ class TestLongReads:
         seaweed.boto().put_object(Bucket="faults", Key="photos/large", Body=data)
         return data
 
-    def test_a_store_that_is_away_is_not_asked_for_all_parts(self, proxy: FaultProxy, data: bytes) -> None:
+    @pytest.mark.parametrize("fault", [Fault(answer=(503, "SlowDown")), Fault(reset=True), Fault(keep_bytes=1000)])
+    def test_a_store_that_fails_is_not_asked_for_all_parts(self, proxy: FaultProxy, data: bytes, fault: Fault) -> None:
         """And the read goes on when it is there again, with all of them."""
         connector = S3Connector("s3://faults/photos", S3Args(endpoint=proxy.endpoint), RetryArgs.model_validate({}))
         info = connector.stat("large")
         buffer = bytearray(len(data))
-        asked: set[str] = set()  # for which parts, while it was away
+        asked: set[str] = set()  # for which parts, while it failed
 
         def rule(request: Request) -> Fault | None:
             if not is_read(request) or num_errors[0] >= 30:
                 return None
             num_errors[0] += 1
             asked.add(request.headers["range"])
-            return Fault(answer=(503, "SlowDown"))
+            return fault
 
         num_errors = [0]
         proxy.rule = rule

@@ -237,14 +237,14 @@ class S3Connector:
 
     def _finish(self, part: _Part, key: str, etag: str | None, begin_s: float) -> None:
         first = part.call
-        is_first = True
+        num_tries = 0
 
         def once() -> None:
-            nonlocal is_first
-            if not is_first:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries > 1:
                 (part.call,) = self._gets(key, [part])
                 self._requests.begin_gets([part.call], 1)
-            is_first = False
             try:
                 num_read = self._requests.finish_get(part.call, self.describe(key))
             except ShortReadError as error:

@@ -78,10 +78,14 @@ class Requests:
 
     def renewing(self, function: Callable[[], T]) -> T:
         """What `function` returns, which waits for requests; called again where newer credentials are there."""
-        for _ in range(_MOST_RENEWALS):
-            with suppress(_RenewedError):
+        num_left = _MOST_RENEWALS
+        while True:
+            try:
                 return function()
-        return function()
+            except _RenewedError as error:
+                if not num_left:
+                    raise ExpiredCredentialsError(str(error)) from None
+                num_left -= 1
 
     def gets(self, key: str, targets: Iterable[tuple[int, memoryview]]) -> list[Call[int]]:
         """Requests for [start, start + len(target)) for each (start, target), to be written to the targets, not begun yet; the
@@ -94,8 +98,10 @@ class Requests:
         return calls
 
     def begin_gets(self, calls: Sequence[Call[int]], at_once: int) -> None:
-        """Have them made, `at_once` of them at a time. One that fails keeps its turn until `pass_on`. If this raises, or is
-        interrupted, some may have begun: give them all up."""
+        """Have them made, `at_once` of them at a time. One that fails, or brings too little, keeps its turn until `pass_on`.
+
+        If this raises, or is interrupted, some may have begun: give them all up.
+        """
         self._hands.begin_all(calls, at_once)
 
     def pass_on(self, call: Call[int]) -> None:
@@ -115,6 +121,7 @@ class Requests:
             num_read += num_here
             if num_read == len(memory):
                 break  # that the answer is over comes a while later
+        call.keeps_turn = num_read < len(memory)
         self._note(key, first_s - begin_s, time.perf_counter() - first_s)
         return num_read
 

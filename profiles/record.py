@@ -1,0 +1,23 @@
+"""Where a measurement is kept, and what is said of the machine it was made on."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loaderkit.prefetch.cpus import num_cpus
+
+
+def record(out: Path | None, what: str, **found: Any) -> None:
+    """Write `<what>-<cpus>cpu-<date>.json` below `out`, if there is such."""
+    if out is None:
+        return
+    path = out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
+    facts = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    path.write_text(json.dumps({"cpus": num_cpus(), **facts, **found}, indent=1) + "\n")
+    print(f"written to {path}")

@@ -89,10 +89,12 @@ class BulkConnector(Connector, Protocol):
 
     A subclass that overrides `read_into` overrides these too, or they are not used; see `loaderkit.ranges.bulk_method`.
     `gap_bytes` says from how many unwanted bytes on another range costs less than reading them; without it, 1 MiB, as for
-    a store that takes milliseconds to answer, and many ranges are asked for at a time.
+    a store that takes milliseconds to answer, and many ranges are asked for at a time. `spread_bytes`: a read of so many is
+    several requests at a time, by the connector's own doing; without it, or 0, a read is one.
     """
 
     gap_bytes: int
+    spread_bytes: int
 
     def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
         """Read every range to its offset in `buffer`; the errors, as `read_into` raises them, by number of the range."""

@@ -7,9 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from loaderkit.checkpoint.plan import chunk_bytes_of
 from loaderkit.types import Connector, ObjectInfo
-
-_PART_BYTES = 8 * 2**20
 
 
 class Bare(NamedTuple):
@@ -31,12 +30,13 @@ def read_bare(
     *,
     most_s: float,
 ) -> Bare:
-    """Read the first `sizes[key]` bytes of every object, in parts of 8 MiB, for about `most_s` at most. Ctrl-C
+    """Read the first `sizes[key]` bytes of every object, in parts as a restore does, for about `most_s` at most. Ctrl-C
     waits for reads that are under way. Raises ConnectorError."""
+    part_bytes = chunk_bytes_of(connector)
     parts = [
-        (key, start, min(_PART_BYTES, size - start))
+        (key, start, min(part_bytes, size - start))
         for key, size in sizes.items()
-        for start in range(0, size, _PART_BYTES)
+        for start in range(0, size, part_bytes)
     ]
     parts.reverse()  # taken from its end
     counts: list[int] = []
@@ -45,7 +45,7 @@ def read_bare(
     all_are_there = threading.Barrier(num_threads + 1)  # with their memory
 
     def read() -> None:
-        buffer = memoryview(bytearray(_PART_BYTES))
+        buffer = memoryview(bytearray(part_bytes))
         try:
             all_are_there.wait()
             while not errors and time.perf_counter() - begin_s < most_s:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of
+from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of, spread_of
 from loaderkit.checkpoint.stages import Checksums, Shards
 from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.prefetch.accounts import Clock
@@ -23,6 +23,7 @@ from loaderkit.prefetch.stats import Stats
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 _REMOTE_WORKERS = 16
+_SPREADING_WORKERS = 8  # each of which has several requests under way
 # A tensor takes Python 60 us and more, and so many bytes on average 10 to read, whichever they are in. 4,000 of one size, one
 # thread and two, in ms: of 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595, 272 and 276; of 64 KiB
 # 520 and 605, 342 and 325.
@@ -35,15 +36,18 @@ _CPU = torch.device("cpu")
 def num_workers_of(
     connector: Connector, concurrency: int | Literal["auto"], wants: Sequence[Want] | None = None
 ) -> int:
-    """Threads: one a CPU for files, more for a store that answers late; one in all for files where `wants` are small on
-    average, which takes Python longer than reading them. Raises ConfigError for a number that is none."""
+    """Threads: one a CPU for files, more for a store that answers late, fewer of them where `wants` are long on average and
+    each is several requests at a time; one in all for files where `wants` are small on average, which takes Python longer
+    than reading them. Raises ConfigError for a number that is none."""
     if concurrency != "auto":
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
+    mean = sum(want.num_bytes for want in wants) / len(wants) if wants else None
     if gap_of(connector) >= SMALL_GAP:
-        return _REMOTE_WORKERS
-    if wants and sum(want.num_bytes for want in wants) < _SMALL_BYTES * len(wants):
+        is_spread = mean is not None and mean >= spread_of(connector) // 4 > 0
+        return _SPREADING_WORKERS if is_spread else _REMOTE_WORKERS
+    if mean is not None and mean < _SMALL_BYTES:
         return 1
     return max(2, num_cpus())
 

@@ -19,7 +19,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.schema import say_bytes
 from loaderkit.types import Chunk, Connector, Destination, FieldSpec
 
-CHUNK_BYTES = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 MOST_BLOCK_BYTES = 256 * 2**10  # with one checksum
 _LEAST_CHUNK = 64 * 2**10
 _LEAST_CHECKED_CHUNK = 2**20
@@ -116,6 +116,16 @@ def gap_of(connector: Connector) -> int:
     return int(getattr(connector, "gap_bytes", _REMOTE_GAP))
 
 
+def chunk_bytes_of(connector: Connector) -> int:
+    """How much is read at once where memory allows."""
+    return max(_CHUNK_BYTES, spread_of(connector))
+
+
+def spread_of(connector: Connector) -> int:
+    """From how many bytes on a read is several requests at a time; 0: it never is."""
+    return int(getattr(connector, "spread_bytes", 0))
+
+
 def limits_of(
     connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool, num_parts: int = 1
 ) -> Limits:
@@ -124,7 +134,7 @@ def limits_of(
     `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks. Raises ConfigError.
     """
     # Each worker has one staging buffer, which may be a quarter larger than what was asked for, and copies within it.
-    found = min(CHUNK_BYTES, memory_bytes // (2 * num_workers * num_parts) // 4096 * 4096)
+    found = min(chunk_bytes_of(connector), memory_bytes // (2 * num_workers * num_parts) // 4096 * 4096)
     least = _LEAST_CHECKED_CHUNK if is_checked else _LEAST_CHUNK
     if found < least:
         raise ConfigError(

@@ -39,6 +39,11 @@ class TarConnector:
         """That of the connector that holds the archives; see `BulkConnector`."""
         return int(getattr(self._inner, "gap_bytes", 2**20))
 
+    @property
+    def spread_bytes(self) -> int:
+        """The same."""
+        return int(getattr(self._inner, "spread_bytes", 0))
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All members whose key starts with `prefix`, ordered by the UTF-8 bytes of the key.
 

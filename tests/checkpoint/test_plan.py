@@ -11,10 +11,12 @@ from of_states import pack
 
 from loaderkit.checkpoint.filling import num_workers_of
 from loaderkit.checkpoint.places import open_place
-from loaderkit.checkpoint.plan import Want, gap_of
+from loaderkit.checkpoint.plan import Want, chunk_bytes_of, gap_of, limits_of
 from loaderkit.connectors.ahead import AheadConnector
 from loaderkit.connectors.cache import CacheConnector
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.s3 import S3Connector
+from loaderkit.connectors.tar import TarConnector
 from loaderkit.opening import open_connector
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.stores import CacheArgs, StoreArgs
@@ -47,6 +49,27 @@ def test_small_tensors_in_files_are_restored_by_one_thread(path: Path, sizes: li
     assert num_workers_of(file, "auto", wants) == (1 if is_small else max(2, num_cpus()))
     assert num_workers_of(file, 3, wants) == 3, "as it was asked for"
     assert num_workers_of(Far(str(path.parent)), "auto", wants) == 16, "whose requests take their time"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_workers"), [([2**20] * 3, 16), ([2**30, *[1000] * 1000], 16), ([2**30, 2**20], 8), ([8 * 2**20], 8)]
+)
+def test_fewer_threads_restore_long_tensors_each_in_several_requests(
+    path: Path, sizes: list[int], num_workers: int
+) -> None:
+    class Spreading(FileConnector):
+        gap_bytes = 2**20
+        spread_bytes = 32 * 2**20
+
+    wants = [Want("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
+    place = Spreading(str(path.parent))
+    assert num_workers_of(place, "auto", wants) == num_workers
+    assert num_workers_of(place, "auto") == 16, "of what nothing is known"
+    assert limits_of(place, 2**31, num_workers, is_checked=False).most_bytes == 32 * 2**20
+    assert limits_of(place, 2**28, 16, is_checked=False).most_bytes == 2**23, "as memory allows"
+    assert limits_of(FileConnector(str(path.parent)), 2**31, 2, is_checked=False).most_bytes == 2**23
+    assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
+    assert S3Connector("s3://anywhere").spread_bytes == 32 * 2**20
 
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:

@@ -113,6 +113,21 @@ class TestReading:
             with pytest.raises(ShortReadError, match=f"of the .* bytes wanted from byte .*: it has {len(data)}"):
                 read(connector, "large", start, num_bytes, info.etag)
 
+    @pytest.mark.parametrize("num_clients", [1, 2])
+    def test_parts_are_received_by_all_clients(
+        self, connect: Any, monkeypatch: pytest.MonkeyPatch, num_clients: int
+    ) -> None:
+        monkeypatch.setattr("loaderkit.connectors.s3.client._NUM_CLIENTS", num_clients)
+        data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8).tobytes()
+        connector = connect(part_size="5MiB")
+        connector.write("spread", data)
+        etag = connector.stat("spread").etag
+        assert read(connector, "spread", 7, 1000, etag) == data[7:1007]
+        assert len(connector._requests._client._clients) == 1, "one part is no reason to make another"
+        for _ in range(2):
+            assert read(connector, "spread", 0, len(data), etag) == data
+            assert len(connector._requests._client._clients) == num_clients
+
     def test_a_whole_object_with_a_digest_costs_one_request(self, seaweed: Seaweed, connect: Any) -> None:
         seaweed.boto().put_object(Bucket="s3-tests", Key="digest", Body=b"0123456789")
         connector = connect()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from loaderkit.connectors.s3.settings import Place, Reach
@@ -10,6 +13,9 @@ from loaderkit.errors import MissingExtraError
 
 _PAGE = 1000
 _NOBODY_ASKS = object()
+# A client of the package has half as many threads that receive as the machine has CPUs, at least one: with one alone, a store
+# nearby has more to give than is taken.
+_NUM_CLIENTS = 2 if 2 <= (os.cpu_count() or 1) < 4 else 1
 
 
 class Page(NamedTuple):
@@ -20,7 +26,10 @@ class Page(NamedTuple):
 
 
 class Client:
-    """A client for one bucket. It belongs to the process that made it. Raises MissingExtraError."""
+    """A client for one bucket. It belongs to the process that made it. Raises MissingExtraError.
+
+    On small machines it is two of the package's, the second of which is made when parts of a long read are first asked for.
+    """
 
     def __init__(self, place: Place, reach: Reach) -> None:
         try:
@@ -34,6 +43,8 @@ class Client:
         self.failure: type[Exception] = S3Exception
         self._bucket = place.bucket
         self._pages = ListObjectStream
+        self._lock = threading.Lock()
+        self._num_parts = 0
         config = S3ClientConfig(
             part_size=reach.part_size,
             unsigned=reach.anonymous,
@@ -41,12 +52,14 @@ class Client:
             max_attempts=1,
             profile=reach.profile,
         )
-        self._client = S3Client(reach.region, endpoint=reach.endpoint, s3client_config=config)
+        self._make = partial(S3Client, reach.region, endpoint=reach.endpoint, s3client_config=config)
+        self._clients: list[Any] = [self._make()]
+        self._client = self._clients[0]
 
-    def stream(self, key: str, start: int, end: int) -> Iterator[bytes]:
-        """The bytes [start, end) of an object, in pieces."""
+    def stream(self, key: str, start: int, end: int, *, is_part: bool = False) -> Iterator[bytes]:
+        """The bytes [start, end) of an object, in pieces; `is_part`: of a read that is more of them."""
         # The client's readers write to memory that a request given up must not touch any more: the stream alone is wanted.
-        client: Any = self._client
+        client = self._next_client() if is_part else self._client
         stream_of = client.get_object(
             self._bucket,
             key,
@@ -55,6 +68,14 @@ class Client:
         )
         found: Iterator[bytes] = stream_of(start, end)
         return found
+
+    def _next_client(self) -> Any:
+        with self._lock:
+            at = self._num_parts % _NUM_CLIENTS
+            if at == len(self._clients):
+                self._clients.append(self._make())
+            self._num_parts += 1
+            return self._clients[at]
 
     def head(self, key: str) -> Any:
         """Has `size` and `etag`."""

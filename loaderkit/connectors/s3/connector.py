@@ -80,6 +80,7 @@ class S3Connector:
     """
 
     is_remote = True
+    spread_bytes = 4 * 8 * 2**20
 
     def __init__(
         self, url: str, s3: S3Args | None = None, retry: RetryArgs | None = None, odd_keys: Iterable[str] = ()

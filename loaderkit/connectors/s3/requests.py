@@ -91,7 +91,12 @@ class Requests:
         """Requests for [start, start + len(target)) for each (start, target), to be written to the targets, not begun yet; the
         results are how many bytes came."""
         client = self._client_here()
-        gets = [partial(self._get, client, key, start, np.frombuffer(target, np.uint8)) for start, target in targets]
+        targets = list(targets)
+        is_part = len(targets) > 1
+        gets = [
+            partial(self._get, client, key, start, np.frombuffer(target, np.uint8), is_part=is_part)
+            for start, target in targets
+        ]
         calls = [Call(get, self._hands, client) for get in gets]
         for call in calls:
             call.timeout_s = self._timeout_s
@@ -108,12 +113,14 @@ class Requests:
         """What was asked for with `call` has come after all: another one may have its turn."""
         self._hands.pass_on(call)
 
-    def _get(self, client: Client, key: str, start: int, memory: NDArray[np.uint8], call: Call[int]) -> int:
+    def _get(
+        self, client: Client, key: str, start: int, memory: NDArray[np.uint8], call: Call[int], *, is_part: bool
+    ) -> int:
         """`memory` is an array, as that is copied to without Python's lock, unlike a memoryview."""
         self._count()
         num_read = 0
         begin_s = first_s = time.perf_counter()
-        for piece in client.stream(key, start, start + len(memory)):
+        for piece in client.stream(key, start, start + len(memory), is_part=is_part):
             if num_read == 0:
                 first_s = time.perf_counter()
             num_here = min(len(piece), len(memory) - num_read)

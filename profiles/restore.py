@@ -187,7 +187,8 @@ def contestants(paths: dict[str, Path], into: State) -> Runs:
         "safetensors + copy": (own_safetensors, file),
         "torch.load(mmap) + copy": (torch_mmap, paths["pt"]),
         "dcp.load": (lambda: load(dict(into), checkpoint_id=paths["dcp"], no_dist=True), paths["dcp"]),
-        "bare preadv, 2 threads": (lambda: _bare(file, into), file),
+        "bare preadv, 2 threads": (lambda: _bare(file, into, 2), file),
+        "bare preadv, 8 threads": (lambda: _bare(file, into, 8), file),
     }
     if (theirs := run_ai(str(file), into)) is not None:
         found["run:ai streamer + copy"] = (theirs, file)
@@ -198,8 +199,8 @@ def _into(path: Path | str, into: State) -> None:
     loaderkit.restore(path, into)
 
 
-def _bare(file: Path, into: State) -> None:
-    """As many bytes, straight into the tensors, by two threads."""
+def _bare(file: Path, into: State, num_threads: int) -> None:
+    """As many bytes, straight into the tensors."""
     work = parts_of(into)
     fd = os.open(file, os.O_RDONLY)
 
@@ -207,7 +208,7 @@ def _bare(file: Path, into: State) -> None:
         for start, part in own:
             os.preadv(fd, [part], start)
 
-    threads = [threading.Thread(target=read, args=(work[n::2],)) for n in range(2)]
+    threads = [threading.Thread(target=read, args=(work[n::num_threads],)) for n in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -126,6 +126,11 @@ def spread_of(connector: Connector) -> int:
     return int(getattr(connector, "spread_bytes", 0))
 
 
+def memory_of(connector: Connector, num_workers: int) -> int:
+    """The bound on staging memory from which on so many workers read as much at once as they like."""
+    return 2 * num_workers * chunk_bytes_of(connector)
+
+
 def limits_of(
     connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool, num_parts: int = 1
 ) -> Limits:

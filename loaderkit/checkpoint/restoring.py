@@ -280,7 +280,7 @@ class Source:
             self.objects,
             memory_bytes=self.memory_bytes,
             num_parts=self.num_alike,
-            num_workers=num_workers_of(self.found.connector, concurrency, wants),
+            num_workers=num_workers_of(self.found.connector, concurrency, wants, self.memory_bytes // self.num_alike),
             checksums=self.checksums,
             device=device,
             **settings,

@@ -227,7 +227,7 @@ def _record(
 def _subset(parts: Parts) -> Any:
     """The samples that headspace is measured on."""
     from loaderkit.assembly import order_of
-    from loaderkit.profile.cold import files_of
+    from loaderkit.page_cache import files_of
     from loaderkit.profile.headspace import MOST_BATCHES, Subset
 
     schedule, source = parts.schedule, parts.source

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loaderkit.page_cache import evict
 from loaderkit.prefetch.stats import Stats
-from loaderkit.profile.cold import evict
 from loaderkit.profile.driving import Step, endless
 from loaderkit.profile.experiments import Looped, Make, Window, rate_of
 from loaderkit.profile.model import Headspace, Rate

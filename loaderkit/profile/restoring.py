@@ -7,9 +7,8 @@ list      accounts of       what the store gives
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -18,12 +17,11 @@ from pydantic import Field
 from loaderkit.checkpoint.bare import Bare, read_bare
 from loaderkit.checkpoint.filling import Filling
 from loaderkit.checkpoint.loading import TensorLoader
-from loaderkit.checkpoint.records import Stored
 from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
+from loaderkit.page_cache import cached_share, evict, parts_of
 from loaderkit.prefetch.stats import Stats
 from loaderkit.profile.attribute import machine
-from loaderkit.profile.cold import cached_share, evict
 from loaderkit.profile.model import SCHEMA_VERSION, Machine, Part
 from loaderkit.types import Connector
 
@@ -121,7 +119,8 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
     with TensorLoader(config, {}, time.perf_counter) as loader:
         open_s = time.perf_counter() - begin_s
         connector, objects = loader.source.found.connector, loader.source.objects
-        paths = _ranges(connector, loader.stored)
+        parts = (part for one in loader.stored for part in one.parts)
+        paths = parts_of(connector, ((part.key, part.start, part.length) for part in parts))
         if cold and not paths:
             raise ConfigError(
                 f"--cold: {loader.source.found.name} lies in no files of this machine that could be put out of its page cache"
@@ -302,17 +301,3 @@ def _rows(filling: Filling, connector: Connector, watched: Mapping[str, tuple[fl
             )
         )
     return rows
-
-
-def _ranges(connector: Connector, stored: Iterable[Stored]) -> dict[str, list[tuple[int, int]]]:
-    """What is read of which files, (start, length) by path; nothing where a checkpoint lies in a store."""
-    if getattr(connector, "is_remote", False):
-        return {}
-    found: dict[str, list[tuple[int, int]]] = {}
-    for part in (part for one in stored for part in one.parts):
-        path, _, member = connector.describe(part.key).partition("!")
-        if not member:
-            found.setdefault(path, []).append((part.start, part.length))
-        elif path not in found and os.path.isfile(path):  # an archive counts as a whole
-            found[path] = [(0, os.path.getsize(path))]
-    return found if all(os.path.isfile(path) for path in found) else {}

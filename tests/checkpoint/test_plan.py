@@ -18,6 +18,7 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.opening import open_connector
+from loaderkit.page_cache import cached_share, evict
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.stores import CacheArgs, StoreArgs
 from loaderkit.types import Connector
@@ -70,6 +71,25 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     assert limits_of(FileConnector(str(path.parent)), 2**31, 2, is_checked=False).most_bytes == 2**23
     assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
     assert S3Connector("s3://anywhere").spread_bytes == 32 * 2**20
+
+
+@pytest.mark.parametrize("name", ["", "x.tar"])
+def test_what_is_on_disk_is_read_by_more_threads(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loaderkit.checkpoint.filling.num_cpus", lambda: 2)
+    safetensors.torch.save_file({"a": torch.ones(10**6)}, path)
+    pack([path], path.parent, path.parent / "x.tar")
+    place = open_place(path.parent / name, {})
+    key = "x.tar/x.safetensors" if name else "x.safetensors"
+    wants = [Want("a", (place.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
+    assert num_workers_of(place.connector, "auto", wants, 2**31) == 2
+    evict([str(path), str(path.parent / "x.tar")])
+    if cached_share({str(path): [(0, 10**6)]}) == 1:
+        pytest.skip("the files of this filesystem are nowhere but in memory")
+    assert num_workers_of(place.connector, "auto", wants, 2**31) == 8
+    assert num_workers_of(place.connector, "auto", wants, 2**26) == 2, "too little memory for eight"
+    monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges: None)
+    assert num_workers_of(place.connector, "auto", wants, 2**31) == 8, "nobody knows"
+    place.close()
 
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:

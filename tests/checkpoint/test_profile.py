@@ -21,8 +21,8 @@ from loaderkit.checkpoint import write_manifest
 from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
 from loaderkit.errors import ConfigError
+from loaderkit.page_cache import cached_share, evict
 from loaderkit.pipeline import Pipeline
-from loaderkit.profile.cold import cached_share, evict
 from loaderkit.profile.restore_text import to_text
 from loaderkit.profile.restoring import RestoreReport, judge, profile_restore
 

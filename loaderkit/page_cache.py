@@ -1,4 +1,4 @@
-"""Files out of the page cache, without being root: posix_fadvise(POSIX_FADV_DONTNEED) on each."""
+"""What of files lies in the page cache, and how to put them out of it; without being root."""
 
 from __future__ import annotations
 
@@ -29,8 +29,26 @@ def files_of(source: Source, connector: Connector | None, indices: Iterable[int]
     return paths if all(os.path.isfile(path) for path in paths) else None
 
 
+def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> dict[str, list[tuple[int, int]]]:
+    """Where ranges, (key, start, length), lie in files of this machine: (start, length) by path. Archives count as a whole.
+
+    Nothing where they lie anywhere else.
+    """
+    if getattr(connector, "is_remote", False):
+        return {}
+    found: dict[str, list[tuple[int, int]]] = {}
+    for key, start, length in ranges:
+        path, _, member = connector.describe(key).partition("!")
+        if not member:
+            found.setdefault(path, []).append((start, length))
+        elif path not in found and os.path.isfile(path):
+            found[path] = [(0, os.path.getsize(path))]
+    return found if all(os.path.isfile(path) for path in found) else {}
+
+
 def evict(paths: Iterable[str]) -> None:
-    """Let the kernel forget what it holds of these files; it does so at once for pages that are written and not mapped.
+    """Let the kernel forget what it holds of these files, by posix_fadvise(2); it does so at once for pages that are written
+    and not mapped.
 
     Raises OSError for a file that cannot be opened.
     """
@@ -41,7 +59,8 @@ def evict(paths: Iterable[str]) -> None:
 
 
 def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | None:
-    """How much of these parts of files, (start, length) by path, lies in the page cache: from 0 to 1, by samples.
+    """How much of these parts of files, (start, length) by path, lies in the page cache: from 0 to 1, by samples. What lies
+    behind a file's end does not count.
 
     None where that is not known: Linux tells it only to who owns a file or may write to it.
     """
@@ -68,6 +87,7 @@ def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
     if not offsets:
         return []
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapping:
+        size = len(mapping)
         pages = np.frombuffer(mapping, np.uint8)
         begin = pages.ctypes.data
         del pages  # it would keep the mapping open
@@ -75,4 +95,5 @@ def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
         return [
             _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, found) == 0 and bool(found[0] & 1)
             for offset in offsets
+            if offset < size
         ]

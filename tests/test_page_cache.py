@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loaderkit.profile.cold import cached_share, evict
+from loaderkit.page_cache import cached_share, evict
 
 
 @pytest.fixture
@@ -44,6 +44,9 @@ def test_only_the_parts_count(files: dict[str, int]) -> None:
     os.close(descriptor)
     assert cached_share({path: [(8_000_000, 1_000_000), (9_000_000, 2_000_000)]}) == 1
     assert cached_share({path: [(0, 7_000_000)]}) == 0
+    assert cached_share({path: [(8_000_000, 3_000_000), (12_000_001, 50_000_000)]}) == 1, (
+        "there is nothing behind its end"
+    )
     assert cached_share({path: [(10_000_000, 1_000_000), (0, 1_000_000)]}) == pytest.approx(0.5, abs=0.01)
 
 

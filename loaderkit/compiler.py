@@ -87,11 +87,11 @@ class Compiler:
 
     def _find_slot_normalize(self) -> StageConfig | None:
         """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
+        is_there = self.device.type == "cpu"
         for stage in self._config.stages[self._border + 1 :]:
             if isinstance(stage.args, NormalizeArgs):
-                fits = stage.args.dtype == "float32" and stage.args.fields is None and self.device.type == "cpu"
-                return stage if fits else None
-            if not _keeps_values(stage):
+                return stage if stage.args.dtype == "float32" and stage.args.fields is None else None
+            if not (_keeps_values(stage) and is_there):
                 return None
         return None
 

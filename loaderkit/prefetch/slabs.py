@@ -152,8 +152,15 @@ class SlabPool:
         if self._allocate_memory is not None:
             return self._allocate_memory(size)
         if self._pinned_for is not None:
-            with torch.cuda.device(self._pinned_for):  # in a worker's thread it would be another one
-                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+            try:
+                with torch.cuda.device(self._pinned_for):  # in a worker's thread it would be another one
+                    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+            except RuntimeError as error:
+                self._pinned_for = None  # of locked memory there is no more: it would not be granted for the next one
+                logger.warning(
+                    "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker",
+                    str(error).partition("\n")[0],
+                )
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT
         return memory[offset : offset + size]

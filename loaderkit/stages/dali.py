@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from loaderkit.types import Chunk, Encoded, Image, Rendered, Sample
 logger = logging.getLogger("loaderkit")
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
+_SAMPLE = re.compile(r"sample #(\d+)")  # in an error of DALI's, which does not always say it
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -181,9 +184,17 @@ class Renderer:
 
     def _render(self, chunk: Chunk, field: str, jobs: list[_Job]) -> None:
         """Let DALI do what it can of the jobs; the rest stays encoded."""
-        if self._run(chunk, field, jobs) is None:
-            return
-        # One that is damaged fails them all, and nobody says which it is: our decoder does.
+        for _ in range(_MOST_NAMED):
+            error = self._run(chunk, field, jobs)
+            if error is None:
+                return
+            named = _SAMPLE.search(str(error))
+            if named is None or self._is_whole(chunk, jobs[int(named[1])].place, field):
+                break
+            del jobs[int(named[1])]
+            if not jobs:
+                return
+        # One that is damaged fails them all, and often nobody says which it is: our decoder does.
         whole = [job for job in jobs if self._is_whole(chunk, job.place, field)]
         error = self._run(chunk, field, whole) if whole else None
         if error is not None:
@@ -211,24 +222,25 @@ class Renderer:
         self._decode(attempt)
         return attempt.samples[0] is not None
 
-    def _run(self, chunk: Chunk, field: str, jobs: Sequence[_Job]) -> RuntimeError | None:
+    def _run(self, chunk: Chunk, field: str, jobs: Sequence[_Job]) -> Exception | None:
         """Put what DALI makes of the jobs into their samples; its error if it fails on one of them."""
         try:
             pipeline = self._idle.pop()
         except IndexError:
-            pipeline = _build(self._dali, self._graph)
+            pipeline = self._built(chunk.epoch)
         pipeline.feed_input("encoded", [job.data for job in jobs])
-        for number, column in enumerate(zip(*(job.steps for job in jobs), strict=True)):
-            for name, values in _arguments(column).items():
+        # What is fed is not copied: it is to be there until the run is over.
+        fed = [_arguments(column) for column in zip(*(job.steps for job in jobs), strict=True)]
+        for number, arguments in enumerate(fed):
+            for name, values in arguments.items():
                 pipeline.feed_input(f"{name}-{number}", values)
         try:
             (output,) = pipeline.run()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whichever it makes of its own
+            del pipeline  # it is not valid any more, and its memory would be kept by the error's frames as well
             if (complaint := _complaint(error, self._graph)) is not None:
-                del pipeline  # and its memory, which the error's frames would keep as well
                 failed = StageError(f"{self._name} failed: {complaint}", stage=self._name, epoch=chunk.epoch)
                 raise failed from error.with_traceback(None)
-            self._idle.append(pipeline)  # after an error of an operator it takes the next batch as well
             return error
         rows = self._rows(output)
         self._idle.append(
@@ -239,6 +251,17 @@ class Renderer:
             assert sample is not None
             sample[field] = row
         return None
+
+    def _built(self, epoch: int) -> Any:
+        """A new pipeline. Raises StageError where there is no memory for it, or no driver that DALI takes."""
+        try:
+            return _build(self._dali, self._graph)
+        except (RuntimeError, ValueError) as error:
+            reason = _complaint(error, self._graph) or str(error).strip().partition("\n")[0]
+            failed = StageError(
+                f"{self._name} failed: DALI cannot build its pipeline: {reason}", stage=self._name, epoch=epoch
+            )
+            raise failed from error.with_traceback(None)
 
     def _rows(self, output: Any) -> list[Rendered]:
         """What DALI has made, image by image."""
@@ -286,7 +309,7 @@ _MEMORY = (
 )
 
 
-def _complaint(error: RuntimeError, graph: Graph) -> str | None:
+def _complaint(error: Exception, graph: Graph) -> str | None:
     """What to say of an error of DALI's that no image can have caused; None if one may have.
 
     DALI has one type for all: the text tells them apart. Numbers 5 and 15 are nvImageCodec's for what an allocator refused.
@@ -312,22 +335,21 @@ def _alone(chunk: Chunk, place: int, sample: Sample) -> Chunk:
     return found
 
 
-def _arguments(column: Sequence[Step]) -> dict[str, list[NDArray[Any]]]:
-    """What an operator needs of each image, by the name of its input."""
-    first = column[0]
-    if isinstance(first, Crop):
+def _arguments(column: Sequence[Step]) -> dict[str, NDArray[Any]]:
+    """What an operator needs of all images, by the name of its input; a row for each."""
+    if isinstance(column[0], Crop):
         boxes = np.array(column, np.int32)
-        return {"start": list(boxes[:, :2]), "shape": list(boxes[:, 2:])}
-    if isinstance(first, Scale):
-        return {"size": list(np.array(column, np.float32))}
-    return {"flip": list(np.array(column, np.int32)[:, 0])}
+        return {"start": np.ascontiguousarray(boxes[:, :2]), "shape": np.ascontiguousarray(boxes[:, 2:])}
+    if isinstance(column[0], Scale):
+        return {"size": np.array(column, np.float32)}
+    return {"flip": np.array(column, np.int32)[:, 0].copy()}
 
 
 def _build(dali: Any, graph: Graph) -> Any:
     fn, types = dali.fn, dali.types
 
     def source(name: str, dtype: Any, ndim: int) -> Any:
-        return fn.external_source(name=name, dtype=dtype, ndim=ndim)
+        return fn.external_source(name=name, dtype=dtype, ndim=ndim, no_copy=True)
 
     def define() -> Any:
         encoded = source("encoded", types.UINT8, 1)

@@ -6,6 +6,8 @@ pinned and copied on a stream of their own while the consumer works on earlier b
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,29 +65,61 @@ def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in it changed, also those in lists, tuples and dicts."""
+    """`value` with every tensor in it changed, also those in lists, tuples and dicts, whose types stay what they are; one in
+    which nothing changes is returned itself."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, dict):
-        return {name: _with_tensors(item, change) for name, item in value.items()}
     if isinstance(value, PackedSequence):
         data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
         return PackedSequence(
             data, value.batch_sizes, indices, inverse
         )  # torch wants the sizes on the CPU, wherever the rest is
+    if isinstance(value, dict):
+        changed = {name: _with_tensors(item, change) for name, item in value.items()}
+        return value if all(changed[name] is item for name, item in value.items()) else _refilled(value, changed)
     if isinstance(value, (list, tuple)):
         items = [_with_tensors(item, change) for item in value]
-        named = hasattr(value, "_fields")
-        return items if isinstance(value, list) else type(value)(*items) if named else tuple(items)
+        return value if all(map(operator.is_, items, value)) else _refilled(value, items)
     return value
+
+
+def _refilled(value: Any, items: Any) -> Any:
+    """A container of the same type, and with the same attributes, that holds `items`; tuples with nothing but their type."""
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if type(value) in (dict, list):
+        return items
+    found = copy.copy(value)
+    found.clear()
+    (found.update if isinstance(found, dict) else found.extend)(items)
+    return found
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors whose memory a tensor is made of: itself, or what a sparse or nested one consists of."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
+    if tensor.is_nested:
+        jagged: Any = tensor
+        found = (
+            (jagged.values(), jagged.offsets(), jagged.lengths())
+            if tensor.layout is torch.jagged
+            else (jagged.values(),)
+        )
+        return tuple(part for part in found if part is not None)
     names = _DENSE_PARTS.get(tensor.layout)
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
+
+
+def _is_pageable(tensor: torch.Tensor) -> bool:
+    """Whether it is worth a copy within the CPU's memory that the device can fetch it from there by itself."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.nbytes >= _LEAST_PINNED
+        and not tensor.is_pinned()
+    )
 
 
 _DENSE_PARTS = {
@@ -93,8 +127,9 @@ _DENSE_PARTS = {
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-    torch.jagged: ("values", "offsets"),
 }
+# What is smaller is on its way before a copy within memory would be made.
+_LEAST_PINNED = 64 * 2**10
 
 
 class Lane:
@@ -111,6 +146,7 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._lock = threading.Lock()
         self._copies = (0, 0.0)
+        self._can_pin = True
 
     @contextmanager
     def _current(self) -> Iterator[None]:
@@ -138,7 +174,10 @@ class Lane:
         return call
 
     def move(self, batch: dict[str, Any]) -> None:
-        """Put every tensor of a batch on the device, also those in lists, tuples and dicts; return when they are there."""
+        """Put every tensor of a batch on the device, also those in lists, tuples and dicts; return when they are there.
+
+        What is large and lies in no slab is pinned first: otherwise this thread, and others' copies, would wait for the copy.
+        """
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         num_bytes = 0
@@ -150,15 +189,24 @@ class Lane:
             return found
 
         with self._current():
+            pinned = {name: _with_tensors(value, self._pinned) for name, value in batch.items()}
             with self._lock:  # nobody else's copies come between the events
                 begin.record(self._stream)
-                moved = {name: _with_tensors(value, copied) for name, value in batch.items()}
+                moved = {name: _with_tensors(value, copied) for name, value in pinned.items()}
                 end.record(self._stream)
             end.synchronize()
             copy_s = begin.elapsed_time(end) / 1000
         batch.update(moved)  # not before: with the last tensor that sees it a slab may be filled again
         with self._lock:
             self._copies = (self._copies[0] + num_bytes, self._copies[1] + copy_s)
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._can_pin and _is_pageable(tensor):
+            try:
+                return tensor.pin_memory()
+            except RuntimeError:  # of locked memory there is no more: it is copied as it is, then
+                self._can_pin = False
+        return tensor
 
     def hand_over(self, batch: dict[str, Any]) -> None:
         """In the loop's thread: its current stream works on the batch from here on, also after the loop has dropped it."""

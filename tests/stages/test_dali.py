@@ -22,8 +22,9 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.registry import STAGES
+from loaderkit.stages.dali import Renderer
 from loaderkit.steps import Crop, Flip, Scale, size_after
-from loaderkit.types import Image
+from loaderkit.types import Chunk, Image
 
 Chain = Callable[[Pipeline], Pipeline]
 
@@ -49,6 +50,14 @@ def source(folder: Path) -> Pipeline:
 def batches(folder: Path, device: str, chain: Chain, **overrides: Any) -> list[dict[str, Any]]:
     with loaderkit.build(chain(source(folder).decode(device=device)), overrides=overrides) as loader:
         return list(loader)
+
+
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """To the last byte."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one["__key__"] == other["__key__"]
+        assert torch.equal(one["image"], other["image"])
 
 
 def levels(batch: dict[str, Any], chain: str) -> torch.Tensor:
@@ -83,19 +92,16 @@ class TestTheSame:
         expected = batches(photos, "dali-cpu", chain)
         pipeline = chain(source(photos).decode(device="dali-cpu"))
         overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
+        states, found = [], []
         with loaderkit.build(pipeline, overrides=overrides) as loader:
-            found = []
             for batch in loader:
                 found.append(batch)
-                if len(found) == 3:
-                    break
-            state = loader.state_dict()
+                states.append(loader.state_dict())
         with loaderkit.build(pipeline, overrides=overrides) as loader:
-            loader.load_state_dict(state)
-            found += list(loader)
-        for before, after in zip(expected, found, strict=True):
-            assert before["__key__"] == after["__key__"]
-            assert torch.equal(before["image"], after["image"])
+            for place, state in enumerate(states[:-1], 1):  # after each batch
+                loader.load_state_dict(state)
+                resumed = list(loader)
+                assert_same([*found[:place], *resumed], expected)
 
     def test_batches_stay_as_they_were_delivered(self, photos: Path) -> None:
         with loaderkit.build(CHAINS["crop"](source(photos).decode(device="dali-cpu"))) as loader:
@@ -238,6 +244,33 @@ class TestDamaged:
         with loaderkit.build(pipeline, overrides={"errors.on_bad_sample": "skip"}) as loader:
             for _ in range(3):
                 assert sum(len(batch["image"]) for batch in loader) == 64 - len(self.bad(folder, "cpu"))
+
+    def test_only_those_that_dali_names_are_looked_at_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As long as they are few, since one thread looks at them."""
+        folder = write_photos(tmp_path / "photos", 64)
+        places = {f"{index:03}": next(folder.glob(f"*/{index:03}.jpg")) for index in (5, 20, 41)}
+        for place in places.values():
+            before = place.read_bytes()
+            place.write_bytes(before.replace(b"\xff\xdb", b"\xff\xe5"))  # its tables are taken for something else
+            assert place.read_bytes() != before
+        looked_at: list[int] = []
+        is_whole = Renderer._is_whole
+
+        def count(renderer: Renderer, chunk: Chunk, place: int, field: str) -> bool:
+            looked_at.append(place)
+            return is_whole(renderer, chunk, place, field)
+
+        monkeypatch.setattr(Renderer, "_is_whole", count)
+        assert self.bad(folder, "dali-cpu") == {f"{place.parent.name}/{place.name}" for place in places.values()}
+        assert len(looked_at) in (3, 6), "of this epoch, and of the next if that was begun"
+        places["005"].with_name("006.jpg").write_bytes(places["005"].read_bytes())
+        for index in (7, 8):
+            next(folder.glob(f"*/{index:03}.jpg")).write_bytes(places["005"].read_bytes())
+        looked_at.clear()
+        assert self.bad(folder, "dali-cpu") == self.bad(folder, "cpu")
+        assert len(looked_at) > 64, "then all are, at once"
 
 
 class TestRefused:

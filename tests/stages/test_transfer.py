@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -116,6 +117,27 @@ class TestLayout:
             assert (text, type(inner["pair"]), inner["pair"].right) == ("text", Pair, 1)
             assert batch["image"].dtype == torch.uint8
             assert batch["image"].is_contiguous(memory_format=torch.channels_last)
+
+    def test_containers_keep_their_types(self) -> None:
+        class Named(list[Any]):
+            name = "of its own"
+
+        def nested(batch: dict[str, Any]) -> dict[str, Any]:
+            x, plain = batch["x"].float(), OrderedDict(b=1, a=[2])
+            many = defaultdict(list, x=[x])
+            found = Named([x, 1])
+            found.name = "kept"
+            return {"many": many, "named": found, "plain": plain, "size": x.shape, "ordered": OrderedDict(b=x, a=1)}
+
+        stages = loaderkit.Pipeline.dataset(Items()).read().batch(8).call(nested)
+        for batch in batches(stages.transfer("cpu", dtype="float16")):
+            assert (type(batch["many"]), batch["many"]["none"]) == (defaultdict, [])
+            assert (type(batch["named"]), batch["named"].name) == (Named, "kept")
+            assert (type(batch["ordered"]), list(batch["ordered"])) == (OrderedDict, ["b", "a"])
+            assert {batch["many"]["x"][0].dtype, batch["named"][0].dtype, batch["ordered"]["b"].dtype} == {
+                torch.float16
+            }
+            assert (type(batch["plain"]), type(batch["size"])) == (OrderedDict, torch.Size), "nothing in them changed"
 
     @pytest.mark.parametrize("position", ["before", "after"])
     def test_channels_last_keeps_the_values(self, position: str) -> None:
@@ -240,8 +262,12 @@ class TestLane:
             (lambda: torch.eye(3).to_sparse_csr(), (4 + 3) * 8 + 3 * 4),
             (lambda: torch.eye(4).to_sparse_bsc((2, 2)), (3 + 2) * 8 + 2 * 4 * 4),
             (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 5 * 4 + 3 * 8),
+            (
+                lambda: torch.nested.narrow(torch.ones(2, 6), 1, 0, torch.tensor([2, 3]), layout=torch.jagged),
+                12 * 4 + 3 * 8 + 2 * 8,
+            ),
         ],
-        ids=["coo", "csr", "bsc", "jagged"],
+        ids=["coo", "csr", "bsc", "jagged", "jagged with holes"],
     )
     def test_sparse_and_nested_tensors(self, late: Lane, make: Callable[[], torch.Tensor], num_bytes: int) -> None:
         made = make()
@@ -250,6 +276,39 @@ class TestLane:
         assert batch["x"].is_meta
         assert batch["x"].layout is made.layout
         assert late.counters()["num_bytes"] == num_bytes
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_what_a_loop_s_stream_is_told_of(self, late: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`record_stream` knows dense tensors only."""
+        noted: list[torch.Tensor] = []
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: noted.append(tensor))
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        late.hand_over({"nested": nested, "sparse": [torch.eye(2).to_sparse()], "dense": {"x": torch.ones(7)}})
+        assert [part.numel() for part in noted] == [5, 4, 2, 7]
+        assert not any(part.is_nested or part.is_sparse for part in noted)
+
+    def test_what_is_large_and_in_no_slab_is_pinned_first(self, late: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+        pinned: list[int] = []
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            if len(pinned) == 2:
+                raise RuntimeError("CUDA error: out of memory")
+            pinned.append(tensor.numel())
+            return tensor.clone()
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 30_000)
+        large = [torch.ones(20_000), torch.ones(30_000), torch.ones(40_000)]
+        batch: dict[str, Any] = {"small": torch.ones(10), "large": large}
+        late.move(batch)
+        assert pinned == [20_000, 40_000], "not what is small, or pinned already"
+        assert Late.under_way == []
+        for _ in range(2):  # where no more can be pinned, it is copied all the same
+            batch = {"large": torch.ones(50_000)}
+            late.move(batch)
+            assert batch["large"].is_meta
+        assert pinned == [20_000, 40_000]
 
     def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
         kept: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""What stages do to an image's geometry, as arithmetic on the host: so that pixels may be worked on somewhere else.
+"""What stages do to an image, as arithmetic on the host: so that pixels may be worked on somewhere else.
 
 A stage is a fixed sequence of steps; `Steps.of` gives their numbers for one image of known size, from the stage's draws.
 The numbers are those that the stage itself works with on the CPU.
@@ -37,14 +37,29 @@ class Flip(NamedTuple):
     is_on: bool
 
 
-Step = Crop | Scale | Flip
+LUMA = (0.2989, 0.587, 0.114)
+"""Of red, green and blue."""
+
+
+class Adjust(NamedTuple):
+    """Every level x becomes `image` * x + `grey` * (the pixel's luma) + `mean` * (the mean of all luma), and then the hue is
+    turned by `turn` of the colour circle if `turns`; within 0 and 255, and rounded down, as luma is."""
+
+    image: float = 1.0
+    grey: float = 0.0
+    mean: float = 0.0
+    turn: float = 0.0
+    turns: bool = False
+
+
+Step = Crop | Scale | Flip | Adjust
 
 
 @dataclass(frozen=True)
 class Steps:
     """`kinds`: what every image goes through. `of(height, width, draws)`: the steps, one of each kind; ValueError for an image
     that the stage refuses. `is_inside`: crops never reach beyond the image. `is_shared`: a sample's images are cropped at one
-    place, so they have to be of one size."""
+    place, so they have to be of one size. `turns_hue`: whether any step does."""
 
     kinds: tuple[type[Step], ...]
     of: Callable[[int, int, NDArray[np.float64]], tuple[Step, ...]]
@@ -53,11 +68,12 @@ class Steps:
     fill: int = 0
     is_inside: bool = True
     is_shared: bool = False
+    turns_hue: bool = False
 
     @property
     def takes_a_piece(self) -> bool:
         """Whether the rest of an image does not matter."""
-        return self.is_inside and self.kinds[0] is Crop
+        return self.is_inside and self.kinds[:1] == (Crop,)
 
 
 class Need(NamedTuple):
@@ -117,6 +133,6 @@ class Finish:
 def size_after(steps: tuple[Step, ...], height: int, width: int) -> tuple[int, int]:
     """(height, width) of an image after the steps."""
     for step in steps:
-        if not isinstance(step, Flip):
+        if isinstance(step, (Crop, Scale)):
             height, width = step.height, step.width
     return height, width

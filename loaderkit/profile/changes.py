@@ -132,6 +132,8 @@ def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
     is_scaled = getattr(config.stages[kinds.index("decode")].args, "scaled", False)
     if first in ("resize", "random_resized_crop") and not is_scaled:
         yield _used_smaller(model, config, kinds.index(first))
+    if getattr(config.stages[kinds.index("decode")].args, "device", "cpu") == "gpu":
+        return
     gone = {stage.name for stage in config.stages[kinds.index("decode") :] if stage.kind not in ("batch", "transfer")}
     on_gpu = _with_stages(model, lambda stage: replace(stage, cpu_s=0.0, wait_s=0.0) if stage.name in gone else stage)
     note = "decode: {device: gpu}; how fast the GPU decodes, and what it takes from training, is not in the model"

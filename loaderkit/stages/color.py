@@ -6,7 +6,7 @@ torchvision.transforms.v2.ColorJitter. Masks are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,9 +16,8 @@ from pydantic import BeforeValidator, Field
 
 from loaderkit.images import image_fields, to_tensor
 from loaderkit.schema import FieldNames, StageArgs
+from loaderkit.steps import LUMA, Adjust, Steps
 from loaderkit.types import Sample
-
-_GREY = (0.2989, 0.587, 0.114)
 
 
 def _factor_range(value: Any) -> Any:
@@ -67,26 +66,53 @@ COLOR_JITTER_DRAWS = 8
 
 def color_jitter(args: ColorJitterArgs) -> Callable[..., None]:
     """Eight draws: four factors, and four numbers whose order is the order of the steps."""
-    steps = (
-        (adjust_brightness, args.brightness, 1.0),
-        (adjust_contrast, args.contrast, 1.0),
-        (adjust_saturation, args.saturation, 1.0),
-        (adjust_hue, args.hue, 0.0),
-    )
+    steps = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
+    ranges = _ranges(args)
 
     def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> None:
         for name, image in image_fields(sample, args.fields):
             if image.mask:
                 continue
             pixels = to_tensor(image)
-            for number in np.argsort(draws[4:8], kind="stable").tolist():
-                adjust, (low, high), neutral = steps[number]
-                if low == high == neutral:
-                    continue
-                pixels = adjust(pixels, low + float(draws[number]) * (high - low))
+            for number, factor in _factors(ranges, draws):
+                pixels = steps[number](pixels, factor)
             sample[name] = image._replace(pixels=pixels.permute(1, 2, 0).numpy())
 
     return run
+
+
+def color_jitter_steps(args: ColorJitterArgs) -> Steps:
+    """The same, described."""
+    ranges = _ranges(args)
+
+    def of(height: int, width: int, draws: NDArray[np.float64]) -> tuple[Adjust, ...]:
+        return tuple(_ADJUST[number](factor) for number, factor in _factors(ranges, draws))
+
+    num_steps = sum(bounds is not None for bounds in ranges)
+    return Steps((Adjust,) * num_steps, of, turns_hue=ranges[3] is not None)
+
+
+_ADJUST: tuple[Callable[[float], Adjust], ...] = (
+    lambda factor: Adjust(image=factor),
+    lambda factor: Adjust(image=factor, mean=1.0 - factor),
+    lambda factor: Adjust(image=factor, grey=1.0 - factor),
+    lambda shift: Adjust(turn=shift, turns=True),
+)
+
+
+def _ranges(args: ColorJitterArgs) -> list[tuple[float, float] | None]:
+    """Bounds of the four factors; None for one that changes nothing."""
+    found = ((args.brightness, 1.0), (args.contrast, 1.0), (args.saturation, 1.0), (args.hue, 0.0))
+    return [None if bounds == (neutral, neutral) else bounds for bounds, neutral in found]
+
+
+def _factors(ranges: Sequence[tuple[float, float] | None], draws: NDArray[np.float64]) -> Iterator[tuple[int, float]]:
+    """What is done to one image, in its order: (number of the step, factor)."""
+    for number in np.argsort(draws[4:8], kind="stable").tolist():
+        bounds = ranges[number]
+        if bounds is not None:
+            low, high = bounds
+            yield number, low + float(draws[number]) * (high - low)
 
 
 def adjust_brightness(image: torch.Tensor, factor: float) -> torch.Tensor:
@@ -136,7 +162,7 @@ def _grey(image: torch.Tensor) -> torch.Tensor:
     if image.shape[0] == 1:
         return image.to(torch.float32)
     red, green, blue = image.unbind(0)
-    return red.mul(_GREY[0]).add_(green, alpha=_GREY[1]).add_(blue, alpha=_GREY[2]).floor_().unsqueeze(0)
+    return red.mul(LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2]).floor_().unsqueeze(0)
 
 
 def _blend(image: torch.Tensor, other: torch.Tensor, factor: float) -> torch.Tensor:

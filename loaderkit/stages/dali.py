@@ -28,7 +28,7 @@ from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.formats.jpeg import is_well_formed
 from loaderkit.images import jpeg_size, to_tensor
-from loaderkit.steps import Crop, Finish, Flip, Scale, Step, Steps, size_after
+from loaderkit.steps import LUMA, Adjust, Crop, Finish, Flip, Scale, Step, Steps, size_after
 from loaderkit.types import Chunk, Encoded, Image, Rendered, Sample
 
 logger = logging.getLogger("loaderkit")
@@ -59,7 +59,7 @@ class Graph:
         last = [name for name in (mirrored, "normalize" if self.finish is not None else None) if name is not None]
         return [
             f"{first} on {'cpu' if self.device is None else 'mixed'}",
-            *found,
+            *dict.fromkeys(found),
             f"crop_mirror_normalize on {where}: {', '.join([*last, 'batch'])}",
         ]
 
@@ -74,7 +74,7 @@ class Graph:
         return bool(self.stages) and self.stages[0][1].takes_a_piece
 
 
-_OPERATORS = {Crop: "slice", Scale: "resize", Flip: "flip"}
+_OPERATORS = {Crop: "slice", Scale: "resize", Flip: "flip", Adjust: "arithmetic"}
 
 
 class _Job(NamedTuple):
@@ -342,6 +342,8 @@ def _arguments(column: Sequence[Step]) -> dict[str, NDArray[Any]]:
         return {"start": np.ascontiguousarray(boxes[:, :2]), "shape": np.ascontiguousarray(boxes[:, 2:])}
     if isinstance(column[0], Scale):
         return {"size": np.array(column, np.float32)}
+    if isinstance(column[0], Adjust):
+        return {"adjust": np.array(column, np.float32)}
     return {"flip": np.array(column, np.int32)[:, 0].copy()}
 
 
@@ -387,6 +389,10 @@ def _build(dali: Any, graph: Graph) -> Any:
                         ],
                         antialias=steps.antialias,
                     )
+                elif kind is Adjust:
+                    numbers = source(f"adjust-{number}", types.FLOAT, 1)
+                    on_device = numbers if graph.device is None else numbers.gpu()
+                    images = _adjusted(dali, images, on_device, turns_hue=steps.turns_hue)
                 else:
                     flip = source(f"flip-{number}", types.INT32, 0)
                     if number == last:
@@ -416,10 +422,45 @@ def _build(dali: Any, graph: Graph) -> Any:
     return pipeline
 
 
+def _adjusted(dali: Any, images: Any, numbers: Any, *, turns_hue: bool) -> Any:
+    """`Adjust` in DALI's arithmetic: the same operations in the same order as in `stages/color.py`."""
+    fn, types, math = dali.fn, dali.types, dali.math
+    levels = fn.cast(images, dtype=types.FLOAT)
+    red, green, blue = (levels[:, :, channel : channel + 1] for channel in range(3))
+    grey = math.floor(red * LUMA[0] + green * LUMA[1] + blue * LUMA[2])
+    mean = fn.reductions.mean(grey, axes=[0, 1, 2], keep_dims=True)
+    found = math.floor(math.clamp(levels * numbers[0] + grey * numbers[1] + mean * numbers[2], 0.0, 255.0))
+    if turns_hue:
+        found = found * (1.0 - numbers[4]) + _turned(dali, (red, green, blue), numbers[3]) * numbers[4]
+    return fn.reshape(fn.cast(found, dtype=types.UINT8), layout="HWC")
+
+
+def _turned(dali: Any, channels: Sequence[Any], shift: Any) -> Any:
+    """The hue of red, green and blue, [H, W, 1] each, turned, through HSV."""
+    math = dali.math
+    red, green, blue = (channel / 255.0 for channel in channels)
+    value, least = math.max(math.max(red, green), blue), math.min(math.min(red, green), blue)
+    spread = value - least
+    divisor = spread + (spread == 0.0)
+    to_red, to_green, to_blue = (value - red) / divisor, (value - green) / divisor, (value - blue) / divisor
+    hue = (value == red) * (to_blue - to_green) + (value != red) * (
+        (value == green) * (2.0 + to_red - to_blue) + (value != green) * (4.0 + to_green - to_red)
+    )
+    turned = hue / 6.0 + shift
+    sixths = (turned - math.floor(turned)) * 6.0
+    found = []
+    for number in (5.0, 3.0, 1.0):
+        place = sixths + number
+        place = place - 6.0 * math.floor(place / 6.0)
+        found.append(value - spread * math.clamp(math.min(place, 4.0 - place), 0.0, 1.0))
+    return math.floor(math.clamp(dali.fn.cat(*found, axis=2) * (255.0 + 1.0 - 1e-3), 0.0, 255.0))
+
+
 def _import_dali() -> Any:
     try:
         dali: Any = importlib.import_module("nvidia.dali")
         importlib.import_module("nvidia.dali.fn")
+        importlib.import_module("nvidia.dali.math")
     except ImportError as error:
         raise ConfigError(
             f"stages.decode.device needs NVIDIA DALI, which cannot be imported ({error}): pip install 'loaderkit[dali]'"

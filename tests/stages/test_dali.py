@@ -35,6 +35,16 @@ CHAINS: dict[str, Chain] = {
     "bicubic": lambda p: p.resize([24, 30], interpolation="bicubic").batch(8).normalize(dtype="float64"),
     "middle": lambda p: p.center_crop([200, 50]).batch(8).transfer("cpu").normalize(),
     "padded": lambda p: p.random_crop(40, padding=8, fill=77, pad_if_needed=True).batch(8),
+    "colours": lambda p: p.random_resized_crop(32).color_jitter(0.4, 0.4, 0.4, 0.1).random_horizontal_flip().batch(8),
+    "colours first": lambda p: (
+        p.color_jitter(saturation=0.8, contrast=0.5)
+        .resize(40)
+        .center_crop(32)
+        .batch(8)
+        .normalize(mean=[0.5], std=[0.25])
+    ),
+    "hue alone": lambda p: p.center_crop(32).color_jitter(hue=0.5).batch(8),
+    "no change": lambda p: p.color_jitter().random_resized_crop(32).batch(8),
     "mirrored first": lambda p: p.random_horizontal_flip(p=0.5).random_resized_crop([20, 28]).batch(8),
 }
 
@@ -47,9 +57,24 @@ def source(folder: Path) -> Pipeline:
     )
 
 
+ON_A_GPU = pytest.param(
+    "gpu",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+
+
+def decoded_on(device: str, folder: Path, chain: Chain) -> Pipeline:
+    made = chain(source(folder).decode(device=device))
+    return made.transfer("cuda") if device == "gpu" else made
+
+
+def on_the_cpu(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
 def batches(folder: Path, device: str, chain: Chain, **overrides: Any) -> list[dict[str, Any]]:
-    with loaderkit.build(chain(source(folder).decode(device=device)), overrides=overrides) as loader:
-        return list(loader)
+    with loaderkit.build(decoded_on(device, folder, chain), overrides=overrides) as loader:
+        return [on_the_cpu(batch) for batch in loader]
 
 
 def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -65,7 +90,7 @@ def levels(batch: dict[str, Any], chain: str) -> torch.Tensor:
     images: torch.Tensor = batch["image"].double()
     if batch["image"].dtype == torch.uint8:
         return images
-    if chain == "resize":
+    if chain in ("resize", "colours first"):
         return images * (0.25 * 255) + 0.5 * 255
     mean, std = (
         torch.tensor(v, dtype=torch.float64)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -74,33 +99,39 @@ def levels(batch: dict[str, Any], chain: str) -> torch.Tensor:
 
 
 class TestTheSame:
+    @pytest.mark.parametrize("device", ["dali-cpu", ON_A_GPU])
     @pytest.mark.parametrize("chain", CHAINS)
-    def test_samples_crops_and_flips_are_those_of_our_own_stages(self, photos: Path, chain: str) -> None:
-        ours, theirs = (batches(photos, device, CHAINS[chain]) for device in ("cpu", "dali-cpu"))
+    def test_samples_crops_and_flips_are_those_of_our_own_stages(self, photos: Path, chain: str, device: str) -> None:
+        ours, theirs = (batches(photos, where, CHAINS[chain]) for where in ("cpu", device))
         assert len(ours) == len(theirs) == 8
         for mine, other in zip(ours, theirs, strict=True):
             assert mine["__key__"] == other["__key__"]
             assert torch.equal(mine["label"], other["label"])
             assert (mine["image"].shape, mine["image"].dtype) == (other["image"].shape, other["image"].dtype)
             difference = (levels(mine, chain) - levels(other, chain)).abs()
-            assert difference.mean() < 0.5
-            assert difference.flatten(1).mean(1).max() < 1.0, "one image is another piece"
+            # On a GPU another decoder is at work as well.
+            assert difference.mean() < (0.5 if device == "dali-cpu" else 2.0)
+            assert difference.flatten(1).mean(1).max() < (1.0 if device == "dali-cpu" else 4.0), "it is another piece"
 
+    @pytest.mark.parametrize("device", ["dali-cpu", ON_A_GPU])
     @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
-    def test_batches_are_exact_whatever_the_executor_and_after_resuming(self, photos: Path, executor: str) -> None:
-        chain = CHAINS["crop"]
-        expected = batches(photos, "dali-cpu", chain)
-        pipeline = chain(source(photos).decode(device="dali-cpu"))
+    def test_batches_are_exact_whatever_the_executor_and_after_resuming(
+        self, photos: Path, executor: str, device: str
+    ) -> None:
+        if device == "gpu" and executor == "process":
+            pytest.skip("another process cannot hand over tensors on a GPU")
+        expected = batches(photos, device, CHAINS["crop"])
+        pipeline = decoded_on(device, photos, CHAINS["crop"])
         overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
         states, found = [], []
         with loaderkit.build(pipeline, overrides=overrides) as loader:
             for batch in loader:
-                found.append(batch)
+                found.append(on_the_cpu(batch))
                 states.append(loader.state_dict())
         with loaderkit.build(pipeline, overrides=overrides) as loader:
             for place, state in enumerate(states[:-1], 1):  # after each batch
                 loader.load_state_dict(state)
-                resumed = list(loader)
+                resumed = map(on_the_cpu, loader)
                 assert_same([*found[:place], *resumed], expected)
 
     def test_batches_stay_as_they_were_delivered(self, photos: Path) -> None:
@@ -183,14 +214,17 @@ class TestOtherFormats:
         picture.convert("RGBA").save(place / "g.png")
         return folder
 
+    @pytest.mark.parametrize("device", ["dali-cpu", ON_A_GPU])
     @pytest.mark.parametrize("chain", ["crop", "padded"])
-    def test_every_format_is_served_in_its_batch(self, mixed: Path, chain: str) -> None:
-        ours, theirs = (batches(mixed, device, CHAINS[chain]) for device in ("cpu", "dali-cpu"))
+    def test_every_format_is_served_in_its_batch(self, mixed: Path, chain: str, device: str) -> None:
+        ours, theirs = (batches(mixed, where, CHAINS[chain]) for where in ("cpu", device))
         for mine, other in zip(ours, theirs, strict=True):
             assert mine["__key__"] == other["__key__"]
-            assert (levels(mine, chain) - levels(other, chain)).abs().flatten(1).mean(1).max() < 1.5
+            difference = (levels(mine, chain) - levels(other, chain)).abs().flatten(1).mean(1).max()
+            assert difference < (1.5 if device == "dali-cpu" else 4.0)
 
 
+@pytest.mark.parametrize("device", ["dali-cpu", ON_A_GPU])
 class TestDamaged:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -209,46 +243,49 @@ class TestDamaged:
 
     def bad(self, folder: Path, device: str) -> set[str]:
         with loaderkit.build(
-            self.chain(source(folder).decode(device=device)), overrides={"errors.on_bad_sample": "skip"}
+            decoded_on(device, folder, self.chain),
+            overrides={"errors.on_bad_sample": "skip", "prefetch.executor": "inline"},
         ) as loader:
             (batch,) = loader
             assert len(batch["image"]) == len(batch["__key__"]) == len(batch["label"])
             everything = {f"{kind}/{n:03}.jpg" for n, kind in enumerate(["ant", "bee", "cat"] * 22) if n < 64}
             return everything - set(batch["__key__"])
 
-    def test_skip_leaves_out_those_that_our_decoder_leaves_out(self, folder: Path) -> None:
-        bad = self.bad(folder, "dali-cpu")
+    def test_skip_leaves_out_those_that_our_decoder_leaves_out(self, folder: Path, device: str) -> None:
+        bad = self.bad(folder, device)
         assert {"cat/005.jpg", "cat/020.jpg"} <= bad
         assert bad == self.bad(folder, "cpu")
 
-    def test_raise_names_the_sample_as_our_decoder_does(self, folder: Path) -> None:
+    def test_raise_names_the_sample_as_our_decoder_does(self, folder: Path, device: str) -> None:
         messages = []
-        for device in ("cpu", "dali-cpu"):
+        for where in ("cpu", device):
             with pytest.raises(StageError) as caught:
-                batches(folder, device, self.chain)
+                batches(folder, where, self.chain)
             messages.append(str(caught.value))
         assert messages[0] == messages[1]
 
-    def test_replace_takes_the_same_samples_instead(self, folder: Path) -> None:
+    def test_replace_takes_the_same_samples_instead(self, folder: Path, device: str) -> None:
         ours, theirs = (
-            batches(folder, device, self.chain, **{"errors.on_bad_sample": "replace"}) for device in ("cpu", "dali-cpu")
+            batches(folder, where, self.chain, **{"errors.on_bad_sample": "replace"}) for where in ("cpu", device)
         )
         assert ours[0]["__key__"] == theirs[0]["__key__"]
         assert len(theirs[0]["image"]) == 64
         difference = (levels(ours[0], "crop") - levels(theirs[0], "crop")).abs().flatten(1).mean(1)
-        assert difference.max() < 1.0
+        assert difference.max() < (1.0 if device == "dali-cpu" else 4.0)
         assert bool(theirs[0]["image"].isfinite().all())
 
-    def test_the_pipeline_goes_on_with_the_next_batch(self, folder: Path) -> None:
-        pipeline = source(folder).decode(device="dali-cpu").resize([16, 16]).batch(8)
+    def test_the_pipeline_goes_on_with_the_next_batch(self, folder: Path, device: str) -> None:
+        pipeline = decoded_on(device, folder, lambda made: made.resize([16, 16]).batch(8))
         with loaderkit.build(pipeline, overrides={"errors.on_bad_sample": "skip"}) as loader:
             for _ in range(3):
                 assert sum(len(batch["image"]) for batch in loader) == 64 - len(self.bad(folder, "cpu"))
 
     def test_only_those_that_dali_names_are_looked_at_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
     ) -> None:
         """As long as they are few, since one thread looks at them."""
+        if device == "gpu":
+            pytest.skip("what a GPU's decoder says of which image is not known")
         folder = write_photos(tmp_path / "photos", 64)
         places = {f"{index:03}": next(folder.glob(f"*/{index:03}.jpg")) for index in (5, 20, 41)}
         for place in places.values():
@@ -263,20 +300,19 @@ class TestDamaged:
             return is_whole(renderer, chunk, place, field)
 
         monkeypatch.setattr(Renderer, "_is_whole", count)
-        assert self.bad(folder, "dali-cpu") == {f"{place.parent.name}/{place.name}" for place in places.values()}
-        assert len(looked_at) in (3, 6), "of this epoch, and of the next if that was begun"
+        assert self.bad(folder, device) == {f"{place.parent.name}/{place.name}" for place in places.values()}
+        assert len(looked_at) == 3
         for index in (6, 7, 8):
             next(folder.glob(f"*/{index:03}.jpg")).write_bytes(places["005"].read_bytes())
         looked_at.clear()
-        assert self.bad(folder, "dali-cpu") == self.bad(folder, "cpu")
-        assert len(looked_at) > 64, "then all are, at once"
+        assert self.bad(folder, device) == self.bad(folder, "cpu")
+        assert len(looked_at) == 4 + 60, "four by name, and then all that are left"
 
 
 class TestRefused:
     @pytest.mark.parametrize(
         ("decode", "stages", "said"),
         [
-            ({}, [{"color_jitter": {"brightness": 0.5}}], "`color_jitter` cannot run inside DALI"),
             ({}, [{"call": {"function": "json:dumps"}}], "put it after `batch`"),
             ({}, [{"resize": {"size": 8, "interpolation": "nearest"}}], "nearest takes other pixels inside DALI"),
             ({"scaled": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),
@@ -297,7 +333,7 @@ class TestRefused:
         with pytest.raises(
             ConfigError, match=r"decode.device: gpu: torch .* sees no CUDA device: use `cpu`, or `dali-cpu`"
         ):
-            batches(photos, "gpu", CHAINS["crop"])
+            loaderkit.build(CHAINS["crop"](source(photos).decode(device="gpu")))
 
     def test_without_dali_the_extra_is_named(self, photos: Path) -> None:
         program = (
@@ -331,17 +367,6 @@ def test_explain_shows_the_graph(photos: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnAGpu:
-    def test_pixels_are_those_of_the_cpu(self, photos: Path) -> None:
-        def chain(pipeline: Pipeline) -> Pipeline:
-            return pipeline.random_resized_crop(32).random_horizontal_flip().batch(8).transfer("cuda").normalize()
-
-        for mine, other in zip(batches(photos, "cpu", chain), batches(photos, "gpu", chain), strict=True):
-            assert mine["__key__"] == other["__key__"]
-            assert mine["image"].device == other["image"].device
-            for one in (mine, other):
-                one["image"] = one["image"].cpu()
-            assert (levels(mine, "crop") - levels(other, "crop")).abs().flatten(1).mean(1).max() < 2.0
-
     def test_batches_stay_as_they_were_delivered(self, photos: Path) -> None:
         pipeline = source(photos).decode(device="gpu").resize([64, 64]).batch(8).transfer("cuda").normalize()
         with loaderkit.build(pipeline) as loader:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 import loaderkit
 from loaderkit.errors import ConfigError
+from loaderkit.prefetch.slabs import Slab
 from loaderkit.prefetch.stats import StageStats
 from loaderkit.stages.transfer import Lane, resolve_device
 
@@ -30,6 +32,16 @@ class Items:
     def __getitem__(self, index: int) -> dict[str, Any]:
         pixels = torch.full((3, 8, 8), index, dtype=torch.uint8)
         return {"image": pixels, "x": torch.full((4,), index), "label": index, "text": str(index)}
+
+
+class Large:
+    """Pictures of one colour, their number."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": torch.full((3, 448, 448), index, dtype=torch.uint8), "label": index}
 
 
 def pipeline(**transfer: Any) -> loaderkit.Pipeline:
@@ -415,6 +427,55 @@ class TestOnTheGpu:
         assert copies["num_bytes"] > 0
         assert 0 < copies["copy_s"] < loader.stats().wall_s
         assert 0 <= copies["overlap"] <= 1
+
+    @pytest.mark.parametrize("late_loop", [False, True])
+    def test_slabs_are_overwritten_as_early_as_the_rules_allow(
+        self, monkeypatch: pytest.MonkeyPatch, late_loop: bool
+    ) -> None:
+        """The moment that nothing sees a slab any more it is filled with something else; batches are 38 MB."""
+
+        class Poisoned(SimpleQueue[Slab]):
+            def put(self, item: Slab, block: bool = True, timeout: float | None = None) -> None:
+                item.memory.fill(255)
+                super().put(item, block, timeout)
+
+        monkeypatch.setattr("loaderkit.prefetch.slabs.SimpleQueue", Poisoned)
+        stream: Any = torch.cuda.Stream() if late_loop else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+        made = loaderkit.Pipeline.dataset(Large()).shuffle("global", seed=3).read().batch(64).transfer("cuda")
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with loaderkit.build(made, overrides={"prefetch.batches": 2}) as loader, torch.cuda.stream(stream):
+            for _ in range(5):
+                for batch in loader:
+                    if late_loop:
+                        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+                    image = batch["image"].flatten(1)
+                    found.append((torch.stack([image.amin(1), image.amax(1)]), batch["label"].clone()))
+                    del batch, image
+        torch.cuda.synchronize()
+        assert len(found) == 5 * 4
+        for (least, most), labels in found:
+            assert torch.equal(least.long(), labels)
+            assert torch.equal(most.long(), labels)
+
+    def test_a_loop_that_leaves_while_copies_are_under_way(self) -> None:
+        made = loaderkit.Pipeline.dataset(Large()).read().batch(64).transfer("cuda")
+        for _ in range(10):
+            with loaderkit.build(made, overrides={"prefetch.batches": 3}) as loader:
+                for batch in loader:
+                    image, label = batch["image"], batch["label"]
+                    break
+            assert torch.equal(image[:, 0, 0, 0].long(), label)
+        torch.cuda.synchronize()
+
+    def test_containers_and_dtypes(self) -> None:
+        stages = loaderkit.Pipeline.dataset(Items()).read().decode(fields=["image"]).batch(8).call(nest)
+        with loaderkit.build(stages.transfer("cuda", dtype="float16", channels_last=True)) as loader:
+            for batch in loader:
+                first, (second, text), inner = batch["found"]
+                assert {first.dtype, second.dtype, inner["pair"].left.dtype} == {torch.float16}
+                assert {first.device.type, second.device.type, inner["pair"].left.device.type} == {"cuda"}
+                assert (text, type(inner["pair"]), inner["pair"].right) == ("text", Pair, 1)
+                assert batch["image"].is_contiguous(memory_format=torch.channels_last)
 
     def test_packed_and_sparse(self) -> None:
         with loaderkit.build(pipeline(device="cpu").call(pack)) as loader:

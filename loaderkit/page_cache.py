@@ -38,9 +38,10 @@ def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> di
         return {}
     found: dict[str, list[tuple[int, int]]] = {}
     for key, start, length in ranges:
-        path, _, member = connector.describe(key).partition("!")
-        if not member:
-            found.setdefault(path, []).append((start, length))
+        whole = connector.describe(key)
+        path, _, member = whole.partition("!")
+        if not member or whole in found or os.path.isfile(whole):
+            found.setdefault(whole, []).append((start, length))
         elif path not in found and os.path.isfile(path):
             found[path] = [(0, os.path.getsize(path))]
     return found if all(os.path.isfile(path) for path in found) else {}
@@ -75,8 +76,9 @@ def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | Non
             for start, length in parts:
                 places += range(start - begin % -step, start + length, step)
                 begin += length
-            with opened(path, os.O_RDONLY) as descriptor:
-                found += _are_cached(descriptor, places)
+            if places:
+                with opened(path, os.O_RDONLY) as descriptor:
+                    found += _are_cached(descriptor, places)
     except (OSError, ValueError):  # it cannot be opened or mapped; whoever reads it says why
         return None
     return sum(found) / len(found) if found else None
@@ -84,8 +86,6 @@ def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | Non
 
 def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
     """Whether the bytes at these places are in memory: by mincore(2), which reads nothing, as an attempt to read would."""
-    if not offsets:
-        return []
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapping:
         size = len(mapping)
         pages = np.frombuffer(mapping, np.uint8)

@@ -59,7 +59,7 @@ Step = Crop | Scale | Flip | Adjust
 class Steps:
     """`kinds`: what every image goes through. `of(height, width, draws)`: the steps, one of each kind; ValueError for an image
     that the stage refuses. `is_inside`: crops never reach beyond the image. `is_shared`: a sample's images are cropped at one
-    place, so they have to be of one size. `turns_hue`: whether any step does."""
+    place, so they have to be of one size. `uses_luma`, `turns_hue`: whether any step does."""
 
     kinds: tuple[type[Step], ...]
     of: Callable[[int, int, NDArray[np.float64]], tuple[Step, ...]]
@@ -68,6 +68,7 @@ class Steps:
     fill: int = 0
     is_inside: bool = True
     is_shared: bool = False
+    uses_luma: bool = False
     turns_hue: bool = False
 
     @property

@@ -84,6 +84,9 @@ def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:
             reader.complain(("stages", number, stage.kind, "scaled"), f"`scaled: true` decodes images smaller: {why}")
 
 
+_SHRINKING = frozenset({"resize", "center_crop", "random_crop", "random_resized_crop"})
+
+
 def _check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
     """What DALI is to do instead of our own stages must be something that it can do."""
     first = next(
@@ -96,9 +99,17 @@ def _check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
     for name in ("scaled", "masks", "exif_orientation"):
         if getattr(decoding, name):
             reader.complain(("stages", first, "decode", name), f"not with `device: {device}`: use `device: cpu`")
+    is_whole = True
     for number, stage in enumerate(stages[first + 1 :], first + 1):
         if stage.kind == "batch":
             return
+        if stage.kind == "color_jitter" and is_whole:
+            reader.complain(
+                ("stages", number),
+                "`color_jitter` of whole images would take gigabytes inside DALI: put it behind what crops or resizes them, or "
+                "use `decode: {device: cpu}`",
+            )
+        is_whole = is_whole and stage.kind not in _SHRINKING
         if STAGES[stage.kind].steps is None:
             hint = "put it after `batch`, or " if stage.kind == "call" else ""
             reader.complain(

@@ -1,6 +1,6 @@
 """Decoding on the GPU against the CPU and other loaders.
 
-    python -m profiles.gpu PHOTOS [--rounds 5] [--seconds 4] [--out profiles]
+    python -m profiles.gpu PHOTOS [--rounds 5] [--seconds 15] [--out profiles]
 
 PHOTOS has one folder of JPEGs a class. In turns, one loader at a time, batches of 256 pictures cropped to 224, normalised,
 on the device: loaderkit decoding on the CPU, loaderkit through DALI (`device: gpu`, or `dali-cpu` without a GPU), a DALI
@@ -284,7 +284,8 @@ def compared(found: dict[str, list[dict[str, float | None]]]) -> dict[str, float
 
     def ratio(key: str, one: str, other: str) -> float:
         pairs = zip((turn[key] for turn in found[one]), (turn[key] for turn in found[other]), strict=True)
-        return statistics.median(a / b for a, b in pairs if a is not None and b)
+        ratios = [a / b for a, b in pairs if a is not None and b]
+        return statistics.median(ratios) if ratios else float("nan")
 
     through_dali = "loaderkit, gpu" if DEVICE.type == "cuda" else "loaderkit, dali-cpu"
     names = ("dali by hand", "dali by hand, as we decode", "loaderkit, cpu", "dataloader")

@@ -14,9 +14,10 @@ from loaderkit.prefetch.cpus import num_cpus
 
 
 def record(out: Path | None, what: str, **found: Any) -> None:
-    """Write `<what>-<cpus>cpu-<date>.json` below `out`, if there is such."""
+    """Write `<what>-<cpus>cpu-<date>.json` below `out`, if there is such; with the device, where `found` names one."""
     if out is None:
         return
+    what = "-".join([what, *str(found.get("device", "")).lower().split()])
     path = out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
     facts = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
     path.write_text(json.dumps({"cpus": num_cpus(), **facts, **found}, indent=1) + "\n")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from loaderkit.checkpoint.plan import chunk_bytes_of
 from loaderkit.types import Connector, ObjectInfo
 
 
@@ -28,11 +27,11 @@ def read_bare(
     sizes: Mapping[str, int],
     num_threads: int,
     *,
+    part_bytes: int,
     most_s: float,
 ) -> Bare:
-    """Read the first `sizes[key]` bytes of every object, in parts as a restore does, for about `most_s` at most. Ctrl-C
+    """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most. Ctrl-C
     waits for reads that are under way. Raises ConnectorError."""
-    part_bytes = chunk_bytes_of(connector)
     parts = [
         (key, start, min(part_bytes, size - start))
         for key, size in sizes.items()

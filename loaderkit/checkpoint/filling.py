@@ -88,6 +88,7 @@ class Filling:
         written to, for the caller whose they are; None: nobody's."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
+        self.most_bytes = limits.most_bytes  # of a range that is read at once
         self.plan = TensorPlan(
             wants,
             limits=limits,

@@ -37,6 +37,7 @@ class RetryConnector:
         self.inner = inner
         self.is_remote = getattr(inner, "is_remote", False)
         self.gap_bytes = getattr(inner, "gap_bytes", 2**20)
+        self.spread_bytes = getattr(inner, "spread_bytes", 0)
         self.store = getattr(inner, "store", "")
         self._policy, self._timeout_s, self._owns_inner = policy, timeout_s, owns_inner
         self._retries = Retries(policy)

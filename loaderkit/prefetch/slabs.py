@@ -156,6 +156,8 @@ class SlabPool:
                 with torch.cuda.device(self._pinned_for):  # in a worker's thread it would be another one
                     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
             except RuntimeError as error:
+                if "out of memory" not in str(error):  # what a kernel has done is told by whatever comes next
+                    raise
                 self._pinned_for = None  # of locked memory there is no more: it would not be granted for the next one
                 logger.warning(
                     "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker",

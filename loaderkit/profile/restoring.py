@@ -159,7 +159,8 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             try:
                 if is_from_disk:
                     evict(paths)
-                bare = read_bare(connector, objects, sizes, filling.engine.pools[0].num_workers, most_s=_MOST_BARE_S)
+                num_workers, part_bytes = filling.engine.pools[0].num_workers, filling.most_bytes
+                bare = read_bare(connector, objects, sizes, num_workers, part_bytes=part_bytes, most_s=_MOST_BARE_S)
             except KeyboardInterrupt:
                 found["partial"] = "interrupted in the bare read"
         note = "" if share is None or bare is None else _where(share)

@@ -89,7 +89,8 @@ def color_jitter_steps(args: ColorJitterArgs) -> Steps:
         return tuple(_ADJUST[number](factor) for number, factor in _factors(ranges, draws))
 
     num_steps = sum(bounds is not None for bounds in ranges)
-    return Steps((Adjust,) * num_steps, of, turns_hue=ranges[3] is not None)
+    uses_luma = ranges[1] is not None or ranges[2] is not None
+    return Steps((Adjust,) * num_steps, of, uses_luma=uses_luma, turns_hue=ranges[3] is not None)
 
 
 _ADJUST: tuple[Callable[[float], Adjust], ...] = (

@@ -35,7 +35,7 @@ logger = logging.getLogger("loaderkit")
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 _SAMPLE = re.compile(r"sample #(\d+)")  # in an error of DALI's, which does not always say it
-_MOST_NAMED = 4
+_MOST_NAMED = 3  # each costs a run, and another pipeline
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,15 @@ class Renderer:
 
     def _render(self, chunk: Chunk, field: str, jobs: list[_Job]) -> None:
         """Let DALI do what it can of the jobs; the rest stays encoded."""
-        for _ in range(_MOST_NAMED):
+        for num_named in range(_MOST_NAMED + 1):
             error = self._run(chunk, field, jobs)
             if error is None:
                 return
             named = _SAMPLE.search(str(error))
-            if named is None or self._is_whole(chunk, jobs[int(named[1])].place, field):
+            number = len(jobs) if named is None else int(named[1])
+            if num_named == _MOST_NAMED or number >= len(jobs) or self._is_whole(chunk, jobs[number].place, field):
                 break
-            del jobs[int(named[1])]
+            del jobs[number]
             if not jobs:
                 return
         # One that is damaged fails them all, and often nobody says which it is: our decoder does.
@@ -237,10 +238,11 @@ class Renderer:
         try:
             (output,) = pipeline.run()
         except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whichever it makes of its own
-            del pipeline  # it is not valid any more, and its memory would be kept by the error's frames as well
+            del pipeline  # it is not valid any more
+            error = error.with_traceback(None)  # whose frames keep its memory
             if (complaint := _complaint(error, self._graph)) is not None:
                 failed = StageError(f"{self._name} failed: {complaint}", stage=self._name, epoch=chunk.epoch)
-                raise failed from error.with_traceback(None)
+                raise failed from error
             return error
         rows = self._rows(output)
         self._idle.append(
@@ -392,7 +394,7 @@ def _build(dali: Any, graph: Graph) -> Any:
                 elif kind is Adjust:
                     numbers = source(f"adjust-{number}", types.FLOAT, 1)
                     on_device = numbers if graph.device is None else numbers.gpu()
-                    images = _adjusted(dali, images, on_device, turns_hue=steps.turns_hue)
+                    images = _adjusted(dali, images, on_device, steps)
                 else:
                     flip = source(f"flip-{number}", types.INT32, 0)
                     if number == last:
@@ -422,16 +424,19 @@ def _build(dali: Any, graph: Graph) -> Any:
     return pipeline
 
 
-def _adjusted(dali: Any, images: Any, numbers: Any, *, turns_hue: bool) -> Any:
+def _adjusted(dali: Any, images: Any, numbers: Any, steps: Steps) -> Any:
     """`Adjust` in DALI's arithmetic: the same operations in the same order as in `stages/color.py`."""
     fn, types, math = dali.fn, dali.types, dali.math
     levels = fn.cast(images, dtype=types.FLOAT)
-    red, green, blue = (levels[:, :, channel : channel + 1] for channel in range(3))
-    grey = math.floor(red * LUMA[0] + green * LUMA[1] + blue * LUMA[2])
-    mean = fn.reductions.mean(grey, axes=[0, 1, 2], keep_dims=True)
-    found = math.floor(math.clamp(levels * numbers[0] + grey * numbers[1] + mean * numbers[2], 0.0, 255.0))
-    if turns_hue:
-        found = found * (1.0 - numbers[4]) + _turned(dali, (red, green, blue), numbers[3]) * numbers[4]
+    red, green, blue = channels = [levels[:, :, channel : channel + 1] for channel in range(3)]
+    found = levels * numbers[0]
+    if steps.uses_luma:
+        grey = math.floor(red * LUMA[0] + green * LUMA[1] + blue * LUMA[2])
+        mean = fn.reductions.mean(grey, axes=[0, 1, 2], keep_dims=True)
+        found = found + (grey * numbers[1] + mean * numbers[2])
+    found = math.floor(math.clamp(found, 0.0, 255.0))
+    if steps.turns_hue:
+        found = found * (1.0 - numbers[4]) + _turned(dali, channels, numbers[3]) * numbers[4]
     return fn.reshape(fn.cast(found, dtype=types.UINT8), layout="HWC")
 
 

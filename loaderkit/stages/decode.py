@@ -44,7 +44,7 @@ class DecodeArgs(StageArgs):
 
     device: Literal["cpu", "gpu", "dali-cpu"] = Field(
         "cpu",
-        description="where images are decoded, and resized, mirrored and normalised as well: gpu and dali-cpu by NVIDIA DALI",
+        description="where images are decoded, and all that follows up to `normalize` is done: gpu and dali-cpu by NVIDIA DALI",
     )
     fields: FieldNames = Field(None, description="decode only these; default: all")
     masks: FieldNames = Field(None, description="images of labels: kept as one channel of class numbers")

@@ -7,6 +7,7 @@ pinned and copied on a stream of their own while the consumer works on earlier b
 from __future__ import annotations
 
 import copy
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from pydantic import Field
 from torch.nn.utils.rnn import PackedSequence
 
 from loaderkit.schema import StageArgs
+
+logger = logging.getLogger("loaderkit")
 
 
 class TransferArgs(StageArgs):
@@ -84,14 +87,20 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _refilled(value: Any, items: Any) -> Any:
-    """A container of the same type, and with the same attributes, that holds `items`; tuples with nothing but their type."""
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if type(value) in (dict, list):
-        return items
-    found = copy.copy(value)
-    found.clear()
-    (found.update if isinstance(found, dict) else found.extend)(items)
+    """A container of the same type, and with the same attributes, that holds `items`; one of plain type where that type
+    cannot be filled."""
+    if type(value) in (dict, list, tuple):
+        return type(value)(items)
+    try:
+        if isinstance(value, tuple):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        found = copy.copy(value)
+        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+            found.__dict__ = found
+        found.clear()
+        (found.update if isinstance(found, dict) else found.extend)(items)
+    except Exception:  # whatever a type raises that is not to be changed
+        return next(kind(items) for kind in (dict, list, tuple) if isinstance(value, kind))
     return found
 
 
@@ -112,12 +121,14 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_pageable(tensor: torch.Tensor) -> bool:
-    """Whether it is worth a copy within the CPU's memory that the device can fetch it from there by itself."""
+    """Whether it is worth a copy within the CPU's memory that the device can fetch it from there by itself: not of a view with
+    gaps, which would be pinned with them, or of one whose elements lie on one another, which cannot be."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.nbytes >= _LEAST_PINNED
+        and (tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)))
         and not tensor.is_pinned()
     )
 
@@ -176,7 +187,7 @@ class Lane:
     def move(self, batch: dict[str, Any]) -> None:
         """Put every tensor of a batch on the device, also those in lists, tuples and dicts; return when they are there.
 
-        What is large and lies in no slab is pinned first: otherwise this thread, and others' copies, would wait for the copy.
+        What is large and not pinned is pinned first: otherwise this thread, and others' copies, would wait for the copy.
         """
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -204,8 +215,12 @@ class Lane:
         if self._can_pin and _is_pageable(tensor):
             try:
                 return tensor.pin_memory()
-            except RuntimeError:  # of locked memory there is no more: it is copied as it is, then
+            except RuntimeError as error:  # of locked memory there is no more: it is copied as it is, then
                 self._can_pin = False
+                logger.warning(
+                    "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker",
+                    str(error).partition("\n")[0],
+                )
         return tensor
 
     def hand_over(self, batch: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
@@ -82,7 +83,7 @@ def _readers(endpoint: str, data: bytes) -> dict[str, Callable[[], float]]:
     boto: Any = boto3.client(
         "s3", endpoint_url=endpoint, region_name="us-east-1", config=Config(s3={"addressing_style": "path"})
     )
-    ours = S3Connector("s3://data", S3Args(endpoint=endpoint))
+    ours, alone = (S3Connector("s3://data", S3Args(endpoint=endpoint)) for _ in range(2))
     buffer = bytearray(len(data))
     view = memoryview(buffer)
 
@@ -121,11 +122,17 @@ def _readers(endpoint: str, data: bytes) -> dict[str, Callable[[], float]]:
         while num := body.readinto(view[done : done + (1 << 20)]):
             done += num
 
-    etag = ours.stat("large").etag
+    def with_one_client() -> None:
+        with patch("loaderkit.connectors.s3.client._NUM_CLIENTS", 1):
+            alone.read_into("large", 0, view, etag=etag)
+
+    etag = alone.stat("large").etag
+    ours.stat("large")
     return {
         "s3torchconnector, sequential reader": timed(sequential),
         "s3torchconnector, 8 parallel ranges": timed(in_parts),
         "boto3": timed(with_boto),
+        "loaderkit, one client": timed(with_one_client),
         "loaderkit": timed(lambda: ours.read_into("large", 0, view, etag=etag)),
     }
 

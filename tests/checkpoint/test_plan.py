@@ -11,16 +11,18 @@ from of_states import pack
 
 from loaderkit.checkpoint.filling import num_workers_of
 from loaderkit.checkpoint.places import open_place
-from loaderkit.checkpoint.plan import Want, chunk_bytes_of, gap_of, limits_of
+from loaderkit.checkpoint.plan import Want, chunk_bytes_of, gap_of, limits_of, spread_of
 from loaderkit.connectors.ahead import AheadConnector
 from loaderkit.connectors.cache import CacheConnector
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.retry import with_retries
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.connectors.tar import TarConnector
 from loaderkit.opening import open_connector
 from loaderkit.page_cache import cached_share, evict
 from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.stores import CacheArgs, StoreArgs
+from loaderkit.retries import RetryPolicy
+from loaderkit.stores import CacheArgs, S3Args, StoreArgs
 from loaderkit.types import Connector
 
 
@@ -70,7 +72,12 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     assert limits_of(place, 2**28, 16, is_checked=False).most_bytes == 2**23, "as memory allows"
     assert limits_of(FileConnector(str(path.parent)), 2**31, 2, is_checked=False).most_bytes == 2**23
     assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
-    assert S3Connector("s3://anywhere").spread_bytes == 32 * 2**20
+    for part_size, spread in (("auto", 32), ("5MiB", 20), ("16MiB", 32), ("64MiB", 0)):
+        assert (
+            S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).spread_bytes == spread * 2**20
+        )
+    for inner, spread in ((place, 32 * 2**20), (FileConnector(str(path.parent)), 0)):
+        assert spread_of(with_retries(inner, RetryPolicy(1.0, 2))) == spread
 
 
 @pytest.mark.parametrize("name", ["", "x.tar"])

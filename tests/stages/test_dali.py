@@ -37,14 +37,15 @@ CHAINS: dict[str, Chain] = {
     "padded": lambda p: p.random_crop(40, padding=8, fill=77, pad_if_needed=True).batch(8),
     "colours": lambda p: p.random_resized_crop(32).color_jitter(0.4, 0.4, 0.4, 0.1).random_horizontal_flip().batch(8),
     "colours first": lambda p: (
-        p.color_jitter(saturation=0.8, contrast=0.5)
-        .resize(40)
+        p.resize(40)
+        .color_jitter(saturation=0.8, contrast=0.5)
         .center_crop(32)
         .batch(8)
         .normalize(mean=[0.5], std=[0.25])
     ),
+    "brightness alone": lambda p: p.center_crop(32).color_jitter(brightness=0.5).batch(8),
     "hue alone": lambda p: p.center_crop(32).color_jitter(hue=0.5).batch(8),
-    "no change": lambda p: p.color_jitter().random_resized_crop(32).batch(8),
+    "no change": lambda p: p.random_resized_crop(32).color_jitter().batch(8),
     "mirrored first": lambda p: p.random_horizontal_flip(p=0.5).random_resized_crop([20, 28]).batch(8),
 }
 
@@ -280,6 +281,10 @@ class TestDamaged:
             for _ in range(3):
                 assert sum(len(batch["image"]) for batch in loader) == 64 - len(self.bad(folder, "cpu"))
 
+    def test_a_name_that_dali_made_up(self, folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Renderer, "_run", lambda *args: RuntimeError("Failed to decode sample #9999 :"))
+        assert self.bad(folder, device) == self.bad(folder, "cpu"), "all are decoded on the CPU"
+
     def test_only_those_that_dali_names_are_looked_at_again(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
     ) -> None:
@@ -306,13 +311,14 @@ class TestDamaged:
             next(folder.glob(f"*/{index:03}.jpg")).write_bytes(places["005"].read_bytes())
         looked_at.clear()
         assert self.bad(folder, device) == self.bad(folder, "cpu")
-        assert len(looked_at) == 4 + 60, "four by name, and then all that are left"
+        assert len(looked_at) == 3 + 61, "three by name, and then all that are left"
 
 
 class TestRefused:
     @pytest.mark.parametrize(
         ("decode", "stages", "said"),
         [
+            ({}, [{"color_jitter": {"hue": 0.1}}, {"resize": {"size": 8}}], "put it behind what crops or resizes"),
             ({}, [{"call": {"function": "json:dumps"}}], "put it after `batch`"),
             ({}, [{"resize": {"size": 8, "interpolation": "nearest"}}], "nearest takes other pixels inside DALI"),
             ({"scaled": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),

@@ -19,7 +19,7 @@ from loaderkit import Pipeline
 from loaderkit.assembly import Assembly, Recipe
 from loaderkit.builder import make_parts
 from loaderkit.compiler import Compiler
-from loaderkit.types import Chunk, Destination, FieldSpec, Rendered
+from loaderkit.types import Chunk, Destination, FieldSpec, Image, Rendered
 
 
 def source(folder: Path) -> Pipeline:
@@ -110,6 +110,20 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
     batch = assembly.make_plan().finish(destination)
     assert Counting.num_calls == 2
     assert batch["image"][:, 0, 0, 0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("is_before", "in_slots"), [(True, True), (False, False)])
+def test_what_is_normalised_before_it_is_copied_is_normalised_in_its_slots(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, in_slots: bool
+) -> None:
+    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.compiler.Lane", OnTheCpu)
+    made = source(photos).decode().resize([8, 8]).batch(2)
+    config = (made.normalize().transfer() if is_before else made.transfer().normalize()).config
+    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
+    compiler = Compiler(config, parts.source, parts.connector, num_workers=1)
+    sample = {"image": Image(np.zeros((8, 8, 3), np.uint8))}
+    assert compiler.specs_of(sample, "a")["image"].dtype == (torch.float32 if in_slots else torch.uint8)
 
 
 @pytest.mark.parametrize(

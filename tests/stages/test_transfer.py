@@ -109,6 +109,17 @@ def pack(batch: dict[str, Any]) -> None:
     batch["sparse"] = batch["x"].to_sparse()
 
 
+class Attributes(dict[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class Frozen(dict[str, Any]):
+    def clear(self) -> None:
+        raise TypeError("it is not to be changed")
+
+
 class Pair(NamedTuple):
     left: torch.Tensor
     right: Any
@@ -136,15 +147,30 @@ class TestLayout:
 
         def nested(batch: dict[str, Any]) -> dict[str, Any]:
             x, plain = batch["x"].float(), OrderedDict(b=1, a=[2])
-            many = defaultdict(list, x=[x])
+            many, attributes = defaultdict(list, x=[x]), Attributes(x=x, y=1)
             found = Named([x, 1])
             found.name = "kept"
-            return {"many": many, "named": found, "plain": plain, "size": x.shape, "ordered": OrderedDict(b=x, a=1)}
+            frozen, pair = Frozen(x=x), x.max(0)
+            return {
+                "attributes": attributes,
+                "frozen": frozen,
+                "pair": pair,
+                "many": many,
+                "named": found,
+                "plain": plain,
+                "size": x.shape,
+                "ordered": OrderedDict(b=x, a=1),
+            }
 
         stages = loaderkit.Pipeline.dataset(Items()).read().batch(8).call(nested)
         for batch in batches(stages.transfer("cpu", dtype="float16")):
             assert (type(batch["many"]), batch["many"]["none"]) == (defaultdict, [])
             assert (type(batch["named"]), batch["named"].name) == (Named, "kept")
+            assert batch["attributes"]["x"] is batch["attributes"].x
+            assert (batch["attributes"].x.dtype, batch["attributes"].y) == (torch.float16, 1)
+            assert batch["frozen"]["x"].dtype == torch.float16
+            assert type(batch["frozen"]) is dict, "where its type does not let itself be filled"
+            assert batch["pair"].values.dtype == torch.float16
             assert (type(batch["ordered"]), list(batch["ordered"])) == (OrderedDict, ["b", "a"])
             assert {batch["many"]["x"][0].dtype, batch["named"][0].dtype, batch["ordered"]["b"].dtype} == {
                 torch.float16
@@ -313,6 +339,7 @@ class TestLane:
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 30_000)
         large = [torch.ones(20_000), torch.ones(30_000), torch.ones(40_000)]
         batch: dict[str, Any] = {"small": torch.ones(10), "large": large}
+        batch |= {"gaps": torch.ones(20_000, 50)[:, 1], "many times": torch.ones(1, 10).expand(9_000, 10)}
         late.move(batch)
         assert pinned == [20_000, 40_000], "not what is small, or pinned already"
         assert Late.under_way == []

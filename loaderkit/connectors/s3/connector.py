@@ -49,6 +49,7 @@ class _Cut(NamedTuple):
     at_once: int
 
 
+_MOST_SPREAD_BYTES = 32 << 20
 # 32 at once are 0.86 as fast, as what lies in the client's buffers meanwhile leaves the caches.
 _AT_ONCE = 8
 # A store that answers that soon is nearby, and one more request costs little: smaller parts stay in the caches, and the
@@ -80,7 +81,6 @@ class S3Connector:
     """
 
     is_remote = True
-    spread_bytes = 4 * 8 * 2**20
 
     def __init__(
         self, url: str, s3: S3Args | None = None, retry: RetryArgs | None = None, odd_keys: Iterable[str] = ()
@@ -105,6 +105,11 @@ class S3Connector:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return S3Connector, (self._url, self._s3, self._retry, self._odd_keys)
+
+    @property
+    def spread_bytes(self) -> int:
+        """So much is read as several requests at a time; see `BulkConnector`."""
+        return min(4 * self._most_part_bytes, _MOST_SPREAD_BYTES) if self._most_part_bytes < _MOST_SPREAD_BYTES else 0
 
     # ------------------------------------------------------------------------------------------------------ contract
 

@@ -3,9 +3,9 @@
     read_into ──> on disk? ──> yes: from there, if its checksum is right
                           └──> no: fetched by one thread of one process, handed on, and kept
 
-A large object is kept in blocks of 4 MiB, whatever ranges it is read by, so that an index made by one pass over an archive
-leaves the archive in the cache. What is not known to be large is kept as it is read: whole. Reads say which etag they mean, and
-that is part of a piece's name, so a cached object can never be mixed with the one that replaced it.
+A large object, or an archive, is kept in blocks of 4 MiB, whatever ranges it is read by, so that an index made by one pass over
+an archive leaves that in the cache. What is not known to be either is kept as it is read: whole. Reads say which etag they
+mean, and that is part of a piece's name, so a cached object can never be mixed with the one that replaced it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class CacheConnector:
     # -------------------------------------------------------------------------------------------------------- pieces
 
     def _remember(self, info: ObjectInfo) -> ObjectInfo:
-        if info.size > BLOCK_BYTES and info.etag:
+        if info.etag and (info.size > BLOCK_BYTES or info.key.endswith(".tar")):
             self._large[info.key] = (info.size, info.etag)
         return info
 

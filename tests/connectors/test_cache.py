@@ -152,6 +152,24 @@ class TestReading:
         assert len(load_index(connector, info, None)) == 3
         assert sum(num_bytes for _, _, num_bytes in inner.reads) < 64 << 10
 
+    @pytest.mark.parametrize("num_bytes", [1000, 300_000, 2 * BLOCK_BYTES])
+    def test_the_pass_that_indexes_an_archive_leaves_it_in_the_cache(self, tmp_path: Path, num_bytes: int) -> None:
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as tar:
+            for number in range(5):
+                member = tarfile.TarInfo(f"{number}.bin")
+                member.size = num_bytes // 5
+                tar.addfile(member, io.BytesIO(bytes(member.size)))
+        inner = Counting({"s.tar": data.getvalue()})
+        connector = cached(inner, tmp_path / "cache")
+        (info,) = connector.list("")
+        index = scan_tar(connector, info)
+        inner.reads.clear()
+        assert len(index) == 5
+        for start, size in zip(index.starts.tolist(), index.sizes.tolist(), strict=True):
+            assert read(connector, "s.tar", start, size) == bytes(size)
+        assert inner.reads == []
+
 
 class TestDamage:
     @settings(max_examples=40)

@@ -38,13 +38,22 @@ def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> di
         return {}
     found: dict[str, list[tuple[int, int]]] = {}
     for key, start, length in ranges:
-        whole = connector.describe(key)
-        path, _, member = whole.partition("!")
-        if not member or whole in found or os.path.isfile(whole):
-            found.setdefault(whole, []).append((start, length))
-        elif path not in found and os.path.isfile(path):
-            found[path] = [(0, os.path.getsize(path))]
+        name = connector.describe(key)
+        archive = _archive_of(name)
+        if archive is None:
+            found.setdefault(name, []).append((start, length))
+        elif archive not in found:
+            found[archive] = [(0, os.path.getsize(archive))]
     return found if all(os.path.isfile(path) for path in found) else {}
+
+
+def _archive_of(name: str) -> str | None:
+    """The archive in which a member lies, whose name is "archive!member"; None for a file, also with such a name."""
+    if "!" not in name or os.path.isfile(name):
+        return None
+    parts = name.split("!")
+    found = ("!".join(parts[:count]) for count in range(1, len(parts)))
+    return next((path for path in found if path.endswith(".tar") and os.path.isfile(path)), None)
 
 
 def evict(paths: Iterable[str]) -> None:

@@ -44,7 +44,7 @@ def check_structure(
             complain(number, f"`{stage.kind}` acts on single samples: put it before `batch`")
     _check_fields(source, stages, reader)
     _check_scaled(stages, reader)
-    _check_lowered(stages, reader)
+    check_lowered(stages, reader)
     if order is not None and order.shuffle == "block" and type(source) is SOURCES["dataset"]:
         reader.complain(
             ("order", "shuffle"),
@@ -87,7 +87,7 @@ def _check_scaled(stages: tuple[StageConfig, ...], reader: Problems) -> None:
 _SHRINKING = frozenset({"resize", "center_crop", "random_crop", "random_resized_crop"})
 
 
-def _check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
+def check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
     """What DALI is to do instead of our own stages must be something that it can do."""
     first = next(
         (n for n, stage in enumerate(stages) if getattr(stage.args, "device", "cpu") in ("gpu", "dali-cpu")), None
@@ -103,10 +103,11 @@ def _check_lowered(stages: tuple[StageConfig, ...], reader: Problems) -> None:
     for number, stage in enumerate(stages[first + 1 :], first + 1):
         if stage.kind == "batch":
             return
-        if stage.kind == "color_jitter" and is_whole:
+        describe = STAGES[stage.kind].steps
+        if stage.kind == "color_jitter" and is_whole and describe is not None and describe(stage.args).kinds:
             reader.complain(
                 ("stages", number),
-                "`color_jitter` of whole images would take gigabytes inside DALI: put it behind what crops or resizes them, or "
+                "`color_jitter` of whole images may take gigabytes inside DALI: put it behind what crops or resizes them, or "
                 "use `decode: {device: cpu}`",
             )
         is_whole = is_whole and stage.kind not in _SHRINKING

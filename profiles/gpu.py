@@ -279,13 +279,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def compared(found: dict[str, list[dict[str, float | None]]]) -> dict[str, float]:
+def compared(found: dict[str, list[dict[str, float | None]]]) -> dict[str, float | None]:
     """What is asked of decoding on the GPU, in the median of the rounds."""
 
-    def ratio(key: str, one: str, other: str) -> float:
+    def ratio(key: str, one: str, other: str) -> float | None:
         pairs = zip((turn[key] for turn in found[one]), (turn[key] for turn in found[other]), strict=True)
         ratios = [a / b for a, b in pairs if a is not None and b]
-        return statistics.median(ratios) if ratios else float("nan")
+        return statistics.median(ratios) if ratios else None
 
     through_dali = "loaderkit, gpu" if DEVICE.type == "cuda" else "loaderkit, dali-cpu"
     names = ("dali by hand", "dali by hand, as we decode", "loaderkit, cpu", "dataloader")
@@ -323,7 +323,7 @@ def main() -> None:
         print(f"{name:<22}" + ", ".join(f"{key} {statistics.median(v):,.2f}" for key, v in known.items() if v))
     ratios = compared(found)
     for name, value in ratios.items():
-        print(f"{name}: {value:.2f}")
+        print(f"{name}: {'not known' if value is None else f'{value:.2f}'}")
     record(arguments.out, "gpu", **facts, ratios=ratios, turns=found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ def record(out: Path | None, what: str, **found: Any) -> None:
     """Write `<what>-<cpus>cpu-<date>.json` below `out`, if there is such; with the device, where `found` names one."""
     if out is None:
         return
-    what = "-".join([what, *str(found.get("device", "")).lower().split()])
+    device = str(found.get("device", "cpu")).lower()
+    what = what if device == "cpu" else f"{what}-{re.sub('[^a-z0-9]+', '-', device)}"
     path = out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
     facts = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
     path.write_text(json.dumps({"cpus": num_cpus(), **facts, **found}, indent=1) + "\n")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from loaderkit.page_cache import cached_share, evict
+from loaderkit.connectors.file import FileConnector
+from loaderkit.page_cache import cached_share, evict, parts_of
 
 
 @pytest.fixture
@@ -56,3 +57,23 @@ def test_what_the_kernel_does_not_tell_is_not_known(files: dict[str, int], monke
     monkeypatch.setattr("os.geteuid", lambda: 65534)
     monkeypatch.setattr("os.access", lambda *args, **more: False)
     assert share(files) is None, "another user's: Linux says that all of it is there"
+
+
+def test_members_of_archives_and_odd_names(tmp_path: Path) -> None:
+    folder = tmp_path / "run!1"
+    folder.mkdir()
+    for name in ("a.tar", "b!c", "plain"):
+        (folder / name).write_bytes(b"x" * 100)
+    (tmp_path / "run").write_bytes(b"another one's")
+
+    class Described(FileConnector):
+        def describe(self, key: str) -> str:
+            return super().describe(key).replace(".tar/", ".tar!")
+
+    connector = Described(folder)
+    assert parts_of(connector, [("a.tar/m", 10, 5), ("a.tar/n", 20, 5)]) == {str(folder / "a.tar"): [(0, 100)]}
+    assert parts_of(connector, [("b!c", 1, 2), ("plain", 3, 4), ("b!c", 5, 6)]) == {
+        str(folder / "b!c"): [(1, 2), (5, 6)],
+        str(folder / "plain"): [(3, 4)],
+    }
+    assert parts_of(connector, [("gone.tar/m", 0, 1)]) == {}

@@ -3,8 +3,8 @@
     read_into ──> on disk? ──> yes: from there, if its checksum is right
                           └──> no: fetched by one thread of one process, handed on, and kept
 
-A large object, or an archive, is kept in blocks of 4 MiB, whatever ranges it is read by, so that an index made by one pass over
-an archive leaves that in the cache. What is not known to be either is kept as it is read: whole. Reads say which etag they
+A large object, or one called *.tar, is kept in blocks of 4 MiB, whatever ranges it is read by: so the pass that indexes
+an archive leaves it in the cache. What is not known to be either is kept as it is read: whole. Reads say which etag they
 mean, and that is part of a piece's name, so a cached object can never be mixed with the one that replaced it.
 """
 

@@ -21,6 +21,7 @@ import torch
 
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.schema import say_bytes
+from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
 from loaderkit.types import FieldSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -156,13 +157,10 @@ class SlabPool:
                 with torch.cuda.device(self._pinned_for):  # in a worker's thread it would be another one
                     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
             except RuntimeError as error:
-                if "out of memory" not in str(error):  # what a kernel has done is told by whatever comes next
+                if not cannot_pin(error):
                     raise
                 self._pinned_for = None  # of locked memory there is no more: it would not be granted for the next one
-                logger.warning(
-                    "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker",
-                    str(error).partition("\n")[0],
-                )
+                logger.warning(NOT_PINNED, str(error).partition("\n")[0])
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT
         return memory[offset : offset + size]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from loaderkit.config import PipelineConfig
+from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.prefetch.cpus import num_cpus
+from loaderkit.problems import Problems
 from loaderkit.profile.demands import Demand, Model, PoolModel
 from loaderkit.profile.model import Report, Setting
 from loaderkit.profile.patch import num_processes, value_of, workers_settings
 from loaderkit.schema import format_bytes
+from loaderkit.structure import check_lowered
 
 _MOST_WORKERS = 128
 _BY_PIXEL = frozenset(
@@ -132,12 +134,22 @@ def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
     is_scaled = getattr(config.stages[kinds.index("decode")].args, "scaled", False)
     if first in ("resize", "random_resized_crop") and not is_scaled:
         yield _used_smaller(model, config, kinds.index(first))
-    if getattr(config.stages[kinds.index("decode")].args, "device", "cpu") == "gpu":
+    if not _may_go_to_the_gpu(config, config.stages[kinds.index("decode")]):
         return
     gone = {stage.name for stage in config.stages[kinds.index("decode") :] if stage.kind not in ("batch", "transfer")}
     on_gpu = _with_stages(model, lambda stage: replace(stage, cpu_s=0.0, wait_s=0.0) if stage.name in gone else stage)
     note = "decode: {device: gpu}; how fast the GPU decodes, and what it takes from training, is not in the model"
     yield Change("decoding on the GPU", on_gpu, note=note)
+
+
+def _may_go_to_the_gpu(config: PipelineConfig, decoding: StageConfig) -> bool:
+    """Whether `decode: {device: gpu}` would be something new, and taken by what describes pipelines."""
+    if getattr(decoding.args, "device", "gpu") == "gpu":
+        return False
+    there = replace(decoding, args=decoding.args.model_copy(update={"device": "gpu"}))
+    problems = Problems(None)
+    check_lowered(tuple(there if stage is decoding else stage for stage in config.stages), problems)
+    return not problems.problems
 
 
 def _used_smaller(model: Model, config: PipelineConfig, place: int) -> Change:

@@ -89,18 +89,34 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 def _refilled(value: Any, items: Any) -> Any:
     """A container of the same type, and with the same attributes, that holds `items`; one of plain type where that type
     cannot be filled."""
-    if type(value) in (dict, list, tuple):
-        return type(value)(items)
+    kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
+    if type(value) is kind:
+        return kind(items)
     try:
-        if isinstance(value, tuple):
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        found = copy.copy(value)
+        found = _remade_tuple(value, items) if kind is tuple else copy.copy(value)
+        if found is value:
+            return kind(items)
         if getattr(value, "__dict__", None) is value:  # its items are its attributes
             found.__dict__ = found
-        found.clear()
-        (found.update if isinstance(found, dict) else found.extend)(items)
+        if kind is dict:
+            found.clear()
+            for name, item in items.items():  # as a user would, since some note their items elsewhere as well
+                found[name] = item
+        elif kind is list:
+            found[:] = items
     except Exception:  # whatever a type raises that is not to be changed
-        return next(kind(items) for kind in (dict, list, tuple) if isinstance(value, kind))
+        return kind(items)
+    return found
+
+
+def _remade_tuple(value: Any, items: list[Any]) -> Any:
+    """Not by calling its type, which may make something else of its arguments; but for torch's own, which cannot be made in
+    another way."""
+    if hasattr(type(value), "n_sequence_fields"):
+        return type(value)(items)
+    found: Any = tuple.__new__(type(value), items)
+    if hasattr(found, "__dict__"):
+        found.__dict__.update(vars(value))
     return found
 
 
@@ -121,16 +137,22 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_pageable(tensor: torch.Tensor) -> bool:
-    """Whether it is worth a copy within the CPU's memory that the device can fetch it from there by itself: not of a view with
-    gaps, which would be pinned with them, or of one whose elements lie on one another, which cannot be."""
+    """Whether it is worth a copy within the CPU's memory that the device can fetch it from there by itself."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.nbytes >= _LEAST_PINNED
-        and (tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last)))
         and not tensor.is_pinned()
     )
+
+
+def cannot_pin(error: RuntimeError) -> bool:
+    """Whether this says that no memory can be pinned, and not what a kernel has done, of which whatever comes next is told."""
+    return any(text in str(error) for text in ("out of memory", "not supported", "OS call failed"))
+
+
+NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker"
 
 
 _DENSE_PARTS = {
@@ -214,13 +236,13 @@ class Lane:
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._can_pin and _is_pageable(tensor):
             try:
-                return tensor.pin_memory()
-            except RuntimeError as error:  # of locked memory there is no more: it is copied as it is, then
+                # Not `pin_memory`, which copies the gaps of a view as well, and no tensor whose elements lie on one another.
+                return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            except RuntimeError as error:
+                if not cannot_pin(error):
+                    raise
                 self._can_pin = False
-                logger.warning(
-                    "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker",
-                    str(error).partition("\n")[0],
-                )
+                logger.warning(NOT_PINNED, str(error).partition("\n")[0])
         return tensor
 
     def hand_over(self, batch: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     assert limits_of(place, 2**28, 16, is_checked=False).most_bytes == 2**23, "as memory allows"
     assert limits_of(FileConnector(str(path.parent)), 2**31, 2, is_checked=False).most_bytes == 2**23
     assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
-    for part_size, spread in (("auto", 32), ("5MiB", 20), ("16MiB", 32), ("64MiB", 0)):
+    for part_size, spread in (("auto", 32), ("5MiB", 20), ("10MiB", 30), ("16MiB", 32), ("31MiB", 0), ("64MiB", 0)):
         assert (
             S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).spread_bytes == spread * 2**20
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,24 @@ def test_smaller_images_never_promise_less_than_before(photos: Path, is_scaled: 
     assert ("resize to half the width and height" in found) is not is_scaled
     for name in ("resize to half the width and height", "images stored at half the width and height"):
         assert is_scaled or found[name] >= min(bounds(model).values())
+
+
+@pytest.mark.parametrize(
+    ("add", "is_offered"),
+    [
+        (lambda made: made.resize((16, 16)).color_jitter(hue=0.1), True),
+        (lambda made: made.color_jitter(hue=0.1).resize((16, 16)), False),
+        (lambda made: made.resize((16, 16), interpolation="nearest"), False),
+        (lambda made: made.resize((16, 16)).call(lambda sample: None), False),
+    ],
+)
+def test_the_gpu_is_only_offered_to_what_can_go_there(
+    photos: Path, add: Callable[[Any], Any], is_offered: bool
+) -> None:
+    pipeline = add(Pipeline.files(photos, include="**/*.jpg", label="parent").read().decode()).batch(4)
+    with loaderkit.build(pipeline) as loader, loader.profile() as report:
+        list(loader)
+    model = model_of(report.result)
+    assert model is not None
+    offered = {change.name for change in changes(model, report.result, pipeline.config)}
+    assert ("decoding on the GPU" in offered) is is_offered

@@ -115,6 +115,21 @@ class Attributes(dict[str, Any]):
         self.__dict__ = self
 
 
+class Noted(dict[str, Any]):
+    """Its items are noted as attributes, too."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+class Star(tuple[Any, ...]):
+    """Its type is called with its items one by one."""
+
+    def __new__(cls, *items: Any) -> Star:
+        return super().__new__(cls, items)
+
+
 class Frozen(dict[str, Any]):
     def clear(self) -> None:
         raise TypeError("it is not to be changed")
@@ -150,8 +165,11 @@ class TestLayout:
             many, attributes = defaultdict(list, x=[x]), Attributes(x=x, y=1)
             found = Named([x, 1])
             found.name = "kept"
-            frozen, pair = Frozen(x=x), x.max(0)
+            frozen, pair, noted, star = Frozen(x=x), x.max(0), Noted(), Star(x, 1)
+            noted["x"], star.name = x, "kept"  # type: ignore[attr-defined]
             return {
+                "noted": noted,
+                "star": star,
                 "attributes": attributes,
                 "frozen": frozen,
                 "pair": pair,
@@ -166,6 +184,14 @@ class TestLayout:
         for batch in batches(stages.transfer("cpu", dtype="float16")):
             assert (type(batch["many"]), batch["many"]["none"]) == (defaultdict, [])
             assert (type(batch["named"]), batch["named"].name) == (Named, "kept")
+            assert batch["noted"]["x"] is batch["noted"].x
+            assert (type(batch["star"]), len(batch["star"]), batch["star"][1], batch["star"].name) == (
+                Star,
+                2,
+                1,
+                "kept",
+            )
+            assert {batch["noted"].x.dtype, batch["star"][0].dtype} == {torch.float16}
             assert batch["attributes"]["x"] is batch["attributes"].x
             assert (batch["attributes"].x.dtype, batch["attributes"].y) == (torch.float16, 1)
             assert batch["frozen"]["x"].dtype == torch.float16
@@ -326,28 +352,32 @@ class TestLane:
         assert [part.numel() for part in noted] == [5, 4, 2, 7]
         assert not any(part.is_nested or part.is_sparse for part in noted)
 
-    def test_what_is_large_and_in_no_slab_is_pinned_first(self, late: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_large_and_in_no_slab_is_pinned_first(
+        self, late: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         pinned: list[int] = []
+        empty_like = torch.empty_like
 
-        def pin(tensor: torch.Tensor) -> torch.Tensor:
-            if len(pinned) == 2:
+        def pin(tensor: torch.Tensor, *, pin_memory: bool) -> torch.Tensor:
+            if len(pinned) == 4:
                 raise RuntimeError("CUDA error: out of memory")
             pinned.append(tensor.numel())
-            return tensor.clone()
+            return empty_like(tensor)
 
-        monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+        monkeypatch.setattr(torch, "empty_like", pin)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.numel() == 30_000)
         large = [torch.ones(20_000), torch.ones(30_000), torch.ones(40_000)]
         batch: dict[str, Any] = {"small": torch.ones(10), "large": large}
         batch |= {"gaps": torch.ones(20_000, 50)[:, 1], "many times": torch.ones(1, 10).expand(9_000, 10)}
         late.move(batch)
-        assert pinned == [20_000, 40_000], "not what is small, or pinned already"
+        assert pinned == [20_000, 40_000, 20_000, 90_000], "not what is small, or pinned already"
         assert Late.under_way == []
         for _ in range(2):  # where no more can be pinned, it is copied all the same
             batch = {"large": torch.ones(50_000)}
             late.move(batch)
             assert batch["large"].is_meta
-        assert pinned == [20_000, 40_000]
+        assert pinned == [20_000, 40_000, 20_000, 90_000]
+        assert caplog.text.count("cannot be pinned (CUDA error: out of memory)") == 1
 
     def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
         kept: list[torch.Tensor] = []

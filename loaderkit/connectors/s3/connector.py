@@ -109,7 +109,8 @@ class S3Connector:
     @property
     def spread_bytes(self) -> int:
         """So much is read as several requests at a time; see `BulkConnector`."""
-        return min(4 * self._most_part_bytes, _MOST_SPREAD_BYTES) if self._most_part_bytes < _MOST_SPREAD_BYTES else 0
+        num_parts = min(4, _MOST_SPREAD_BYTES // self._most_part_bytes)
+        return num_parts * self._most_part_bytes if num_parts > 1 else 0
 
     # ------------------------------------------------------------------------------------------------------ contract
 

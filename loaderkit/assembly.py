@@ -22,11 +22,13 @@ from loaderkit.forecast import Forecast
 from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.inline import InlineEngine
 from loaderkit.prefetch.plan import BatchPlan, BatchShape
 from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import StageStats
+from loaderkit.prefetch.threads import ThreadEngine
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.transfer import Lane
@@ -117,20 +119,29 @@ class Assembly:
             run=None if lane is None else lane.run,
         )
 
-    def make_engine(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> Engine:
-        """An engine that has not begun."""
+    def make_engine(self, clock: Clock) -> Engine:
+        """An engine that has not begun, of this process."""
+        if self._recipe.config.prefetch.executor == "inline":
+            return InlineEngine(self.make_plan(), self.stages, self.pools, clock=clock, counters=self._counters())
+        return self.make_threads(clock)
+
+    def make_threads(self, clock: Clock, allocate: Callable[[int], Bytes] | None = None) -> ThreadEngine:
+        """One of threads; `allocate` gives memory for slabs."""
         prefetch = self._recipe.config.prefetch
-        return Engine(
+        return ThreadEngine(
             self.make_plan(allocate),
             self.stages,
             self.pools,
-            inline=prefetch.executor == "inline",
             self_service=self._runs_no_other_code(),
             timeout_s=prefetch.timeout,
             raises=prefetch.on_timeout == "raise",
             clock=clock,
-            counters=getattr(self._ahead or self._recipe.connector, "counters", None),
+            counters=self._counters(),
         )
+
+    def _counters(self) -> Callable[[], dict[str, float]] | None:
+        """What tells of the store."""
+        return getattr(self._ahead or self._recipe.connector, "counters", None)
 
     def _runs_no_other_code(self) -> bool:
         """Whether all that is done is to read, by our own code: then it does not matter which thread does it."""
@@ -223,7 +234,7 @@ class RemoteEngine:
             return cls(replace(recipe, source=None), len(recipe.source))  # type: ignore[arg-type]
         return cls(recipe)
 
-    def __call__(self, allocate: Callable[[int], Bytes], share: Share) -> Engine:
+    def __call__(self, allocate: Callable[[int], Bytes], share: Share) -> ThreadEngine:
         recipe = self.recipe
         if self.num_items is not None:
             args = recipe.config.source
@@ -235,4 +246,4 @@ class RemoteEngine:
                     "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
                 )
             recipe = replace(recipe, source=source)
-        return Assembly(recipe, share).make_engine(time.perf_counter, allocate)
+        return Assembly(recipe, share).make_threads(time.perf_counter, allocate)

@@ -383,6 +383,13 @@ class Chunk:
     def __len__(self) -> int:
         return self.hi - self.lo
 
+    def empty(self) -> dict[str, Any]:
+        """It has landed: let go of its samples. Its scratch, for another chunk."""
+        scratch, self.scratch = self.scratch, {}
+        self.samples = []
+        self.columns = None
+        return scratch
+
     def memory(self, name: str, size: int) -> memoryview:
         """`size` bytes to write to, aligned to 64, which the next chunk with this scratch will write over.
 

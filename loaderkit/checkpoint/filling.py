@@ -19,8 +19,10 @@ from loaderkit.page_cache import cached_share, parts_of
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.inline import InlineEngine
 from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.threads import ThreadEngine
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 _REMOTE_WORKERS = 16
@@ -107,17 +109,22 @@ class Filling:
             touched=set() if touched is None else touched,
         )
         stages = shards.stages()
-        self.engine = Engine(
-            self.plan,
-            stages,
-            plan_pools(stages, num_workers),
-            inline=inline,
-            timeout_s=timeout_s,
-            raises=raises,
-            takes_turns=False,
-            clock=clock,
-            counters=getattr(connector, "counters", None),
-        )
+        pools = plan_pools(stages, num_workers)
+        counters = getattr(connector, "counters", None)
+        self.engine: Engine
+        if inline:
+            self.engine = InlineEngine(self.plan, stages, pools, clock=clock, counters=counters)
+        else:
+            self.engine = ThreadEngine(
+                self.plan,
+                stages,
+                pools,
+                timeout_s=timeout_s,
+                raises=raises,
+                takes_turns=False,
+                clock=clock,
+                counters=counters,
+            )
         self._finalizer = weakref.finalize(self, self.engine.abandon)  # where Ctrl-C keeps `close` from its end
 
     def __iter__(self) -> Iterator[list[tuple[str, Any]]]:

@@ -132,7 +132,7 @@ class Sharing:
     def stop(self, error: BaseException) -> None:
         """Make `run` raise an error if it waits for a read; from any thread."""
         if self._filling is not None:
-            self._filling.engine.intake.fail(error)
+            self._filling.engine.fail(error)
 
     def _take(self, number: int, segment: Segment, reads: Iterator[torch.Tensor]) -> None:
         where = f"bytes {segment.start} to {segment.end} of {segment.key!r}"

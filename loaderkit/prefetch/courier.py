@@ -19,15 +19,15 @@ import torch
 from loaderkit.errors import ClosedError, ConfigError, StageError
 from loaderkit.prefetch import stalls, tape, wire
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
-from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.share import Share
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stats import Stats
+from loaderkit.prefetch.threads import ThreadEngine
 from loaderkit.prefetch.watch import Report
 from loaderkit.types import Destination
 
 _REPORT_CHARACTERS = 100_000
-MakeEngine = Callable[[Callable[[int], Bytes], Share], Engine]
+MakeEngine = Callable[[Callable[[int], Bytes], Share], ThreadEngine]
 
 
 class Courier:

@@ -15,15 +15,10 @@ from typing import Any
 from loaderkit.errors import ClosedError
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
+from loaderkit.prefetch.pace import Pace, trimmed
 from loaderkit.prefetch.plan import Plan
 from loaderkit.types import Chunk, Destination
 
-# Interleaved rounds on pictures of 1 ms, two threads: chunks of 2 ms 1,070 img/s, 4 ms 1,439, 10 ms 1,530, 20 ms 1,716,
-# 60 ms 1,766: fewer exchanges of the GIL, and one stage's code at a time in the caches.
-_CHUNK_TARGET_S = 0.02
-_FIRST_CHUNK_SIZE = 8
-# The latest chunk's part in how long a sample takes; the mean of all at the beginning.
-_SMOOTHING = 0.1
 # Batches quicker than this are handed over several at a time: to wake the other thread up, and to hand it the GIL, costs as
 # much as such a batch (16 windows of tokens: 47,000 a second one at a time). The consumer looks by itself after _LOOK_S.
 _QUICK_S = 0.5e-3
@@ -40,7 +35,6 @@ class Intake:
         clock: Clock,
         *,
         num_workers: int,
-        inline: bool,
         is_whole: bool,
         one_works: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -50,7 +44,6 @@ class Intake:
         self._states = states
         self._clock = clock
         self._num_workers = num_workers
-        self._inline = inline
         self._is_whole = is_whole
         self._one_works = one_works
         self._lock = threading.Lock()
@@ -62,8 +55,7 @@ class Intake:
         self._lent: Account | None = None  # one of theirs, while the consumer works in that worker's place
         self.is_self_service = False  # the consumer makes its batches itself: workers rest
         self._scratches: list[dict[str, Any]] = []
-        self._sample_s: float | None = None
-        self._num_landed = 0  # chunks
+        self._pace = Pace()
         self._at_end = False
         self._is_preparing = False
         self._is_closed = False
@@ -139,11 +131,13 @@ class Intake:
     @property
     def batch_s(self) -> float | None:
         """How long one worker takes for a batch, as far as is known."""
-        return None if self._sample_s is None else self._sample_s * self._plan.batch_size
+        sample_s = self._pace.sample_s
+        return None if sample_s is None else sample_s * self._plan.batch_size
 
     def _is_quick(self) -> bool:
         # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
-        return self._is_whole and self._sample_s is not None and self._sample_s * self._plan.batch_size < _QUICK_S
+        sample_s = self._pace.sample_s
+        return self._is_whole and sample_s is not None and sample_s * self._plan.batch_size < _QUICK_S
 
     def _is_worth_waking(self) -> bool:
         """Whether there is room for as many batches as a worker makes at a time."""
@@ -248,7 +242,7 @@ class Intake:
                         self._is_preparing = True
                         break
                     if self._plan.specs is None or not self._may_open(account) or not self._open_next():
-                        if self._inline or account is self._lent:
+                        if account is self._lent:
                             return None
                         self._rest(account)
                 else:
@@ -303,7 +297,9 @@ class Intake:
         begin = self._clock()
         try:
             self._plan.prepare()
-            self._sample_s = self._clock() - begin  # so that large samples begin with small chunks, and little memory
+            self._pace.sample_s = (
+                self._clock() - begin
+            )  # so that large samples begin with small chunks, and little memory
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -316,7 +312,7 @@ class Intake:
     def _open_next(self) -> bool:
         plan = self._plan
         num_allowed, by_memory = plan.room
-        if self.num_open >= (1 if self._inline else num_allowed):
+        if self.num_open >= num_allowed:
             self.is_short_of_memory = by_memory
             return False
         destination = plan.open(self._chunk_size())
@@ -330,32 +326,15 @@ class Intake:
         return True
 
     def _chunk_size(self) -> int:
-        size = self._plan.batch_size
-        if self._sample_s is None:
-            return max(1, min(_FIRST_CHUNK_SIZE, -(-size // self._num_workers)))
-        wanted = int(_CHUNK_TARGET_S / max(self._sample_s, 1e-9))
-        if wanted >= size:
-            return size
-        wanted = max(1, min(wanted, -(-size // self._num_workers)))
-        return -(-size // -(-size // wanted))  # all alike: a short one is left over otherwise
+        return self._pace.chunk_size(self._plan.batch_size, self._num_workers)
 
     def land(self, chunk: Chunk) -> Destination | None:
         """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""
         destination = chunk.destination
         took_s = (self._clock() - chunk.marks[0][0]) / len(chunk)
         with self._lock:
-            self._num_landed += 1
-            weight = max(_SMOOTHING, 1 / self._num_landed)  # what one sample took that was made alone counts no more
-            self._sample_s = took_s if self._sample_s is None else (1 - weight) * self._sample_s + weight * took_s
-            if chunk.scratch:
-                size = self._chunk_size()
-                for pieces in chunk.scratch.values():
-                    if isinstance(pieces, list):
-                        del pieces[size:]  # what longer chunks needed is given back
-            self._scratches.append(chunk.scratch)
-            chunk.scratch = {}
-            chunk.samples = []
-            chunk.columns = None
+            self._pace.landed(took_s)
+            self._scratches.append(trimmed(chunk.empty(), self._chunk_size))
             destination.num_pending -= 1
             if destination.num_pending:
                 return None
@@ -383,8 +362,6 @@ class Intake:
             destination.done_s = self._clock()
             destination.is_done = True
             self.num_ready += 1
-            if self._inline:
-                return  # whoever made it takes it
             if self._is_asleep or not self._is_quick() or self.num_ready >= self._burst():
                 self._announce()
 

@@ -64,10 +64,11 @@ class SlabLayout:
 
 
 class Slab(NamedTuple):
-    """The memory of one batch, and how NumPy is told of each field in it: as its numbers, or as bytes where it has no such."""
+    """The memory of one batch, and its fields: (name, how NumPy is told of it, and where NumPy has no such numbers and is told
+    of bytes, their shape and dtype)."""
 
     memory: Bytes
-    interfaces: list[dict[str, Any]]
+    fields: list[tuple[str, dict[str, Any], tuple[tuple[int, ...], torch.dtype] | None]]
 
 
 class Lease:
@@ -124,12 +125,14 @@ class SlabPool:
             slab = self._free.get_nowait()
         except Empty:
             slab = self._allocate()
-        lease = Lease(slab, self._free, slab.interfaces[0])
+        lease = Lease(slab, self._free, slab.fields[0][1])
         tensors = {}
-        for (name, _, _, shape, dtype), interface in zip(self.layout.fields, slab.interfaces, strict=True):
+        for name, interface, numbers in slab.fields:
             lease.__array_interface__ = interface
-            tensor = torch.from_numpy(np.asarray(lease))
-            tensors[name] = tensor if dtype in _IN_NUMPY else tensor.view(dtype).view(shape)
+            tensors[name] = tensor = torch.from_numpy(np.asarray(lease))
+            if numbers is not None:
+                shape, dtype = numbers
+                tensors[name] = tensor.view(dtype).view(shape)
         return tensors
 
     def _allocate(self) -> Slab:
@@ -142,12 +145,15 @@ class SlabPool:
             )
         memory = self._new_memory(self.layout.num_bytes)
         self.num_allocated += 1
-        interfaces = []
-        for _, start, end, shape, dtype in self.layout.fields:
+        slab = Slab(memory, [])
+        for name, start, end, shape, dtype in self.layout.fields:
             part = memory[start:end]
             known = _IN_NUMPY.get(dtype)
-            interfaces.append((part if known is None else part.view(known).reshape(shape)).__array_interface__)
-        return Slab(memory, interfaces)
+            if known is None:
+                slab.fields.append((name, part.__array_interface__, (shape, dtype)))
+            else:
+                slab.fields.append((name, part.view(known).reshape(shape).__array_interface__, None))
+        return slab
 
     def _new_memory(self, size: int) -> Bytes:
         if self._allocate_memory is not None:

@@ -337,7 +337,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         first, last = rows[numbers[0]], rows[numbers[-1]]
         for number in numbers:
             rows[number].workers = pool.num_workers
-        first.num_queued = engine.intake.num_queued if pool.buffer is None else len(pool.buffer)
+        first.num_queued = engine.num_queued if pool.buffer is None else len(pool.buffer)
         # Inline, one account serves all pools; threads only ever enter their own pool's stages.
         add_accounts(rows, (first, last), list(pool.accounts), engine.states, now)
     host = host_stats()
@@ -350,11 +350,11 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         num_samples=engine.num_samples,
         stall_s=stall_s,
         stages=rows,
-        num_ready=engine.intake.num_ready,
-        num_open=engine.intake.num_open,
+        num_ready=engine.num_ready,
+        num_open=engine.num_open,
         memory={
             "budget_bytes": engine.plan.memory_bytes,
-            **engine.plan.memory_stats(engine.intake.num_open),
+            **engine.plan.memory_stats(engine.num_open),
             "rss_peak_bytes": host.rss_peak_bytes,
         },
         host=host,

@@ -18,7 +18,7 @@ from loaderkit.types import Destination
 
 def intake_with(num_batches: int) -> tuple[Intake, list[Destination]]:
     plan: Any = SimpleNamespace(batch_size=1, room=(4, False), specs={}, release=lambda destination: None)
-    intake = Intake(plan, States(1), time.perf_counter, num_workers=1, inline=False, is_whole=True)
+    intake = Intake(plan, States(1), time.perf_counter, num_workers=1, is_whole=True)
     nothing = np.zeros(1, np.int64)
     batches = [Destination(epoch=0, step=n, positions=nothing, indices=nothing) for n in range(num_batches)]
     intake._queue.extend(batches)
@@ -30,13 +30,13 @@ def intake_with(num_batches: int) -> tuple[Intake, list[Destination]]:
 def test_who_sleeps_is_woken_although_batches_have_become_quick(way: str) -> None:
     """It fell asleep for long while batches were slow; the last one of all is quick, and nobody comes after it."""
     intake, (only,) = intake_with(1)
-    intake._sample_s = 1.0
+    intake._pace.sample_s = 1.0
     waiting = intake.wait_until_ready if way == "courier" else lambda: intake.wait_for_first(60.0)
     consumer = threading.Thread(target=waiting, daemon=True)
     consumer.start()
     while not intake._is_asleep:
         pass
-    intake._sample_s = 1e-6
+    intake._pace.sample_s = 1e-6
     intake.deliver(only)
     consumer.join(20)
     assert not consumer.is_alive()
@@ -44,7 +44,7 @@ def test_who_sleeps_is_woken_although_batches_have_become_quick(way: str) -> Non
 
 def test_the_consumer_looks_by_itself_while_batches_are_quick() -> None:
     intake, batches = intake_with(4)
-    intake._sample_s = 1e-6
+    intake._pace.sample_s = 1e-6
     found: list[Destination | None] = []
     consumer = threading.Thread(target=lambda: found.append(intake.wait_for_first(60.0)[0]), daemon=True)
     consumer.start()

@@ -13,7 +13,7 @@ from of_numbers import wait_for
 
 import loaderkit
 from loaderkit.prefetch.accounts import Account, States
-from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.threads import ThreadEngine
 from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, Ticket, Turns
 
 STATES = States(1)
@@ -254,7 +254,7 @@ def test_the_engine_counts_chunks_also_while_nobody_measures() -> None:
     with loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2}) as loader:
         batches = iter(loader)
         next(batches)
-        assert isinstance(loader._engine, Engine)
+        assert isinstance(loader._engine, ThreadEngine)
         turns = loader._engine.pools[0].turns
         assert turns is not None
         turns._num_left = 500

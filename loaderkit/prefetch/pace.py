@@ -1,0 +1,49 @@
+"""How long a sample takes, and so how many of them make a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# Interleaved rounds on pictures of 1 ms, two threads: chunks of 2 ms 1,070 img/s, 4 ms 1,439, 10 ms 1,530, 20 ms 1,716,
+# 60 ms 1,766: fewer exchanges of the GIL, and one stage's code at a time in the caches.
+_CHUNK_TARGET_S = 0.02
+_FIRST_CHUNK_SIZE = 8
+# The latest chunk's part in how long a sample takes; the mean of all at the beginning.
+_SMOOTHING = 0.1
+
+
+class Pace:
+    """How long one worker takes for a sample, as far as is known; whoever writes it holds the lock there is, if any."""
+
+    __slots__ = ("_num_landed", "sample_s")
+
+    def __init__(self) -> None:
+        self.sample_s: float | None = None
+        self._num_landed = 0  # chunks
+
+    def landed(self, sample_s: float) -> None:
+        """A chunk is through all stages: what each of its samples took."""
+        self._num_landed += 1
+        weight = max(_SMOOTHING, 1 / self._num_landed)  # what one sample took that was made alone counts no more
+        self.sample_s = sample_s if self.sample_s is None else (1 - weight) * self.sample_s + weight * sample_s
+
+    def chunk_size(self, batch_size: int, num_workers: int) -> int:
+        """How many samples a chunk of a batch should have."""
+        if self.sample_s is None:
+            return max(1, min(_FIRST_CHUNK_SIZE, -(-batch_size // num_workers)))
+        wanted = int(_CHUNK_TARGET_S / max(self.sample_s, 1e-9))
+        if wanted >= batch_size:
+            return batch_size
+        wanted = max(1, min(wanted, -(-batch_size // num_workers)))
+        return -(-batch_size // -(-batch_size // wanted))  # all alike: a short one is left over otherwise
+
+
+def trimmed(scratch: dict[str, Any], chunk_size: Callable[[], int]) -> dict[str, Any]:
+    """The scratch of a chunk, for one of this size: what longer ones needed a sample is freed."""
+    if scratch:
+        num_places = chunk_size()
+        for pieces in scratch.values():
+            if isinstance(pieces, list):
+                del pieces[num_places:]
+    return scratch

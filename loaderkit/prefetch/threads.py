@@ -1,0 +1,312 @@
+"""The engine of threads: pools of workers that pull chunks from the intake and read ahead.
+
+A hand-off to another pool costs 10 to 20 us. Where chunks come from and where they land is `intake.py`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from loaderkit.errors import ConfigError
+from loaderkit.prefetch import stalls, watch
+from loaderkit.prefetch.accounts import Account
+from loaderkit.prefetch.engine import Engine, Pool
+from loaderkit.prefetch.intake import Intake
+from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
+from loaderkit.prefetch.plan import Plan
+from loaderkit.prefetch.pools import PoolPlan
+from loaderkit.prefetch.self_service import SelfService
+from loaderkit.types import Chunk, Destination, Stage
+
+logger = logging.getLogger("loaderkit")
+
+
+class ThreadEngine(Engine):
+    """Runs a plan by threads of its own."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        pools: Sequence[PoolPlan],
+        *,
+        timeout_s: float,
+        raises: bool = False,
+        self_service: bool = False,
+        **others: Any,
+    ) -> None:
+        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `self_service`: the consumer may make
+        batches itself. `others`: of every `Engine`."""
+        super().__init__(plan, stages, pools, **others)
+        self._timeout_s = timeout_s
+        self._raises = raises
+        self.intake = Intake(
+            plan,
+            self.states,
+            self.clock,
+            num_workers=sum(pool.num_workers for pool in pools),
+            is_whole=len(pools) == 1,
+            one_works=self.pools[0].one_works,
+        )
+        self._sizing = threading.RLock()  # of pools
+        self._resized = threading.Condition(self._sizing)  # workers that are not wanted wait on it
+        self._self_service = SelfService(self.intake) if self_service and len(pools) == 1 else None
+        self._is_started = False
+
+    # ------------------------------------------------------------------------------------------------ the consumer
+
+    def start(self) -> None:
+        self._check_usable()
+        if self._is_started:
+            return
+        self._is_started = True
+        with self._sizing:
+            try:
+                self._start_missing_workers()
+            except BaseException as error:  # Ctrl-C, or no more threads to be had
+                self.intake.fail(error)
+                raise
+
+    def resize(self, stage: str, num_workers: int) -> None:
+        """Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not, and
+        where the system has no more threads: then it goes on with those there are.
+        """
+        self._check_usable()
+        pool = self._pool_of(stage)
+        with self._sizing:
+            self._check_usable()  # a thread that starts now would be joined by nobody
+            before = pool.num_workers
+            try:
+                self._want(pool, num_workers)
+                if self._is_started:
+                    self._start_missing_workers()
+            except BaseException as error:
+                self._want(pool, before)
+                if not isinstance(error, RuntimeError):
+                    raise
+                raise ConfigError(
+                    f"resize: {num_workers} workers for {stage!r} could not be started ({error}): the system allows no more "
+                    f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
+                ) from error
+        self.intake.resize(sum(pool.num_workers for pool in self.pools))
+        if self._self_service is not None:
+            self._self_service.forget()
+        if pool.buffer is not None:
+            pool.buffer.resize(2 * num_workers)
+
+    def _want(self, pool: Pool, num_workers: int) -> None:
+        """Let the first so many workers of a pool work, and the others rest. Under the lock of sizes."""
+        pool.num_workers = num_workers
+        for number, account in enumerate(pool.accounts):
+            account.is_wanted = number < num_workers
+        self._resized.notify_all()
+
+    def _pool_of(self, stage: str) -> Pool:
+        for pool in self.pools:
+            if stage in (self.stages[number].name for number in pool.plan.stages):
+                return pool
+        raise ConfigError(f"there is no stage {stage!r} to resize; there are {', '.join(self._stage_names)}")
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        self._check_usable()
+        self.intake.set_depth(num_batches, memory_bytes)
+
+    def _start_missing_workers(self) -> None:
+        """Start as many threads as are wanted and not there; returns when all of them run, or, raising, when none of them
+        is left. Under the lock of sizes."""
+        num_there = [len(pool.accounts) for pool in self.pools]
+        missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
+        since_s = self.clock()  # starting them is part of their time: a few milliseconds
+        ready = threading.Barrier(len(missing) + 1)
+        with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
+            try:
+                for pool, number in missing:
+                    self._start_worker(pool, number, ready, since_s, compute_alone)
+                ready.wait()
+            except BaseException:
+                ready.abort()  # let those go that run
+                for pool, num_before in zip(self.pools, num_there, strict=True):
+                    for thread in pool.threads[num_before:]:
+                        thread.join()
+                    del pool.accounts[num_before:], pool.threads[num_before:]
+                raise
+
+    def _start_worker(
+        self, pool: Pool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
+    ) -> None:
+        account = self._new_account(self.states.starved, since_s)
+        names = [self.stages[stage].name for stage in pool.plan.stages]
+        thread = threading.Thread(
+            target=self._work,
+            args=(pool, account, ready, compute_alone),
+            name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
+            daemon=True,
+        )
+        thread.start()
+        pool.threads.append(thread)
+        pool.accounts.append(account)
+
+    def seek(self, epoch: int, position: int) -> None:
+        self._check_usable()
+        self.intake.seek(epoch, position)
+
+    def _wait(self, begin_s: float) -> Destination:
+        service = self._self_service
+        try:
+            destination = self._first(service is not None and service.comes(begin_s))
+            if service is not None:
+                service.leaves(self.clock())
+            return destination
+        except BaseException:
+            if os.getpid() == self._pid:  # in a fork's child its lock may never open
+                self.intake.give_back()  # Ctrl-C may have come right after borrowing
+            raise
+
+    def _first(self, works_itself: bool) -> Destination:
+        """The next destination, when it is complete; `works_itself`: the consumer makes it itself if it can."""
+        patience, left_s = None, 0.0
+        while True:
+            while works_itself:
+                found = self.intake.first() if self.intake.num_ready else None
+                if found is not None:
+                    return found
+                if not self._work_for_a_worker():
+                    break
+            if patience is None:
+                patience = watch.Patience(self._timeout_s, self._raises)
+                left_s = patience.next_s
+            found, left_s = self.intake.wait_for_first(left_s)
+            if found is not None:
+                return found
+            if left_s <= 0:
+                patience.ends(self.describe_wait)
+                left_s = patience.next_s
+
+    def record(self) -> None:
+        with self._sizing:
+            super().record()
+
+    def fail(self, error: BaseException) -> None:
+        self.intake.fail(error)
+
+    def _stop(self, join_s: float) -> None:
+        """A worker that is still inside a stage after `join_s` is left to end by itself, with a warning."""
+        self.intake.close()
+        for pool in self.pools:
+            if pool.buffer is not None:
+                pool.buffer.close()
+            pool.turns.close()
+        with self._sizing:
+            self._is_closed = True
+            self._resized.notify_all()
+        deadline = time.monotonic() + join_s
+        for thread in [thread for pool in self.pools for thread in pool.threads]:
+            if thread.ident != threading.get_ident():
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    stack = watch.stack_of(thread)
+                    logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
+        self.intake.clear()
+
+    def abandon(self) -> None:
+        """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one
+        cannot close anything itself; `threading.Thread` would take locks of its own."""
+        if any(thread.ident == threading.get_ident() for pool in self.pools for thread in pool.threads):
+            _thread.start_new_thread(self.close, ())
+        else:
+            self.close()
+
+    def head(self) -> Destination | None:
+        return self.intake.head()
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        return self.intake.is_short_of_memory
+
+    @property
+    def num_queued(self) -> int:
+        return self.intake.num_queued
+
+    @property
+    def num_open(self) -> int:
+        return self.intake.num_open
+
+    @property
+    def num_ready(self) -> int:
+        return self.intake.num_ready
+
+    # ------------------------------------------------------------------------------------------------- the workers
+
+    def _work(self, pool: Pool, account: Account, ready: threading.Barrier, compute_alone: Callable[[], None]) -> None:
+        try:
+            compute_alone()  # two threads inside an operation of a worker cost 13 % of the throughput
+            ready.wait()
+            while True:
+                if not account.is_wanted:
+                    self._rest(pool, account)
+                if pool.num_workers > 1:
+                    pool.turns.wait(account, self.states.idle, self.intake.wake_worker)
+                item = self.intake.take(account) if pool.buffer is None else pool.buffer.get(account)
+                if item is not None:
+                    self._process(pool, account, item)
+                elif self.intake.is_over or (pool.buffer is not None and pool.buffer.is_closed):
+                    return
+                del item  # or the worker would keep a delivered batch's memory while it waits
+        except threading.BrokenBarrierError:
+            return
+        except BaseException as error:
+            self.intake.fail(error)
+
+    def _rest(self, pool: Pool, account: Account) -> None:
+        """Return when this worker is wanted again, or nothing more will come."""
+        account.enter(self.states.idle)
+        pool.turns.leave(account)
+        with self._sizing:
+            while not account.is_wanted and not self._is_closed:
+                self._resized.wait()
+
+    def _work_for_a_worker(self) -> bool:
+        """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""
+        account = self.intake.borrow()
+        if account is None:
+            return False
+        try:
+            chunk = self.intake.take(account)
+            if chunk is None:  # no room: what else there is has to end first
+                self.intake.set_self_service(False)
+                return False
+            item = self._carry(chunk, account)
+            if isinstance(item, Destination):
+                self.intake.deliver(item)
+                self.num_self_served += 1
+            account.enter(self.states.idle)
+            return True
+        finally:
+            self.intake.give_back()
+
+    def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
+        ticket = pool.begin()
+        try:
+            onward = self._run(pool, account, item)
+        finally:
+            pool.end(ticket, len(item))
+        if onward is None:
+            return
+        if pool.number + 1 < len(self.pools):
+            following = self.pools[pool.number + 1]
+            assert following.buffer is not None
+            chunk = onward if isinstance(onward, Chunk) else onward.last_chunk
+            assert chunk is not None
+            chunk.marks.append((self.clock(), stalls.QUEUED - following.number))
+            following.buffer.put(onward, account)
+        elif isinstance(onward, Destination):
+            self.intake.deliver(onward)
+
+    def _land(self, chunk: Chunk) -> Destination | None:
+        return self.intake.land(chunk)

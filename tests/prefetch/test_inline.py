@@ -1,0 +1,130 @@
+"""What `executor: inline` does when it is torn out of a batch: that batch is not passed over, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import loaderkit
+from loaderkit import Loader, Pipeline
+from loaderkit.errors import ClosedError, StageError
+from loaderkit.prefetch.stats import Stats
+
+INLINE = {"prefetch.executor": "inline"}
+
+
+class Numbers:
+    """Items that are their own numbers."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Trap:
+    """Hands samples on; at one of them it does something else first."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.springs: Any = lambda: None
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["x"] == self.at:
+            self.springs()
+        return sample
+
+
+def trapped(trap: Trap, **overrides: Any) -> Loader:
+    pipeline = Pipeline.dataset(Numbers(), fields=["x"]).shuffle("none").read().call(trap).batch(8)
+    return loaderkit.build(pipeline, overrides={**INLINE, **overrides})
+
+
+def raising(error: BaseException) -> Any:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+def test_what_was_interrupted_is_not_passed_over() -> None:
+    """Who holds on to the engine is told again, and does not get the batch behind the one that was lost."""
+    trap = Trap(12)
+    trap.springs = raising(KeyboardInterrupt())
+    with trapped(trap) as loader:
+        next(iter(loader))
+        engine: Any = loader._engine
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                engine.next()
+        engine.close()
+
+
+def test_the_loop_gets_the_interrupted_batch_when_it_asks_again() -> None:
+    trap = Trap(12)
+    trap.springs = raising(KeyboardInterrupt())
+    with trapped(trap) as loader:
+        batches = iter(loader)
+        assert next(batches)["x"].tolist() == [*range(8)]
+        state = loader.state_dict()
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert loader.state_dict() == state
+        trap.springs = lambda: None
+        loader.load_state_dict(state)
+        assert [batch["x"].tolist()[0] for batch in loader] == [8, 16, 24]
+
+
+def test_a_bad_batch_is_an_error_in_its_place() -> None:
+    """The engine goes on behind it, as that of threads does."""
+    trap = Trap(12)
+    trap.springs = raising(ValueError("no good"))
+    with trapped(trap) as loader:
+        next(iter(loader))
+        engine: Any = loader._engine
+        bad = engine.next()
+        assert isinstance(bad.error, StageError)
+        assert engine.next().result["x"].tolist() == [*range(16, 24)]
+
+
+@pytest.mark.parametrize("workers", [{}, {"stages.call.workers": 1}])
+def test_a_stage_that_closes_the_loader(workers: dict[str, Any]) -> None:
+    trap = Trap(12)
+    with trapped(trap, **workers) as loader:
+        trap.springs = loader.close
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(ClosedError):
+            next(batches)
+
+
+def test_another_thread_closes_it_in_the_middle_of_a_batch() -> None:
+    trap = Trap(12)
+    with trapped(trap) as loader:
+        closer = threading.Thread(target=loader.close)
+
+        def spring() -> None:
+            closer.start()
+            closer.join()
+
+        trap.springs = spring
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(ClosedError):
+            next(batches)
+
+
+def test_what_is_being_made_is_seen_from_elsewhere() -> None:
+    trap = Trap(12)
+    seen: list[Stats] = []
+    with trapped(trap) as loader:
+        trap.springs = lambda: seen.append(loader.stats())
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+    (found,) = seen
+    assert (found.num_ready, found.num_open) == (0, 1)
+    assert found.stall_s["call"] > 0

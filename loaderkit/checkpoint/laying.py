@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,11 +54,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def lay(label: str, stored: Stored, tensor: torch.Tensor, limits: Limits) -> list[Piece]:
     """The pieces that fill a whole tensor of the shape `stored` has; dtype, device and strides may be others."""
-    if len(stored.parts) == 1 and stored.num_bytes <= limits.most_bytes and _is_like(tensor, stored):
-        part = stored.parts[0]  # most tensors of a checkpoint with many: what follows takes five times as long
-        return (
-            [Piece(label, part.key, part.start, stored.num_bytes, bytes_of(tensor), None)] if stored.num_bytes else []
-        )
+    if len(stored.parts) == 1 and _is_like(tensor, stored):  # most tensors: what follows takes five times as long
+        part, data = stored.parts[0], bytes_of(tensor)
+        cuts = _cuts(part.start, stored.num_bytes, limits.most_bytes)
+        return [Piece(label, part.key, part.start + lo, hi - lo, data[lo:hi], None) for lo, hi in cuts]
     found: list[Piece] = []
     for part in stored.parts:
         box = tensor
@@ -66,6 +66,16 @@ def lay(label: str, stored: Stored, tensor: torch.Tensor, limits: Limits) -> lis
                 box = box.narrow(dim, offset, size)
         found += lay_box(label, stored.dtype, part, box, limits, offsets=(0,) * len(part.sizes), sizes=part.sizes)
     return found
+
+
+def _cuts(start: int, num_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
+    """[lo, hi) of the parts in which so many bytes from `start` of an object on are read: where they are too many, up to
+    multiples in the object, where blocks with checksums end, too."""
+    if num_bytes <= most_bytes:
+        return [(0, num_bytes)] if num_bytes else []
+    first = most_bytes - start % most_bytes
+    borders = [0, *range(first, num_bytes, most_bytes), num_bytes]
+    return list(pairwise(borders))
 
 
 def _is_like(tensor: torch.Tensor, stored: Stored) -> bool:

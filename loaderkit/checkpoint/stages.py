@@ -45,19 +45,22 @@ class _Comparison:
     def add(self, data: memoryview) -> None:
         """The bytes that follow."""
         begin_s = time.perf_counter()
-        while len(data):
-            end = self._checksums.end_of(self._number)
-            part = data[: end - self._at]
-            self._digest.update(part)
+        lo = 0
+        while lo < len(data):
+            begin, end = self._number * self._checksums.block_bytes, self._checksums.end_of(self._number)
+            part = data[lo : lo + end - self._at]
+            is_whole = len(part) == end - begin
+            if not is_whole:
+                self._digest.update(part)
             self._at += len(part)
-            data = data[len(part) :]
+            lo += len(part)
             if self._at == end:
-                self._end_block(end)
+                self._end_block(begin, end, xxhash.xxh3_64_hexdigest(part) if is_whole else self._digest.hexdigest())
         self.took_s += time.perf_counter() - begin_s
 
-    def _end_block(self, end: int) -> None:
-        if self.wrong is None and self._digest.hexdigest() != self._checksums.hashes[self._number]:
-            self.wrong = self._number * self._checksums.block_bytes, end
+    def _end_block(self, begin: int, end: int, found: str) -> None:
+        if self.wrong is None and found != self._checksums.hashes[self._number]:
+            self.wrong = begin, end
         self._digest.reset()
         self._number += 1
 

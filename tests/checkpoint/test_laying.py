@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from of_states import random_tensor, same, saved
 
-from loaderkit.checkpoint.laying import Limits, Piece, lay_box
+from loaderkit.checkpoint.laying import Limits, Piece, lay, lay_box
 from loaderkit.checkpoint.plan import joined
-from loaderkit.checkpoint.records import Part
+from loaderkit.checkpoint.records import Part, Stored, strides_of
 
 
 @st.composite
@@ -65,3 +65,26 @@ def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: tor
     assert same(target, wanted.to(dtype))
     if not is_blob and gap == 0:
         assert fetched == wanted.numel() * item  # not a byte too many
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from([torch.int8, torch.bfloat16, torch.float64]),
+    begin=st.integers(0, 40),
+    most=st.integers(1, 200),
+)
+@settings(max_examples=300)
+def test_a_tensor_that_lies_as_it_is_stored(shape: list[int], dtype: torch.dtype, begin: int, most: int) -> None:
+    """Cut into what is read at a time, at multiples in the object, whatever that means for its elements."""
+    tensor = random_tensor(dtype, tuple(shape), 1)
+    num_bytes = tensor.numel() * tensor.element_size()
+    data = bytes(begin) + tensor.flatten().view(torch.uint8).numpy().tobytes() if num_bytes else bytes(begin)
+    part = Part((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
+    target = torch.zeros(tuple(shape), dtype=dtype)
+    limits = Limits(most, 0, 1)
+    pieces = lay("x", Stored(dtype, tuple(shape), (part,)), target, limits)
+    assert fill(data, pieces, limits) == num_bytes
+    assert same(target, tensor)
+    ends = [piece.start + piece.length for piece in pieces]
+    assert all(end % most == 0 for end in ends[:-1])
+    assert all(0 < piece.length <= most and piece.target is not None for piece in pieces)

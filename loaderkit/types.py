@@ -84,8 +84,15 @@ class Connector(Protocol):
         """Release what is held; idempotent."""
 
 
+class Hashed(NamedTuple):
+    """The hashes of blocks that were read one behind another, the last of which may be shorter, and the seconds they took."""
+
+    hashes: list[int]
+    took_s: float
+
+
 class BulkConnector(Connector, Protocol):
-    """What a connector may have besides, where many ranges cost less together: either method, or both.
+    """What a connector may have besides, where many ranges cost less together: any of the methods.
 
     A subclass that overrides `read_into` overrides these too, or they are not used; see `loaderkit.ranges.bulk_method`.
     `gap_bytes` says from how many unwanted bytes on another range costs less than reading them; without it, 1 MiB, as for
@@ -103,6 +110,12 @@ class BulkConnector(Connector, Protocol):
         self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
     ) -> None:
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
+
+    def read_hashed(
+        self, key: str, start: int, buffer: memoryview, *, block_bytes: int, address: int, etag: str | None = None
+    ) -> Hashed | None:
+        """`read_into`, and the hash of every `block_bytes` from `start` on, made while they lie in the CPU's cache. `address`
+        is that of a C function, `uint64_t (const void *, size_t)`. None: nothing is read, as it cannot do that here."""
 
 
 # ------------------------------------------------------------------------------------------- what samples are

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from loaderkit import hashing
 from loaderkit.checkpoint.filling import fetch_of
 from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import Place, open_place
@@ -83,7 +84,7 @@ def write_manifest(
                 "num_bytes": info.size,
                 "hashes": _hashes(place.connector, info, block_bytes),
             }
-        manifest = {"version": _VERSION, "hash": "xxh3_64", "block_bytes": block_bytes, "objects": objects}
+        manifest = {"version": _VERSION, "hash": hashing.NAME, "block_bytes": block_bytes, "objects": objects}
         write(manifest_key(place), json.dumps(manifest).encode())
         return manifest
     finally:
@@ -153,7 +154,7 @@ def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch)
 def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
     try:
         manifest = json.loads(data)
-        if manifest["version"] != _VERSION or manifest["hash"] != "xxh3_64":
+        if manifest["version"] != _VERSION or manifest["hash"] != hashing.NAME:
             raise ValueError(f"version {manifest['version']!r}, hash {manifest['hash']!r}")
         block = manifest["block_bytes"]
         if type(block) is not int or not 4096 <= block <= MOST_BLOCK_BYTES:

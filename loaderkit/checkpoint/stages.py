@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -12,10 +13,15 @@ import xxhash
 from loaderkit.checkpoint.laying import Piece
 from loaderkit.checkpoint.plan import SMALL_GAP, RangeChunk, Run, Totals, gap_of
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
-from loaderkit.types import Chunk, Connector, ObjectInfo, Stage
+from loaderkit.hashing import address_of_hash
+from loaderkit.ranges import bulk_method
+from loaderkit.types import Chunk, Connector, Hashed, ObjectInfo, Stage
+
+T = TypeVar("T")
 
 _PINNED = "pinned"
-# What is read at a time from where reading is copying, and hashed before more is read: it lies in the CPU's cache then.
+# What is read at a time from where reading is copying, and hashed before more is read: it lies in the CPU's cache then. Only
+# where a connector cannot hash by itself.
 _STEP_BYTES = 2**22
 
 
@@ -37,6 +43,7 @@ class _Comparison:
     def __init__(self, checksums: Checksums, begin: int) -> None:
         self.wrong: tuple[int, int] | None = None  # [lo, hi) of the first block that differs
         self.took_s = 0.0
+        self.block_bytes = checksums.block_bytes
         self._checksums = checksums
         self._at = begin
         self._number = begin // checksums.block_bytes
@@ -47,7 +54,7 @@ class _Comparison:
         begin_s = time.perf_counter()
         lo = 0
         while lo < len(data):
-            begin, end = self._number * self._checksums.block_bytes, self._checksums.end_of(self._number)
+            begin, end = self._number * self.block_bytes, self._checksums.end_of(self._number)
             part = data[lo : lo + end - self._at]
             is_whole = len(part) == end - begin
             if not is_whole:
@@ -57,6 +64,25 @@ class _Comparison:
             if self._at == end:
                 self._end_block(begin, end, xxhash.xxh3_64_hexdigest(part) if is_whole else self._digest.hexdigest())
         self.took_s += time.perf_counter() - begin_s
+
+    def take(self, found: Hashed) -> None:
+        """The hashes of the blocks that follow."""
+        for value in found.hashes:
+            begin, end = self._number * self.block_bytes, self._checksums.end_of(self._number)
+            self._end_block(begin, end, f"{value:016x}")
+            self._at = end
+        self.took_s += found.took_s
+
+    def cut(self, num_bytes: int) -> Iterator[tuple[int, int, bool]]:
+        """[lo, hi) of the parts of so many bytes that follow, and whether a part is whole blocks."""
+        block = self.block_bytes
+        first = min(-self._at % block, num_bytes)
+        last = first + (num_bytes - first) // block * block
+        if self._at + num_bytes == self._checksums.num_bytes:
+            last = num_bytes  # the object's last block may be shorter
+        for lo, hi, are_blocks in ((0, first, False), (first, last, True), (last, num_bytes, False)):
+            if lo < hi:
+                yield lo, hi, are_blocks
 
     def _end_block(self, begin: int, end: int, found: str) -> None:
         if self.wrong is None and found != self._checksums.hashes[self._number]:
@@ -86,6 +112,8 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
+        self._read_hashed = bulk_method(connector, "read_hashed")
+        self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
     def stages(self) -> list[Stage]:
         """In their order."""
@@ -150,26 +178,55 @@ class Shards:
         if run.is_direct:
             self._touch(run.pieces[0])
         for start, part in _parts(run, buffer, begin):
-            step = max(1, len(part)) if comparison is None or self._answers_late else _STEP_BYTES
-            read_s = 0.0
-            for lo in range(0, len(part), step):
-                piece = part[lo : lo + step]
-                begin_s = time.perf_counter()
-                self._read_range(run, start + lo, piece)
-                read_s += time.perf_counter() - begin_s
-                if comparison is not None:
-                    comparison.add(piece)
             if len(part):
-                self._totals.note(run.key, len(part), read_s)
+                self._totals.note(run.key, len(part), self._read_part(run, start, part, comparison))
         if comparison is None:
             return None
         self._totals.note_work(run.key, verify_s=comparison.took_s)
         return comparison.wrong
 
-    def _read_range(self, run: Run, start: int, buffer: memoryview) -> None:
+    def _read_part(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
+        """Read bytes of a run and compare them with their checksums; for how many seconds they were read."""
+        if comparison is None or self._answers_late:
+            return self._read_step(run, start, part, comparison)
+        read_s = 0.0
+        for lo, hi, are_blocks in comparison.cut(len(part)):
+            took_s = self._read_blocks(run, start + lo, part[lo:hi], comparison) if are_blocks else None
+            if took_s is None:
+                steps = [(at, part[at : min(at + _STEP_BYTES, hi)]) for at in range(lo, hi, _STEP_BYTES)]
+                took_s = sum(self._read_step(run, start + at, piece, comparison) for at, piece in steps)
+            read_s += took_s
+        return read_s
+
+    def _read_step(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
+        begin_s = time.perf_counter()
+        self._ask(run, start, part, self._connector.read_into)
+        took_s = time.perf_counter() - begin_s
+        if comparison is not None:
+            comparison.add(part)
+        return took_s
+
+    def _read_blocks(self, run: Run, start: int, blocks: memoryview, comparison: _Comparison) -> float | None:
+        """The same of whole blocks, each hashed while it lies in the CPU's cache; None, and nothing is read, where the
+        connector cannot do that."""
+        if self._address is None:
+            return None
+        read: Callable[..., Hashed | None] = partial(
+            self._read_hashed, block_bytes=comparison.block_bytes, address=self._address
+        )
+        begin_s = time.perf_counter()
+        found = self._ask(run, start, blocks, read)
+        if found is None:
+            self._address = None
+            return None
+        comparison.take(found)
+        return time.perf_counter() - begin_s - found.took_s
+
+    def _ask(self, run: Run, start: int, buffer: memoryview, read: Callable[..., T]) -> T:
+        """What `read` of a connector gives. Raises CheckpointError."""
         info = self._objects.get(run.key)
         try:
-            self._connector.read_into(run.key, start, buffer, etag=info.etag if info is not None else None)
+            return read(run.key, start, buffer, etag=info.etag if info is not None else None)
         except ConnectorError as error:
             raise CheckpointError(
                 f"{_who(run)} could not be read (bytes {start} to {start + len(buffer)} of "

@@ -26,7 +26,7 @@ from loaderkit.errors import (
 from loaderkit.interrupts import opened
 from loaderkit.native import kernels
 from loaderkit.ranges import runs
-from loaderkit.types import ObjectInfo, Ranges
+from loaderkit.types import Hashed, ObjectInfo, Ranges
 
 # An empty part, "." or "..": two spellings of one file, or a way out of the root.
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
@@ -118,6 +118,26 @@ class FileConnector:
         self._check_status(key, status, etag)
         if num_read < len(buffer):
             raise self._cut_short(key, num_read, len(buffer), start, status)
+
+    def read_hashed(
+        self, key: str, start: int, buffer: memoryview, *, block_bytes: int, address: int, etag: str | None = None
+    ) -> Hashed | None:
+        """`read_into`, and what the C function at `address` makes of every `block_bytes`; None, and nothing read, without the C
+        module."""
+        if kernels is None:
+            return None
+        if start < 0:
+            raise self._before_the_start(key, start)
+        try:
+            num_read, *status, hashes, took_s = kernels.read_hashed(
+                self._path(key), start, buffer, block_bytes, address
+            )
+        except (OSError, ValueError) as error:
+            raise self._translated(key, error) from error
+        self._check_status(key, status, etag)
+        if num_read < len(buffer):
+            raise self._cut_short(key, num_read, len(buffer), start, status)
+        return Hashed(hashes, took_s)
 
     def gather_into(
         self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None

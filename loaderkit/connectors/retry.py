@@ -17,7 +17,7 @@ from loaderkit.errors import RequestTimeoutError, TemporaryError
 from loaderkit.hands import Hands
 from loaderkit.ranges import bulk_method
 from loaderkit.retries import Retries, RetryPolicy
-from loaderkit.types import Connector, ObjectInfo, Ranges
+from loaderkit.types import Connector, Hashed, ObjectInfo, Ranges
 
 T = TypeVar("T")
 _NUM_HANDS = 64
@@ -137,6 +137,15 @@ class BulkRetryConnector(RetryConnector):
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
         inner: Any = self.inner
         self._retries(lambda: inner.gather_into(key, starts, length, buffer, etag=etag))
+
+    def read_hashed(
+        self, key: str, start: int, buffer: memoryview, *, block_bytes: int, address: int, etag: str | None = None
+    ) -> Hashed | None:
+        """What `inner` does; None if it has no such method."""
+        read: Callable[..., Hashed | None] | None = bulk_method(self.inner, "read_hashed")
+        if read is None:
+            return None
+        return self._retries(lambda: read(key, start, buffer, block_bytes=block_bytes, address=address, etag=etag))
 
 
 class _Listing:

@@ -2,6 +2,7 @@
  * exchange of the GIL costs tens of microseconds, and what takes 20 us alone is better done without one.
  *
  *     read_range(path, start, buffer)                        open, fstat, pread, close
+ *     read_hashed(path, start, buffer, block, address)       the same, and the hash of every block, still in the cache
  *     read_many(path_of, keys, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar
@@ -63,6 +64,7 @@ PyObject *mirror(PyObject *self, PyObject *args);
 PyObject *read_many(PyObject *self, PyObject *args);
 PyObject *cut(PyObject *self, PyObject *args);
 PyObject *read_range(PyObject *self, PyObject *args);
+PyObject *read_hashed(PyObject *self, PyObject *args);
 PyObject *gather_ranges(PyObject *self, PyObject *args);
 PyObject *kept_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);

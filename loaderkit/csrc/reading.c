@@ -53,6 +53,16 @@ static Py_ssize_t pread_ranges(int fd, char *to, Py_ssize_t length, const int64_
     return done;
 }
 
+/* Open a file and look at it: a descriptor, or -1; `error` says why, or why it could not be looked at. */
+static int open_file(const char *path, struct stat *status, int *error) {
+    /* Without O_NONBLOCK, opening a named pipe would wait for a writer for ever. */
+    const int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, status) < 0) {
+        *error = errno;
+    }
+    return fd;
+}
+
 /* Open, look, read the ranges, close: (bytes read, mode, size, time of change in ns), or None with an OSError set. What is no
  * regular file is not read. `path` is given back. */
 static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const int64_t *starts, Py_ssize_t count) {
@@ -61,11 +71,7 @@ static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const in
     int error = 0;
     memset(&status, 0, sizeof status);
     Py_BEGIN_ALLOW_THREADS;
-    /* Without O_NONBLOCK, opening a named pipe would wait for a writer for ever. */
-    const int fd = open(PyBytes_AS_STRING(path), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (fd < 0 || fstat(fd, &status) < 0) {
-        error = errno;
-    }
+    const int fd = open_file(PyBytes_AS_STRING(path), &status, &error);
     if (error == 0 && S_ISREG(status.st_mode)) {
         done = pread_ranges(fd, to, length, starts, count);
         error = done < 0 ? errno : 0;
@@ -83,6 +89,29 @@ static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const in
     }
     Py_DECREF(path);
     return result;
+}
+
+typedef uint64_t (*Hash)(const void *data, size_t length);
+
+/* Fill `to` block by block, and hash every block while it lies in the CPU's cache; as pread_all. What the hashes took is added to
+ * `took_ns`. */
+static Py_ssize_t pread_hashed(int fd, char *to, Py_ssize_t length, long long start, Py_ssize_t block, Hash hash, uint64_t *hashes,
+                               long long *took_ns) {
+    Py_ssize_t done = 0;
+    while (done < length) {
+        const Py_ssize_t wanted = length - done < block ? length - done : block;
+        const Py_ssize_t got = pread_all(fd, to + done, wanted, start + done);
+        if (got < wanted) {
+            return got < 0 ? got : done + got;
+        }
+        struct timespec before, after;
+        clock_gettime(CLOCK_MONOTONIC, &before);
+        *hashes++ = hash(to + done, (size_t)got);
+        clock_gettime(CLOCK_MONOTONIC, &after);
+        *took_ns += ns_of(after) - ns_of(before);
+        done += got;
+    }
+    return done;
 }
 
 /* One range of a file, and where its bytes go. Neighbours of one file share `path`. */
@@ -394,6 +423,71 @@ PyObject *read_range(PyObject *self, PyObject *args) {
     const int64_t only = (int64_t)start;
     PyObject *result = read_from(path, buffer.buf, buffer.len, &only, 1);
     PyBuffer_Release(&buffer);
+    return result;
+}
+
+/* The list of some hashes. */
+static PyObject *list_of(const uint64_t *hashes, Py_ssize_t count) {
+    PyObject *found = PyList_New(count);
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        PyObject *one = PyLong_FromUnsignedLongLong(hashes[i]);
+        if (one == NULL) {
+            Py_CLEAR(found);
+        } else {
+            PyList_SET_ITEM(found, i, one);
+        }
+    }
+    return found;
+}
+
+/* read_range, and the hashes of all blocks, the last of which may be shorter. `address`: that of a C function, which the caller
+ * answers for. */
+PyObject *read_hashed(PyObject *self, PyObject *args) {
+    PyObject *path, *result = NULL;
+    long long start;
+    Py_ssize_t block;
+    unsigned long long address;
+    Py_buffer buffer;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&Lw*nK", PyUnicode_FSConverter, &path, &start, &buffer, &block, &address)) {
+        return NULL;
+    }
+    if (block < 1 || address == 0) {
+        PyErr_SetString(PyExc_ValueError, "blocks have at least one byte, and a hash has an address");
+    } else {
+        const Py_ssize_t count = buffer.len / block + (buffer.len % block != 0);
+        uint64_t *hashes = PyMem_Calloc((size_t)count + 1, sizeof *hashes);
+        if (hashes == NULL) {
+            PyErr_NoMemory();
+        } else {
+            struct stat status;
+            Py_ssize_t done = 0;
+            long long took_ns = 0;
+            int error = 0;
+            memset(&status, 0, sizeof status);
+            Py_BEGIN_ALLOW_THREADS;
+            const int fd = open_file(PyBytes_AS_STRING(path), &status, &error);
+            if (error == 0 && S_ISREG(status.st_mode)) {
+                done = pread_hashed(fd, buffer.buf, buffer.len, start, block, (Hash)(uintptr_t)address, hashes, &took_ns);
+                error = done < 0 ? errno : 0;
+            }
+            if (fd >= 0) {
+                close(fd);
+            }
+            Py_END_ALLOW_THREADS;
+            PyObject *found = error ? NULL : list_of(hashes, done == buffer.len ? count : 0);
+            if (error) {
+                errno = error;
+                PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+            } else if (found != NULL) {
+                result = Py_BuildValue("(nILLNd)", done, (unsigned int)status.st_mode, (long long)status.st_size, ns_of(status.st_mtim),
+                                       found, (double)took_ns * 1e-9);
+            }
+            PyMem_Free(hashes);
+        }
+    }
+    PyBuffer_Release(&buffer);
+    Py_DECREF(path);
     return result;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -66,6 +67,39 @@ def test_a_wrong_bit_costs_a_second_read_or_the_restore(
             lo = wrong // block_bytes * block_bytes
             with pytest.raises(CheckpointError, match=f"is damaged: (bytes {lo} to .*, read twice|its bytes 0 to )"):
                 loaderkit.restore("memory://", into, connectors={"memory": connector}, verify=True)
+
+
+@settings(max_examples=80)
+@given(
+    lengths=st.lists(st.integers(0, 60_000), min_size=1, max_size=5),
+    block_bytes=st.integers(4096, 9000),
+    place=st.none() | st.floats(0, 1, exclude_max=True),
+    hashes_itself=st.booleans(),
+)
+def test_files_are_compared_block_by_block(
+    lengths: list[int], block_bytes: int, place: float | None, hashes_itself: bool
+) -> None:
+    """Whether the connector hashes what it reads or not, whatever part of which block a tensor begins and ends in."""
+    state = {f"t{n}": torch.arange(length).to(torch.uint8) for n, length in enumerate(lengths)}
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with tempfile.TemporaryDirectory() as name:
+        shard = Path(name) / "m.safetensors"
+        safetensors.torch.save_file(state, shard)
+        write_manifest(name, block_bytes=block_bytes)
+        data = bytearray(shard.read_bytes())
+        wrong = len(data) - sum(lengths) + int((place or 0) * sum(lengths))
+        is_damaged = place is not None and sum(lengths) > 0
+        data[min(wrong, len(data) - 1)] ^= is_damaged
+        shard.write_bytes(data)
+        with ExitStack() as stack:
+            if not hashes_itself:
+                stack.enter_context(patch.object(stages, "address_of_hash", lambda: None))
+            if is_damaged:
+                lo = wrong // block_bytes * block_bytes
+                message = f"is damaged: (bytes {lo} to .*, read twice|its bytes {lo} to )"
+                stack.enter_context(pytest.raises(CheckpointError, match=message))
+            loaderkit.restore(name, into, verify=True)
+    assert is_damaged or all(torch.equal(into[name], state[name]) for name in state)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -4,6 +4,7 @@ import builtins
 import errno
 import os
 import pickle
+import re
 import socket
 import tempfile
 from pathlib import Path
@@ -12,14 +13,20 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from loaderkit.connectors import file
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.retry import with_retries
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
+from loaderkit.hashing import address_of_hash
 from loaderkit.native import kernels
+from loaderkit.ranges import bulk_method
+from loaderkit.retries import RetryPolicy
+from loaderkit.types import Hashed
 
 
 def keys(root: Path, prefix: str = "") -> list[str]:
@@ -380,3 +387,56 @@ def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypat
     with pytest.raises(ConnectorError):
         connector.write("a", b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+@pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
+class TestHashing:
+    """Blocks that are hashed as they are read are those of the library, and what is wrong is said as ever."""
+
+    @given(st.binary(max_size=5000), st.integers(0, 6000), st.integers(0, 6000), st.integers(1, 3000))
+    def test_as_the_library_hashes(self, content: bytes, start: int, length: int, block_bytes: int) -> None:
+        address = address_of_hash()
+        assert address is not None, "the library that is installed for the tests shows its function"
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "x").write_bytes(content)
+            connector = FileConnector(folder)
+            plain, hashed = bytearray(length), bytearray(length)
+
+            def ask() -> Hashed | None:
+                return connector.read_hashed("x", start, memoryview(hashed), block_bytes=block_bytes, address=address)
+
+            try:
+                connector.read_into("x", start, memoryview(plain))
+            except ConnectorError as error:
+                with pytest.raises(type(error), match=re.escape(str(error))):
+                    ask()
+                return
+            found = ask()
+            assert found is not None
+            assert hashed == plain == content[start : start + length]
+            blocks = [plain[lo : lo + block_bytes] for lo in range(0, length, block_bytes)]
+            assert found.hashes == [xxhash.xxh3_64_intdigest(block) for block in blocks]
+            assert found.took_s >= 0
+
+    def test_other_files_are_refused(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "old").write_bytes(b"abc")
+        connector = FileConnector(tmp_path)
+        for key, etag in (("pipe", None), ("folder", None), ("none", None), ("old", "1-3")):
+            with pytest.raises(ConnectorError) as plain:
+                connector.read_into(key, 0, memoryview(bytearray(3)), etag=etag)
+            with pytest.raises(type(plain.value), match=re.escape(str(plain.value))):
+                connector.read_hashed(
+                    key, 0, memoryview(bytearray(3)), block_bytes=2, address=address_of_hash() or 0, etag=etag
+                )
+
+    def test_retries_pass_it_on(self, tmp_path: Path) -> None:
+        (tmp_path / "x").write_bytes(b"abc")
+        address = address_of_hash()
+        assert address is not None
+        files = with_retries(FileConnector(tmp_path), RetryPolicy())
+        data = memoryview(bytearray(3))
+        found = bulk_method(files, "read_hashed")("x", 0, data, block_bytes=2, address=address)
+        assert found.hashes == [xxhash.xxh3_64_intdigest(b"ab"), xxhash.xxh3_64_intdigest(b"c")]
+        files.close()

@@ -1,0 +1,29 @@
+"""XXH3, the hash of checksums: by the library's Python functions, or by its C function, where code in C can call that."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from functools import cache
+
+import xxhash
+
+NAME = "xxh3_64"
+_PROBE = bytes(range(256)) * 4
+
+
+@cache
+def address_of_hash() -> int | None:
+    """Where `uint64_t XXH3_64bits(const void *data, size_t length)` lies, for code in C that reads and hashes without Python in
+    between; None where the library shows no such function, or one that gives other hashes."""
+    try:
+        library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+        function = (
+            getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
+        )  # the first asks what the CPU can
+    except (ImportError, OSError, AttributeError, TypeError):
+        return None
+    function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    if function(_PROBE, len(_PROBE)) != xxhash.xxh3_64_intdigest(_PROBE):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value

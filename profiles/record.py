@@ -22,5 +22,6 @@ def record(out: Path | None, what: str, **found: Any) -> None:
     what = what if device == "cpu" else f"{what}-{re.sub('[^a-z0-9]+', '-', device)}"
     path = out / f"{what}-{num_cpus()}cpu-{datetime.now(UTC).date().isoformat()}.json"
     facts = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"cpus": num_cpus(), **facts, **found}, indent=1) + "\n")
     print(f"written to {path}")

@@ -56,7 +56,7 @@ def lay(label: str, stored: Stored, tensor: torch.Tensor, limits: Limits) -> lis
     """The pieces that fill a whole tensor of the shape `stored` has; dtype, device and strides may be others."""
     if len(stored.parts) == 1 and _is_like(tensor, stored):  # most tensors: what follows takes five times as long
         part, data = stored.parts[0], bytes_of(tensor)
-        cuts = _cuts(part.start, stored.num_bytes, limits.most_bytes)
+        cuts = _cuts(part.start, stored.num_bytes, stored.dtype.itemsize, limits.most_bytes)
         return [Piece(label, part.key, part.start + lo, hi - lo, data[lo:hi], None) for lo, hi in cuts]
     found: list[Piece] = []
     for part in stored.parts:
@@ -68,14 +68,14 @@ def lay(label: str, stored: Stored, tensor: torch.Tensor, limits: Limits) -> lis
     return found
 
 
-def _cuts(start: int, num_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
-    """[lo, hi) of the parts in which so many bytes from `start` of an object on are read: where they are too many, up to
-    multiples in the object, where blocks with checksums end, too."""
+def _cuts(start: int, num_bytes: int, item: int, most_bytes: int) -> list[tuple[int, int]]:
+    """[lo, hi) of the parts in which so many bytes from `start` of an object on are read: at once; or where they are too
+    many, up to multiples in the object, where blocks with checksums end, too, or as near to that as whole elements allow."""
     if num_bytes <= most_bytes:
         return [(0, num_bytes)] if num_bytes else []
-    first = most_bytes - start % most_bytes
-    borders = [0, *range(first, num_bytes, most_bytes), num_bytes]
-    return list(pairwise(borders))
+    step = max(item, most_bytes // item * item)
+    first = (most_bytes - start % most_bytes) // item * item or step
+    return list(pairwise([0, *range(first, num_bytes, step), num_bytes]))
 
 
 def _is_like(tensor: torch.Tensor, stored: Stored) -> bool:
@@ -136,14 +136,9 @@ def _split(source: _Source, tensor: torch.Tensor, limits: Limits) -> Iterator[tu
     is_dense = source.is_dense
     item = source.dtype.itemsize
     if is_dense and tensor.is_contiguous():
-        flat, whole = tensor.view(-1), int(np.prod(source.shape, dtype=np.int64))
-        lo = 0
-        while lo < whole:
-            # Up to a multiple in the object, where blocks with checksums end, too.
-            border = ((source.start + lo * item) // limits.most_bytes + 1) * limits.most_bytes
-            hi = min(whole, max(lo + 1, (border - source.start) // item))
-            yield _Source(source.dtype, source.start + lo * item, (hi - lo,), (1,)), flat[lo:hi]
-            lo = hi
+        flat, num_bytes = tensor.view(-1), item * int(np.prod(source.shape, dtype=np.int64))
+        for lo, hi in _cuts(source.start, num_bytes, item, limits.most_bytes):
+            yield _Source(source.dtype, source.start + lo, ((hi - lo) // item,), (1,)), flat[lo // item : hi // item]
         return
     if not source.shape or (
         source.num_bytes <= limits.most_bytes and (is_dense or _largest_gap(source) <= limits.gap_bytes)

@@ -52,25 +52,22 @@ class _Comparison:
     def add(self, data: memoryview) -> None:
         """The bytes that follow."""
         begin_s = time.perf_counter()
-        lo = 0
-        while lo < len(data):
-            begin, end = self._number * self.block_bytes, self._checksums.end_of(self._number)
-            part = data[lo : lo + end - self._at]
-            is_whole = len(part) == end - begin
-            if not is_whole:
-                self._digest.update(part)
+        while len(data):
+            end = self._checksums.end_of(self._number)
+            part = data[: end - self._at]
+            self._digest.update(part)  # all versions of the library let other threads run meanwhile
             self._at += len(part)
-            lo += len(part)
+            data = data[len(part) :]
             if self._at == end:
-                self._end_block(begin, end, xxhash.xxh3_64_hexdigest(part) if is_whole else self._digest.hexdigest())
+                self._end_block(end, self._digest.hexdigest())
+                self._digest.reset()
         self.took_s += time.perf_counter() - begin_s
 
     def take(self, found: Hashed) -> None:
         """The hashes of the blocks that follow."""
         for value in found.hashes:
-            begin, end = self._number * self.block_bytes, self._checksums.end_of(self._number)
-            self._end_block(begin, end, f"{value:016x}")
-            self._at = end
+            self._at = self._checksums.end_of(self._number)
+            self._end_block(self._at, f"{value:016x}")
         self.took_s += found.took_s
 
     def cut(self, num_bytes: int) -> Iterator[tuple[int, int, bool]]:
@@ -84,10 +81,9 @@ class _Comparison:
             if lo < hi:
                 yield lo, hi, are_blocks
 
-    def _end_block(self, begin: int, end: int, found: str) -> None:
+    def _end_block(self, end: int, found: str) -> None:
         if self.wrong is None and found != self._checksums.hashes[self._number]:
-            self.wrong = begin, end
-        self._digest.reset()
+            self.wrong = self._number * self.block_bytes, end
         self._number += 1
 
 

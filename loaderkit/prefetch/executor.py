@@ -1,4 +1,4 @@
-"""What a loader needs of whatever makes its batches: threads of its own process (`Engine`), or another process."""
+"""What a loader needs of whatever makes its batches: an `Engine` in its own process, or other processes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.pace import Pace, trimmed
+from loaderkit.prefetch.pace import Pace, trim
 from loaderkit.types import Chunk, Destination
 
 
@@ -18,7 +18,8 @@ class InlineEngine(Engine):
         super().__init__(*args, **kwargs)
         self._pace = Pace()
         self._open: Destination | None = None  # what is being made
-        self._opening = threading.Lock()  # another thread may change the plan's depth
+        self._planning = threading.Lock()  # another thread may change the plan's depth
+        self._is_lost = False  # what was being made, when it was torn out of it
         self._scratch: dict[str, Any] = {}
         self._failure: BaseException | None = None
 
@@ -35,11 +36,12 @@ class InlineEngine(Engine):
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self._check_usable()
-        with self._opening:
+        with self._planning:
             self.plan.set_depth(num_batches, memory_bytes)
 
     def seek(self, epoch: int, position: int) -> None:
         self._check_usable()
+        self._is_lost = False
         if self.plan.place != self.plan.begins_at(epoch, position):
             self.plan.seek(epoch, position)
 
@@ -48,11 +50,13 @@ class InlineEngine(Engine):
     def _wait(self, begin_s: float) -> Destination:
         if self._failure is not None:
             raise self._failure
+        if self._is_lost:
+            raise ClosedError("the batch that was being made was interrupted: build another loader")
+        self._is_lost = True
         try:
-            return self._make()
-        except BaseException as error:
-            self._failure = error  # what was being made is lost: it must not be passed over in silence
-            raise
+            destination = self._make()
+            self._is_lost = False  # not in silence is it passed over
+            return destination
         finally:
             self._open = None
 
@@ -63,14 +67,16 @@ class InlineEngine(Engine):
             begin_s = self.clock()
             plan.prepare()
             self._pace.sample_s = self.clock() - begin_s
-        with self._opening:
-            destination = self._open = plan.open(self._chunk_size())
+        with self._planning:
+            destination = plan.open(self._chunk_size())
         assert destination is not None, "the loader asks for no batch past the last"
         destination.opened_s = self.clock()
+        self._open = destination
         for chunk in destination.chunks:
-            chunk.scratch = self._scratch
-            self._carry(chunk, account)
-        if self.is_closed:  # by another thread, or by a stage
+            if not self._is_closed:  # by another thread, or by a stage
+                chunk.scratch = self._scratch
+                self._carry(chunk, account)
+        if self._is_closed:
             raise ClosedError("the loader was closed while a batch was awaited")
         plan.release(destination)
         destination.done_s = account.enter(self.states.blocked)
@@ -84,7 +90,7 @@ class InlineEngine(Engine):
         if destination.cancelled:
             return None
         self._pace.landed((self.clock() - chunk.marks[0][0]) / len(chunk))
-        trimmed(chunk.empty(), self._chunk_size)
+        trim(chunk.empty(), self._chunk_size)
         destination.num_pending -= 1
         if destination.num_pending:
             return None

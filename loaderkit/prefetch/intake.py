@@ -15,7 +15,7 @@ from typing import Any
 from loaderkit.errors import ClosedError
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
-from loaderkit.prefetch.pace import Pace, trimmed
+from loaderkit.prefetch.pace import Pace, trim
 from loaderkit.prefetch.plan import Plan
 from loaderkit.types import Chunk, Destination
 
@@ -334,7 +334,9 @@ class Intake:
         took_s = (self._clock() - chunk.marks[0][0]) / len(chunk)
         with self._lock:
             self._pace.landed(took_s)
-            self._scratches.append(trimmed(chunk.empty(), self._chunk_size))
+            scratch = chunk.empty()
+            trim(scratch, self._chunk_size)
+            self._scratches.append(scratch)
             destination.num_pending -= 1
             if destination.num_pending:
                 return None

@@ -40,11 +40,10 @@ class Pace:
         return -(-batch_size // -(-batch_size // wanted))  # all alike: a short one is left over otherwise
 
 
-def trimmed(scratch: dict[str, Any], chunk_size: Callable[[], int]) -> dict[str, Any]:
-    """The scratch of a chunk, for one of this size: what longer ones needed a sample is freed."""
+def trim(scratch: dict[str, Any], chunk_size: Callable[[], int]) -> None:
+    """Free what longer chunks needed of a scratch, a sample, that is for chunks of this size now."""
     if scratch:
         num_places = chunk_size()
         for pieces in scratch.values():
             if isinstance(pieces, list):
                 del pieces[num_places:]
-    return scratch

@@ -1,6 +1,6 @@
 """The plan of batches: which destination comes next, what memory it needs, and what becomes of it when it is full.
 
-All methods but `finish` are called under the engine's lock.
+All methods but `prepare` and `finish` are called under the engine's lock, where it has one: one thread at a time.
 """
 
 from __future__ import annotations

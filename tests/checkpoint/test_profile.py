@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +172,18 @@ def test_what_is_wrong_with_a_checkpoint_is_told_as_that(folder: Path, capsys: p
 def test_ctrl_c_leaves_a_report_on_what_was_read(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_into = FileConnector.read_into
     num_reads = itertools.count()
 
-    def interrupting(self: FileConnector, key: str, start: int, buffer: memoryview, **more: Any) -> None:
-        if len(buffer) > 2**20 and next(num_reads) == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        read_into(self, key, start, buffer, **more)
+    def interrupting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def interrupted(self: FileConnector, key: str, start: int, buffer: memoryview, **more: Any) -> Any:
+            if len(buffer) > 2**20 and next(num_reads) == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return read(self, key, start, buffer, **more)
 
-    monkeypatch.setattr(FileConnector, "read_into", interrupting)
+        return interrupted
+
+    for name in ("read_into", "read_hashed"):
+        monkeypatch.setattr(FileConnector, name, interrupting(getattr(FileConnector, name)))
     path = tmp_path / "report.json"
     before = threading.active_count()
     assert main(["profile", str(PIPELINE), "--set", CPU, "--json", str(path)]) == 128 + signal.SIGINT

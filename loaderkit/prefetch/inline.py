@@ -68,7 +68,7 @@ class InlineEngine(Engine):
             plan.prepare()
             self._pace.sample_s = self.clock() - begin_s
         with self._planning:
-            destination = plan.open(self._chunk_size())
+            destination = plan.open(self._pace.next_chunk_size(plan.batch_size, 1))
         assert destination is not None, "the loader asks for no batch past the last"
         destination.opened_s = self.clock()
         self._open = destination
@@ -89,7 +89,7 @@ class InlineEngine(Engine):
         destination = chunk.destination
         if destination.cancelled:
             return None
-        self._pace.landed((self.clock() - chunk.marks[0][0]) / len(chunk))
+        self._pace.landed(self.clock() - chunk.marks[0][0], len(chunk))
         trim(chunk.empty(), self._chunk_size)
         destination.num_pending -= 1
         if destination.num_pending:

@@ -315,7 +315,7 @@ class Intake:
         if self.num_open >= num_allowed:
             self.is_short_of_memory = by_memory
             return False
-        destination = plan.open(self._chunk_size())
+        destination = plan.open(self._pace.next_chunk_size(plan.batch_size, self._num_workers))
         if destination is None:
             self._at_end = True
             return False
@@ -331,9 +331,9 @@ class Intake:
     def land(self, chunk: Chunk) -> Destination | None:
         """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""
         destination = chunk.destination
-        took_s = (self._clock() - chunk.marks[0][0]) / len(chunk)
+        took_s = self._clock() - chunk.marks[0][0]
         with self._lock:
-            self._pace.landed(took_s)
+            self._pace.landed(took_s, len(chunk))
             scratch = chunk.empty()
             trim(scratch, self._chunk_size)
             self._scratches.append(scratch)

@@ -9,41 +9,74 @@ from typing import Any
 # 0.968, 10 ms 0.967, 20 ms 0.956: what a chunk's pictures take stays in a core's own cache from stage to stage. Shorter ones
 # exchange the GIL more often, which costs more the more threads there are.
 _CHUNK_TARGET_S = 0.006
+_FIRST_TARGET_S = 0.02  # the first sample is made cold, and takes longer than those to come
 _FIRST_CHUNK_SIZE = 8
 # The latest chunk's part in how long a sample takes; the mean of all at the beginning.
 _SMOOTHING = 0.1
+# One batch in so many has chunks of twice the length, to see what a chunk costs besides its samples (a query, a slow disk's
+# answer); not where a chunk takes longer than so many s already.
+_TRIAL_EVERY = 64
+_MOST_TRIED_S = 0.02
+_UNLIKE = 1.5  # times as long: of chunks that tell what they cost besides
+_TRIAL_SMOOTHING = 0.3
 
 
 class Pace:
-    """How long one worker takes for a sample, as far as is known; whoever writes it holds the lock there is, if any."""
+    """How long one worker takes for a sample, as far as is known; whoever writes it holds the lock there is, if any.
 
-    __slots__ = ("_num_landed", "sample_s")
+    A chunk takes `fixed + length * each`, and its samples are to take `_CHUNK_TARGET_S`, whatever it costs besides: were that
+    taken for its samples' time, chunks would be short, and cost the more for it.
+    """
+
+    __slots__ = ("_fixed_s", "_length", "_num_landed", "_num_opened", "_took_s", "sample_s")
 
     def __init__(self) -> None:
         self.sample_s: float | None = None
         self._num_landed = 0  # chunks
+        self._num_opened = 0  # batches, since one chunk has landed
+        self._took_s = self._length = 0.0  # of a chunk in the mean
+        self._fixed_s = 0.0  # of that, what does not depend on its length
 
-    def landed(self, sample_s: float) -> None:
-        """A chunk is through all stages: what each of its samples took."""
+    def landed(self, took_s: float, length: int) -> None:
+        """A chunk of so many samples is through all stages."""
+        if self._num_landed and not 1 / _UNLIKE < length / self._length < _UNLIKE:
+            fixed_s = (self._took_s * length - took_s * self._length) / (length - self._length)
+            fixed_s = min(max(0.0, fixed_s), self._took_s)
+            self._fixed_s += _TRIAL_SMOOTHING * (fixed_s - self._fixed_s)
         self._num_landed += 1
         weight = max(_SMOOTHING, 1 / self._num_landed)  # what one sample took that was made alone counts no more
-        self.sample_s = sample_s if self.sample_s is None else (1 - weight) * self.sample_s + weight * sample_s
+        sample_s = took_s / length
+        self.sample_s = sample_s if self.sample_s is None else self.sample_s + weight * (sample_s - self.sample_s)
+        self._took_s += weight * (took_s - self._took_s)
+        self._length += weight * (length - self._length)
 
     def chunk_size(self, batch_size: int, num_workers: int) -> int:
         """How many samples a chunk of a batch should have."""
         if self.sample_s is None:
             return max(1, min(_FIRST_CHUNK_SIZE, -(-batch_size // num_workers)))
-        wanted = int(_CHUNK_TARGET_S / max(self.sample_s, 1e-9))
+        own_s, target_s = self.sample_s, _CHUNK_TARGET_S if self._num_landed else _FIRST_TARGET_S
+        if self._took_s > 0:
+            own_s *= max(0.0, 1 - self._fixed_s / self._took_s)
+        wanted = int(target_s / max(own_s, 1e-9))
         if wanted >= batch_size:
             return batch_size
         wanted = max(1, min(wanted, -(-batch_size // num_workers)))
         return -(-batch_size // -(-batch_size // wanted))  # all alike: a short one is left over otherwise
 
+    def next_chunk_size(self, batch_size: int, num_workers: int) -> int:
+        """The same for the batch that is opened now: it may be one on trial."""
+        size = self.chunk_size(batch_size, num_workers)
+        if not self._num_landed or self._took_s >= _MOST_TRIED_S:
+            return size
+        self._num_opened += 1
+        is_trial = self._num_opened % _TRIAL_EVERY == 1
+        return min(2 * size, max(size, -(-batch_size // num_workers))) if is_trial else size
+
 
 def trim(scratch: dict[str, Any], chunk_size: Callable[[], int]) -> None:
     """Free what longer chunks needed of a scratch, a sample, that is for chunks of this size now."""
     if scratch:
-        num_places = chunk_size()
+        num_places = 2 * chunk_size()  # one on trial is as long
         for pieces in scratch.values():
             if isinstance(pieces, list):
                 del pieces[num_places:]

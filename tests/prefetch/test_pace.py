@@ -1,0 +1,50 @@
+"""How long chunks become: their samples take some milliseconds, whatever a chunk costs besides."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loaderkit.prefetch.pace import Pace, trim
+
+
+def sizes_of(fixed_s: float, each_s: float, *, num_batches: int = 30, batch: int = 64, workers: int = 2) -> list[int]:
+    """The chunks' length in one batch after the other, where a chunk takes `fixed_s` and `each_s` for each sample."""
+    pace = Pace()
+    pace.sample_s = fixed_s + each_s  # the first sample, by itself
+    found = []
+    for _ in range(num_batches):
+        size = pace.next_chunk_size(batch, workers)
+        found.append(size)
+        for begin in range(0, batch, size):
+            length = min(size, batch - begin)
+            pace.landed(fixed_s + length * each_s, length)
+    return found
+
+
+@pytest.mark.parametrize("fixed_ms", [0, 1, 3, 5, 9, 15])
+def test_what_a_chunk_costs_besides_does_not_make_it_shorter(fixed_ms: float) -> None:
+    """As it would if that were taken for the time of its samples; a data set that is asked over a network, for example."""
+    assert sizes_of(fixed_ms * 1e-3, 10e-6)[-1] >= 32
+
+
+@pytest.mark.parametrize(("each_ms", "least", "most"), [(0.01, 64, 64), (0.75, 6, 10), (4, 1, 2), (100, 1, 1)])
+def test_samples_of_a_chunk_take_some_milliseconds(each_ms: float, least: int, most: int) -> None:
+    assert least <= sizes_of(0.0, each_ms * 1e-3)[-1] <= most
+
+
+def test_long_chunks_are_not_tried_longer() -> None:
+    """Samples of a tenth of a second are large: two of them would take twice the memory."""
+    assert {*sizes_of(0.0, 0.1, num_batches=200)[1:]} == {1}
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 300), st.integers(1, 9))
+def test_there_is_always_a_length(fixed_s: float, each_s: float, batch: int, workers: int) -> None:
+    assert all(1 <= size <= batch for size in sizes_of(fixed_s, each_s, num_batches=5, batch=batch, workers=workers))
+
+
+def test_of_scratch_memory_what_a_trial_needs_stays() -> None:
+    scratch = {"decode": [{} for _ in range(32)], "read": memoryview(b"")}
+    trim(scratch, lambda: 4)
+    assert len(scratch["decode"]) == 8

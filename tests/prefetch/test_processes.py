@@ -190,9 +190,9 @@ class TestLiving:
         """What was read ahead for nothing leaves the budget of those, too, whose turn it is not."""
         with two(numbers(800), **{"prefetch.batches": 2}) as loader:
             next(iter(loader))
-            wait_for(lambda: num_open(loader) == 2)
-            wait_for(lambda: loader.stats().num_ready == 2)  # else some items are still to be counted
-            num_items = loader.stats().stages[0].num_items
+            num_items = 3 * 8  # of the first batch, and of those read ahead behind it
+            wait_for(lambda: loader.stats().stages[0].num_items == num_items)
+            wait_for(lambda: loader.stats().num_ready == 2)
             loader.set_epoch(3)
             loader.start()
             wait_for(lambda: loader.stats().stages[0].num_items == num_items + 2 * 8)

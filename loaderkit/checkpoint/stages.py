@@ -205,16 +205,22 @@ class Shards:
     def _read_blocks(self, run: Run, start: int, blocks: memoryview, comparison: _Comparison) -> float | None:
         """The same of whole blocks, each hashed while it lies in the CPU's cache; None, and nothing is read, where the
         connector cannot do that."""
-        if self._address is None:
+        address = self._address  # another thread may find that there is none
+        if address is None:
             return None
         read: Callable[..., Hashed | None] = partial(
-            self._read_hashed, block_bytes=comparison.block_bytes, address=self._address
+            self._read_hashed, block_bytes=comparison.block_bytes, address=address
         )
         begin_s = time.perf_counter()
         found = self._ask(run, start, blocks, read)
         if found is None:
             self._address = None
             return None
+        num_blocks = -(-len(blocks) // comparison.block_bytes)
+        if len(found.hashes) != num_blocks:
+            raise CheckpointError(
+                f"{_who(run)} was not compared: the connector made {len(found.hashes)} hashes of {num_blocks} blocks"
+            )
         comparison.take(found)
         return time.perf_counter() - begin_s - found.took_s
 

@@ -19,6 +19,7 @@ _TRIAL_EVERY = 64
 _MOST_TRIED_S = 0.02
 _UNLIKE = 1.5  # times as long: of chunks that tell what they cost besides
 _TRIAL_SMOOTHING = 0.3
+_LEAST_SHARE = 0.1  # of a chunk's time that is taken for its samples': what was true may be so no longer
 
 
 class Pace:
@@ -28,21 +29,21 @@ class Pace:
     taken for its samples' time, chunks would be short, and cost the more for it.
     """
 
-    __slots__ = ("_fixed_s", "_length", "_num_landed", "_num_opened", "_took_s", "sample_s")
+    __slots__ = ("_fixed_share", "_length", "_num_landed", "_num_opened", "_took_s", "sample_s")
 
     def __init__(self) -> None:
         self.sample_s: float | None = None
         self._num_landed = 0  # chunks
         self._num_opened = 0  # batches, since one chunk has landed
         self._took_s = self._length = 0.0  # of a chunk in the mean
-        self._fixed_s = 0.0  # of that, what does not depend on its length
+        self._fixed_share = 0.0  # of that, what does not depend on its length
 
     def landed(self, took_s: float, length: int) -> None:
         """A chunk of so many samples is through all stages."""
         if self._num_landed and not 1 / _UNLIKE < length / self._length < _UNLIKE:
             fixed_s = (self._took_s * length - took_s * self._length) / (length - self._length)
-            fixed_s = min(max(0.0, fixed_s), self._took_s)
-            self._fixed_s += _TRIAL_SMOOTHING * (fixed_s - self._fixed_s)
+            share = min(max(0.0, fixed_s / self._took_s), 1.0) if self._took_s > 0 else 0.0
+            self._fixed_share += _TRIAL_SMOOTHING * (share - self._fixed_share)
         self._num_landed += 1
         weight = max(_SMOOTHING, 1 / self._num_landed)  # what one sample took that was made alone counts no more
         sample_s = took_s / length
@@ -55,8 +56,7 @@ class Pace:
         if self.sample_s is None:
             return max(1, min(_FIRST_CHUNK_SIZE, -(-batch_size // num_workers)))
         own_s, target_s = self.sample_s, _CHUNK_TARGET_S if self._num_landed else _FIRST_TARGET_S
-        if self._took_s > 0:
-            own_s *= max(0.0, 1 - self._fixed_s / self._took_s)
+        own_s *= max(_LEAST_SHARE, 1 - self._fixed_share)
         wanted = int(target_s / max(own_s, 1e-9))
         if wanted >= batch_size:
             return batch_size

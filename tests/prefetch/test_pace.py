@@ -48,3 +48,16 @@ def test_of_scratch_memory_what_a_trial_needs_stays() -> None:
     scratch = {"decode": [{} for _ in range(32)], "read": memoryview(b"")}
     trim(scratch, lambda: 4)
     assert len(scratch["decode"]) == 8
+
+
+def test_a_store_that_turns_fast_does_not_leave_a_batch_to_one_worker() -> None:
+    """What was known of its answers holds until chunks of another length land: the samples count for a tenth all the while."""
+    pace = Pace()
+    pace.sample_s = 12e-3
+    for fixed_s in (12e-3, 0.0):
+        for _ in range(40):
+            size = pace.next_chunk_size(1024, 8)
+            assert size <= 128
+            for _ in range(1024 // size):
+                pace.landed(fixed_s + size * 1e-3, size)
+    assert 4 <= pace.chunk_size(1024, 8) <= 128

@@ -139,7 +139,8 @@ def limits_of(
     `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks. Raises ConfigError.
     """
     # Each worker has one staging buffer, which may be a quarter larger than what was asked for, and copies within it.
-    found = min(chunk_bytes_of(connector), memory_bytes // (2 * num_workers * num_parts) // 4096 * 4096)
+    unit = MOST_BLOCK_BYTES if is_checked else 4096  # so that cuts are at borders of blocks
+    found = min(chunk_bytes_of(connector), memory_bytes // (2 * num_workers * num_parts) // unit * unit)
     least = _LEAST_CHECKED_CHUNK if is_checked else _LEAST_CHUNK
     if found < least:
         raise ConfigError(

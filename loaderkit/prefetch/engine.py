@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from loaderkit.errors import ClosedError
-from loaderkit.prefetch import stalls, watch
+from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
 from loaderkit.prefetch.plan import Plan
@@ -199,10 +199,6 @@ class Engine(ABC):
             return {stalls.WAKEUP: end_s - begin_s}
         return stalls.attribute(begin_s, end_s, way, self._facts[self.is_short_of_memory])
 
-    def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
-        """What the chunk that was waited for went through within [begin_s, end_s)."""
-        return stalls.trace(begin_s, end_s, way, self._facts[self.is_short_of_memory])
-
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
         is_fork = os.getpid() != self._pid  # there nobody waits, nor opens the locks
@@ -219,16 +215,6 @@ class Engine(ABC):
             last = min(unfinished, key=lambda chunk: len(chunk.marks), default=None)
             way = stalls.Way(head.opened_s, list(last.marks) if last is not None else [], now)
         return self.attribute(begin, now, way)
-
-    def describe_wait(self) -> watch.Report:
-        """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""
-        return watch.describe_wait(
-            self.head(),
-            self.clock(),
-            stage_names=[stage.name for stage in self.stages],
-            key_of=self.plan.key,
-            threads=[thread for pool in self.pools for thread in pool.threads],
-        )
 
     def stats(self, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
         """The accounts up to now, or to a moment ago; for any thread."""

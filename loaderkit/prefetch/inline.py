@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from loaderkit.errors import ClosedError, ConfigError
+from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine
 from loaderkit.prefetch.pace import Pace, trim
-from loaderkit.types import Chunk, Destination
+from loaderkit.prefetch.plan import Plan
+from loaderkit.prefetch.pools import PoolPlan
+from loaderkit.types import Chunk, Destination, Stage
 
 
 class InlineEngine(Engine):
     """Works when it is asked, in the consumer's thread: one account, which serves all pools."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        pools: Sequence[PoolPlan],
+        *,
+        clock: Clock = time.perf_counter,
+        counters: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        super().__init__(plan, stages, pools, clock=clock, counters=counters)
         self._pace = Pace()
         self._open: Destination | None = None  # what is being made
         self._planning = threading.Lock()  # another thread may change the plan's depth
@@ -52,10 +65,10 @@ class InlineEngine(Engine):
             raise self._failure
         if self._is_lost:
             raise ClosedError("the batch that was being made was interrupted: build another loader")
-        self._is_lost = True
+        self._is_lost = True  # until it is made: a batch that was begun must not be passed over in silence
         try:
             destination = self._make()
-            self._is_lost = False  # not in silence is it passed over
+            self._is_lost = False
             return destination
         finally:
             self._open = None

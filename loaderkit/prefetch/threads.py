@@ -11,11 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch import stalls, watch
-from loaderkit.prefetch.accounts import Account
+from loaderkit.prefetch.accounts import Account, Clock
 from loaderkit.prefetch.engine import Engine, Pool
 from loaderkit.prefetch.intake import Intake
 from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
@@ -39,11 +38,13 @@ class ThreadEngine(Engine):
         timeout_s: float,
         raises: bool = False,
         self_service: bool = False,
-        **others: Any,
+        takes_turns: bool = True,
+        clock: Clock = time.perf_counter,
+        counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `self_service`: the consumer may make
-        batches itself. `others`: of every `Engine`."""
-        super().__init__(plan, stages, pools, **others)
+        batches itself. The rest: of every `Engine`."""
+        super().__init__(plan, stages, pools, takes_turns=takes_turns, clock=clock, counters=counters)
         self._timeout_s = timeout_s
         self._raises = raises
         self.intake = Intake(
@@ -187,6 +188,20 @@ class ThreadEngine(Engine):
             if left_s <= 0:
                 patience.ends(self.describe_wait)
                 left_s = patience.next_s
+
+    def describe_wait(self) -> watch.Report:
+        """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""
+        return watch.describe_wait(
+            self.head(),
+            self.clock(),
+            stage_names=[stage.name for stage in self.stages],
+            key_of=self.plan.key,
+            threads=[thread for pool in self.pools for thread in pool.threads],
+        )
+
+    def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
+        """What the chunk that was waited for went through within [begin_s, end_s)."""
+        return stalls.trace(begin_s, end_s, way, self._facts[self.is_short_of_memory])
 
     def record(self) -> None:
         with self._sizing:

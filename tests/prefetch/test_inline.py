@@ -64,6 +64,15 @@ def test_what_was_interrupted_is_not_passed_over() -> None:
         engine.close()
 
 
+def test_an_error_from_elsewhere_is_raised_at_the_next_wait() -> None:
+    with trapped(Trap(-1)) as loader:
+        next(iter(loader))
+        engine: Any = loader._engine
+        engine.fail(OSError("another rank has died"))
+        with pytest.raises(OSError, match="another rank has died"):
+            engine.next()
+
+
 def test_the_loop_gets_the_interrupted_batch_when_it_asks_again() -> None:
     trap = Trap(12)
     trap.springs = raising(KeyboardInterrupt())

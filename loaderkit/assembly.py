@@ -117,7 +117,13 @@ class Assembly:
             on_seek=self._ahead.seek if self._ahead is not None else None,
             share=self._share,
             run=None if lane is None else lane.run,
+            names_samples=self._names_samples(),
         )
+
+    def _names_samples(self) -> bool:
+        """Whether anybody gets to see the keys of a batch: the loop, or a stage that is given whole batches."""
+        output = self._recipe.config.output
+        return output is None or "__key__" in output or any(stage.scope == "batch" for stage in self.stages)
 
     def make_engine(self, clock: Clock) -> Engine:
         """An engine that has not begun, of this process."""

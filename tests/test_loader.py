@@ -43,6 +43,10 @@ def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, see
     )
 
 
+def _with_keys(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "copied": list(batch["__key__"])}
+
+
 def digest(batch: dict[str, Any]) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, value in batch.items():
@@ -354,6 +358,34 @@ class TestEpochs:
         tokens = Pipeline.dataset([{"x": torch.zeros(n)} for n in range(1, 5)]).read().batch(2, ragged={"x": "pad"})
         with loaderkit.build(tokens.output("x", "x_sizes")) as loader:
             assert all(x.shape == (2, int(sizes.max())) for x, sizes in loader)
+
+    @pytest.mark.parametrize("executor", ["thread", "process", "inline"])
+    def test_keys_are_made_for_those_who_get_them(self, photos: Path, executor: str) -> None:
+        plain = Pipeline.files(photos, include="**/*.jpg", label="parent").read().batch(7)
+        made = plain.call(_with_keys)
+        overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
+
+        def batches(pipeline: Pipeline) -> list[Any]:
+            with loaderkit.build(pipeline, overrides=overrides) as loader:
+                return list(loader)
+
+        whole = batches(plain)
+        keys = [batch["__key__"] for batch in whole]
+        assert len({key for some in keys for key in some}) == 60
+        assert batches(plain.output("__key__")) == [(some,) for some in keys]
+        assert batches(made.output("copied")) == [(some,) for some in keys]
+        assert [label.tolist() for (label,) in batches(plain.output("label"))] == [b["label"].tolist() for b in whole]
+
+    def test_keys_that_nobody_gets_are_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def keys(*_: Any) -> list[str]:
+            raise AssertionError("nobody asked for them")
+
+        monkeypatch.setattr(loaderkit.sources.dataset.DatasetSource, "keys", keys)
+        pipeline = Pipeline.dataset(list(range(6)), fields=["x"]).read().batch(3)
+        with loaderkit.build(pipeline.output("x")) as loader:
+            assert sorted(torch.cat([x for (x,) in loader]).tolist()) == list(range(6))
+        with loaderkit.build(pipeline) as loader, pytest.raises(AssertionError, match="nobody"):
+            next(iter(loader))
 
     def test_start_prefetches(self, photos: Path, reference: list[str]) -> None:
         with loaderkit.build(augmented(photos)) as loader:

@@ -19,6 +19,7 @@
  *     decimals(numbers)                                      numbers as texts
  *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
  *     shared(values, name)                                   the type of all, or their attribute
+ *     stack(exchange, is_neg, values, target, first)         small tensors into rows
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
  *     Pause                                                  the garbage collector is off as long as one lives
@@ -76,6 +77,7 @@ PyObject *uniforms(PyObject *self, PyObject *args);
 PyObject *decimals(PyObject *self, PyObject *object);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *shared(PyObject *self, PyObject *args);
+PyObject *stack(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *attribute(PyObject *self, PyObject *args);

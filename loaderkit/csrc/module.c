@@ -20,6 +20,7 @@ static PyMethodDef methods[] = {
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"shared", shared, METH_VARARGS, "shared(values, name=None) -> the type of all values, or their attribute, or None"},
+    {"stack", stack, METH_VARARGS, "stack(exchange, is_neg, values, target, first) -> whether they fit and were written"},
     {"forget_pauses", forget_pauses, METH_NOARGS, "forget_pauses(): in a fork's child, where nobody is inside"},
     {"decimals", decimals, METH_O, "decimals(numbers) -> list of str"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},

@@ -1,5 +1,6 @@
 /* Samples, many at a time: their keys, where they lie, and whether their values are alike. */
 #include "kernels.h"
+#include <string.h>
 
 #define MOST_DIGITS 20
 
@@ -22,10 +23,11 @@ PyObject *decimals(PyObject *self, PyObject *object) {
             digits[--at] = (char)('0' + left % 10);
             left /= 10;
         } while (left > 0);
-        PyObject *text = PyUnicode_DecodeASCII(digits + at, MOST_DIGITS - at, NULL);
+        PyObject *text = PyUnicode_New(MOST_DIGITS - at, 127);
         if (text == NULL) {
             Py_CLEAR(found);
         } else {
+            memcpy(PyUnicode_1BYTE_DATA(text), digits + at, (size_t)(MOST_DIGITS - at));
             PyList_SET_ITEM(found, i, text);
         }
     }

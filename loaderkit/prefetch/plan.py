@@ -115,10 +115,12 @@ class BatchPlan:
         on_seek: Callable[[int, int], None] | None = None,
         share: Share = WHOLE,
         run: Callable[..., Any] | None = None,
+        names_samples: bool = True,
     ) -> None:
         """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
         `num_batches` and `memory_bytes` are those of the share. `pinned_for`: the CUDA device that slabs are copied to.
-        `run` calls what puts a batch together: `Lane.run` where stages have left parts of it on a GPU."""
+        `run` calls what puts a batch together: `Lane.run` where stages have left parts of it on a GPU.
+        `names_samples`: somebody wants to know the samples' keys, which take as long to make as numbers take to be stacked."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -135,6 +137,7 @@ class BatchPlan:
         self._on_seek = on_seek
         self._share = share
         self._run = run
+        self._names_samples = names_samples
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -351,8 +354,8 @@ class BatchPlan:
                 batch[name], batch[f"{name}_sizes"] = pad(kept, self._shape.pad_value)
             else:
                 batch[name] = kept
-        indices = destination.indices if slots is None else destination.indices[slots]
-        batch["__key__"] = self._keys(indices)
+        if self._names_samples:
+            batch["__key__"] = self._keys(destination.indices if slots is None else destination.indices[slots])
         if self._schedule.world_size > 1 and not self._schedule.drop_last:
             wrapped = np.zeros(num_slots, np.bool_) if destination.wrapped is None else destination.wrapped
             batch["__wrapped__"] = torch.from_numpy(wrapped if slots is None else wrapped[slots])

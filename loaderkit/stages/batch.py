@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
-from loaderkit.kernels import all_have_dtype, type_of_all, write_image
+from loaderkit.kernels import all_have_dtype, stack, type_of_all, write_image
 from loaderkit.schema import StageArgs
 from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
 
@@ -222,6 +222,8 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: torch.Tensor, chun
 
 
 def _write_tensors(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
+    if stack(values, slots, lo):
+        return True
     fits: bool = values[0].shape == spec.shape and all_have_dtype(values, spec.dtype)
     if fits:
         is_whole = len(values) == slots.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1

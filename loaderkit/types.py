@@ -111,11 +111,23 @@ class BulkConnector(Connector, Protocol):
     ) -> None:
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
 
+    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """`read_into`, of what is not in the page cache and need not be there behind it."""
+
     def read_hashed(
-        self, key: str, start: int, buffer: memoryview, *, block_bytes: int, address: int, etag: str | None = None
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        block_bytes: int,
+        address: int,
+        around: bool = False,
+        etag: str | None = None,
     ) -> Hashed | None:
-        """`read_into`, and the hash of every `block_bytes` from `start` on, made while they lie in the CPU's cache. `address`
-        is that of a C function, `uint64_t (const void *, size_t)`. None: nothing is read, as it cannot do that here."""
+        """`read_into`, or `read_around`, and the hash of every `block_bytes` from `start` on, made while they lie in the CPU's
+        cache. `address` is that of a C function, `uint64_t (const void *, size_t)`. None: nothing is read, as it cannot do
+        that here."""
 
 
 # ------------------------------------------------------------------------------------------- what samples are

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import mmap
 import os
 import random
 import statistics
@@ -162,7 +163,7 @@ def _bare_s3(into: State) -> None:
     connector.close()
 
 
-def contestants(paths: dict[str, Path], into: State) -> Runs:
+def contestants(paths: dict[str, Path], into: State, *, cold: bool) -> Runs:
     """All that read from local files."""
     file = paths["plain"] / "model.safetensors"
 
@@ -190,6 +191,8 @@ def contestants(paths: dict[str, Path], into: State) -> Runs:
         "bare preadv, 2 threads": (lambda: _bare(file, into, 2), file),
         "bare preadv, 8 threads": (lambda: _bare(file, into, 8), file),
     }
+    if cold:
+        found["bare O_DIRECT, 8 threads"] = (lambda: _bare_direct(file, 8), file)
     if (theirs := run_ai(str(file), into)) is not None:
         found["run:ai streamer + copy"] = (theirs, file)
     return found
@@ -216,6 +219,26 @@ def _bare(file: Path, into: State, num_threads: int) -> None:
     os.close(fd)
 
 
+def _bare_direct(file: Path, num_threads: int) -> None:
+    """As many bytes past the page cache, into memory that each thread uses again: nothing is copied to the tensors."""
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    step = 8 * 2**20
+    starts = range(0, os.fstat(fd).st_size, step)
+
+    def read(own: range) -> None:
+        with mmap.mmap(-1, step) as memory:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            for start in own:
+                os.preadv(fd, [memory], start)
+
+    threads = [threading.Thread(target=read, args=(starts[n::num_threads],)) for n in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(fd)
+
+
 def drop(path: Path) -> None:
     """Take files out of the page cache."""
     for file in [path] if path.is_file() else path.iterdir():
@@ -234,7 +257,7 @@ def measure(state: State, folder: Path, rounds: int, *, cold: bool, s3: bool) ->
             endpoint, store = bucket(paths, folder, stack)
             runs = in_a_bucket(endpoint, into)
         else:
-            runs = contestants(paths, into)
+            runs = contestants(paths, into, cold=cold)
         return in_turns(runs, state, into, rounds, cold=cold), store
 
 

@@ -286,16 +286,16 @@ class TestReading:
         path = tmp_path / "data"
         path.write_bytes(bytes(range(256)) * 40)
         buffer = bytearray(300)
-        num_read, _, size, mtime_ns = compiled.read_range(str(path), 9000, memoryview(buffer))
+        num_read, _, size, mtime_ns = compiled.read_range(str(path), 9000, memoryview(buffer), False)
         assert (num_read, size, mtime_ns) == (300, 10240, path.stat().st_mtime_ns)
         assert bytes(buffer) == path.read_bytes()[9000:9300]
-        assert compiled.read_range(os.fsencode(path), 10200, memoryview(buffer))[0] == 40
+        assert compiled.read_range(os.fsencode(path), 10200, memoryview(buffer), False)[0] == 40
         with pytest.raises(FileNotFoundError):
-            compiled.read_range(str(tmp_path / "nothing"), 0, memoryview(buffer))
+            compiled.read_range(str(tmp_path / "nothing"), 0, memoryview(buffer), False)
         with pytest.raises(ValueError, match="null"):
-            compiled.read_range("a\0b", 0, memoryview(buffer))
+            compiled.read_range("a\0b", 0, memoryview(buffer), False)
         with pytest.raises((TypeError, BufferError)):
-            compiled.read_range(str(path), 0, b"may not be written")
+            compiled.read_range(str(path), 0, b"may not be written", False)
 
     @pytest.mark.parametrize("present", [True, False])
     def test_files_with_and_without_c(self, present: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.retry import with_retries
+from loaderkit.native import kernels
 from loaderkit.page_cache import cached_share, evict, parts_of
+from loaderkit.ranges import bulk_method
+from loaderkit.retries import RetryPolicy
 
 
 @pytest.fixture
@@ -77,3 +82,49 @@ def test_members_of_archives_and_odd_names(tmp_path: Path) -> None:
         str(folder / "plain"): [(3, 4)],
     }
     assert parts_of(connector, [("gone.tar/m", 0, 1)]) == {}
+
+
+class TestAround:
+    """Reading past the page cache."""
+
+    def test_nothing_is_left_there(self, files: dict[str, int]) -> None:
+        path = list(files)[2]
+        connector, size = FileConnector(Path(path).parent), files[path]
+        around, through = bytearray(size - 5), bytearray(size - 5)
+        connector.read_around("c", 5, memoryview(around))
+        expected = 1 if kernels is None else 0
+        assert share({path: size}) == expected
+        connector.read_into("c", 5, memoryview(through))
+        assert around == through
+        assert share({path: size}) == 1
+
+    def test_what_was_just_written_is_there(self, tmp_path: Path) -> None:
+        content = os.urandom(5_000_000)
+        (tmp_path / "x").write_bytes(content)  # and it need not be on the disk yet
+        found = bytearray(len(content))
+        FileConnector(tmp_path).read_around("x", 0, memoryview(found))
+        assert found == content
+
+    def test_a_filesystem_that_knows_no_other_way(self) -> None:
+        folder = Path("/proc")
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.close(os.open(folder / "version", os.O_RDONLY | os.O_DIRECT))
+        expected = (folder / "version").read_bytes()
+        found = bytearray(len(expected))
+        FileConnector(folder).read_around("version", 0, memoryview(found))
+        assert found == expected
+
+    def test_several_threads_have_memory_of_their_own(self, tmp_path: Path) -> None:
+        content = os.urandom(30_000_000)
+        (tmp_path / "x").write_bytes(content)
+        connector = with_retries(FileConnector(tmp_path), RetryPolicy())
+        found = bytearray(len(content))
+
+        def read(start: int) -> None:
+            part = memoryview(found)[start : start + 999_999]
+            bulk_method(connector, "read_around")("x", start, part)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, range(0, len(content), 999_999)))
+        assert found == content
+        connector.close()

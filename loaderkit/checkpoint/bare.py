@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from loaderkit.ranges import bulk_method
 from loaderkit.types import Connector, ObjectInfo
 
 
@@ -29,9 +30,11 @@ def read_bare(
     *,
     part_bytes: int,
     most_s: float,
+    around: bool = False,
 ) -> Bare:
-    """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most. Ctrl-C
-    waits for reads that are under way. Raises ConnectorError."""
+    """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most; `around`: past the
+    page cache, if the connector can. Ctrl-C waits for reads that are under way. Raises ConnectorError."""
+    read_into = (bulk_method(connector, "read_around") if around else None) or connector.read_into
     parts = [
         (key, start, min(part_bytes, size - start))
         for key, size in sizes.items()
@@ -53,7 +56,7 @@ def read_bare(
                 except IndexError:
                     return
                 info = objects.get(key)
-                connector.read_into(key, start, buffer[:length], etag=info.etag if info is not None else None)
+                read_into(key, start, buffer[:length], etag=info.etag if info is not None else None)
                 counts.append(length)
         except BaseException as error:
             errors.append(error)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -34,34 +35,64 @@ _SMALL_BYTES = 64 * 2**10
 # On two CPUs two threads read what lies in the page cache as fast as eight; from a disk eight are faster.
 _DISK_WORKERS = 8
 _FROM_MEMORY = 0.9  # so much of it, and the disk does not count
+_MOSTLY_FROM_MEMORY = 0.5  # so much of it, and the rest is read through the page cache as well
+# As launchers say it: torchrun and most others, Slurm, Open MPI, MPICH.
+_NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _FEW = 4
 _LEAST_MEMORY = 128 * 2**10  # of a worker that reads descriptions
 _CPU = torch.device("cpu")
 
 
+class Access(NamedTuple):
+    """How a store is read: by how many threads, and whether past the page cache."""
+
+    num_workers: int
+    around: bool = False
+
+
 def num_workers_of(
-    connector: Connector, concurrency: int | Literal["auto"], wants: Sequence[Want] | None = None, memory_bytes: int = 0
+    connector: Connector, concurrency: int | Literal["auto"], wants: Sequence[Want] | None = None
 ) -> int:
-    """Threads: one a CPU for files, more for those that are not in the page cache; one in all where `wants` are small on
-    average, which takes Python longer than reading them. Most for a store that answers late, fewer of them where `wants` are
-    long on average and each is several requests at a time. Raises ConfigError for a number that is none."""
+    """Threads: one a CPU for files; one in all where `wants` are small on average, which takes Python longer than reading them.
+    Most for a store that answers late, fewer of them where `wants` are long on average and each is several requests at a time.
+    Raises ConfigError for a number that is none."""
     if concurrency != "auto":
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
-    mean = sum(want.num_bytes for want in wants) / len(wants) if wants else None
+    mean = _mean_bytes(wants)
     if gap_of(connector) >= SMALL_GAP:
         is_spread = mean is not None and mean >= spread_of(connector) // 4 > 0
         return _SPREADING_WORKERS if is_spread else _REMOTE_WORKERS
-    if mean is not None and mean < _SMALL_BYTES:
-        return 1
-    num_workers = max(2, num_cpus())
-    if wants and num_workers < _DISK_WORKERS and memory_bytes >= memory_of(connector, _DISK_WORKERS):
-        paths = parts_of(connector, ((*want.first, want.num_bytes) for want in wants))
-        share = cached_share(paths) if paths else 1.0
-        if share is None or share < _FROM_MEMORY:
-            return _DISK_WORKERS
-    return num_workers
+    return 1 if mean is not None and mean < _SMALL_BYTES else max(2, num_cpus())
+
+
+def access_to(
+    connector: Connector, concurrency: int | Literal["auto"], wants: Sequence[Want], memory_bytes: int
+) -> Access:
+    """How a process that restores by itself reads `wants`: what does not lie in the page cache by more threads than there are
+    CPUs, as far as memory allows, and past it. Raises ConfigError as `num_workers_of`."""
+    num_workers = num_workers_of(connector, concurrency, wants)
+    if gap_of(connector) >= SMALL_GAP or (_mean_bytes(wants) or 0) < _SMALL_BYTES:
+        return Access(num_workers)
+    paths = parts_of(connector, ((*want.first, want.num_bytes) for want in wants))
+    share = cached_share(paths) if paths else 1.0
+    if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
+        there_is_memory = memory_bytes >= memory_of(connector, _DISK_WORKERS)
+        num_workers = max(num_workers, _DISK_WORKERS) if there_is_memory else num_workers
+    return Access(num_workers, share is not None and share < _MOSTLY_FROM_MEMORY and not _may_have_company())
+
+
+def _mean_bytes(wants: Sequence[Want] | None) -> float | None:
+    return sum(want.num_bytes for want in wants) / len(wants) if wants else None
+
+
+def _may_have_company() -> bool:
+    """Whether other processes may be about to read the same: then one should find in the page cache what another has read."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return True
+    return any(os.environ.get(name, "1") != "1" for name in _NUMBERS_OF_PROCESSES)
 
 
 class Filling:
@@ -76,6 +107,7 @@ class Filling:
         memory_bytes: int,
         num_parts: int = 1,
         num_workers: int,
+        around: bool = False,
         checksums: Mapping[str, Checksums] | None = None,
         device: torch.device = _CPU,
         touched: set[str] | None = None,
@@ -86,8 +118,8 @@ class Filling:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`memory_bytes` is divided into `num_parts`, and one is for this. `touched` is given the names of the tensors that are
-        written to, for the caller whose they are; None: nobody's."""
+        """`memory_bytes` is divided into `num_parts`, and one is for this. `around`: past the page cache, if the connector can.
+        `touched` is given the names of the tensors that are written to, for the caller whose they are; None: nobody's."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
         self.most_bytes = limits.most_bytes  # of a range that is read at once
@@ -100,6 +132,7 @@ class Filling:
             counts_made=counts_made,
         )
         self.totals = self.plan.totals
+        self.around = around
         shards = Shards(
             connector,
             objects,
@@ -107,6 +140,7 @@ class Filling:
             checksums=checksums or {},
             device=device,
             touched=set() if touched is None else touched,
+            around=around,
         )
         stages = shards.stages()
         pools = plan_pools(stages, num_workers)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, fetch_of, fetch_ranges, name_touched, num_workers_of
+from loaderkit.checkpoint.filling import Filling, access_to, fetch_of, fetch_ranges, name_touched
 from loaderkit.checkpoint.laying import as_tensor, unpacked
 from loaderkit.checkpoint.manifest import Verify, read_manifest
 from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
@@ -274,13 +274,16 @@ class Source:
         self, wants: list[Want], device: torch.device, concurrency: int | Literal["auto"] = "auto", **settings: Any
     ) -> Filling:
         """The engine for `wants`."""
+        connector = self.found.connector
+        num_workers, around = access_to(connector, concurrency, wants, self.memory_bytes // self.num_alike)
         return Filling(
             wants,
-            self.found.connector,
+            connector,
             self.objects,
             memory_bytes=self.memory_bytes,
             num_parts=self.num_alike,
-            num_workers=num_workers_of(self.found.connector, concurrency, wants, self.memory_bytes // self.num_alike),
+            num_workers=num_workers,
+            around=around,
             checksums=self.checksums,
             device=device,
             **settings,

@@ -99,8 +99,9 @@ class Shards:
         checksums: Mapping[str, Checksums],
         device: torch.device,
         touched: set[str],
+        around: bool = False,
     ) -> None:
-        """`touched` is given the names of what is written to."""
+        """`touched` is given the names of what is written to. `around`: read past the page cache, if the connector can."""
         self._connector = connector
         self._objects = objects
         self._totals = totals
@@ -108,6 +109,8 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
+        self._around = around
+        self._read_into = (bulk_method(connector, "read_around") if around else None) or connector.read_into
         self._read_hashed = bulk_method(connector, "read_hashed")
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
@@ -196,7 +199,7 @@ class Shards:
 
     def _read_step(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
         begin_s = time.perf_counter()
-        self._ask(run, start, part, self._connector.read_into)
+        self._ask(run, start, part, self._read_into)
         took_s = time.perf_counter() - begin_s
         if comparison is not None:
             comparison.add(part)
@@ -209,7 +212,7 @@ class Shards:
         if address is None:
             return None
         read: Callable[..., Hashed | None] = partial(
-            self._read_hashed, block_bytes=comparison.block_bytes, address=address
+            self._read_hashed, block_bytes=comparison.block_bytes, address=address, around=self._around
         )
         begin_s = time.perf_counter()
         found = self._ask(run, start, blocks, read)

@@ -109,10 +109,17 @@ class FileConnector:
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
+        self._read(key, start, buffer, etag)
+
+    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """The same past the page cache; through it without the C module, and where the filesystem knows no other way."""
+        self._read(key, start, buffer, etag, around=True)
+
+    def _read(self, key: str, start: int, buffer: memoryview, etag: str | None, *, around: bool = False) -> None:
         if start < 0:  # preadv takes -1 for "where the file stands" and reads happily
             raise self._before_the_start(key, start)
         try:
-            num_read, *status = _read_range(self._path(key), start, buffer)
+            num_read, *status = _read_range(self._path(key), start, buffer, around=around)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -120,17 +127,25 @@ class FileConnector:
             raise self._cut_short(key, num_read, len(buffer), start, status)
 
     def read_hashed(
-        self, key: str, start: int, buffer: memoryview, *, block_bytes: int, address: int, etag: str | None = None
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        *,
+        block_bytes: int,
+        address: int,
+        around: bool = False,
+        etag: str | None = None,
     ) -> Hashed | None:
-        """`read_into`, and what the C function at `address` makes of every `block_bytes`; None, and nothing read, without the C
-        module."""
+        """`read_into`, or `read_around`, and what the C function at `address` makes of every `block_bytes`; None, and nothing
+        read, without the C module."""
         if kernels is None:
             return None
         if start < 0:
             raise self._before_the_start(key, start)
         try:
             num_read, *status, hashes, took_s = kernels.read_hashed(
-                self._path(key), start, buffer, block_bytes, address
+                self._path(key), start, buffer, block_bytes, address, around
             )
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
@@ -371,10 +386,10 @@ def _etag(mtime_ns: int, size: int) -> str:
     return f"{mtime_ns:x}-{size:x}"
 
 
-def _read_range(path: str, start: int, buffer: memoryview) -> tuple[int, int, int, int]:
+def _read_range(path: str, start: int, buffer: memoryview, *, around: bool = False) -> tuple[int, int, int, int]:
     """Open, look, read, close: (bytes read, mode, size, time of change in ns). Other than a regular file is not read."""
     if kernels is not None:
-        found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer)
+        found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer, around)
         return found
     return _read_with_python(path, [(start, buffer)])
 

@@ -138,14 +138,19 @@ class BulkRetryConnector(RetryConnector):
         inner: Any = self.inner
         self._retries(lambda: inner.gather_into(key, starts, length, buffer, etag=etag))
 
+    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """`read_into` past the page cache, if `inner` can."""
+        read: Callable[..., None] = bulk_method(self.inner, "read_around") or self.inner.read_into
+        self._retries(lambda: read(key, start, buffer, etag=etag))
+
     def read_hashed(
-        self, key: str, start: int, buffer: memoryview, *, block_bytes: int, address: int, etag: str | None = None
+        self, key: str, start: int, buffer: memoryview, *, etag: str | None = None, **how: Any
     ) -> Hashed | None:
         """What `inner` does; None if it has no such method."""
         read: Callable[..., Hashed | None] | None = bulk_method(self.inner, "read_hashed")
         if read is None:
             return None
-        return self._retries(lambda: read(key, start, buffer, block_bytes=block_bytes, address=address, etag=etag))
+        return self._retries(lambda: read(key, start, buffer, etag=etag, **how))
 
 
 class _Listing:

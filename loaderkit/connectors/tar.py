@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
+from loaderkit.ranges import bulk_method
 from loaderkit.types import Connector, Member, ObjectInfo
 
 
@@ -75,6 +76,13 @@ class TarConnector:
         An archive replaced since its members were read is an `ObjectChangedError`, with or without `etag`, until
         `list` or `stat` has seen the new one.
         """
+        self._read(self._inner.read_into, key, start, buffer, etag)
+
+    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        """The same past the page cache, if what holds the archives can."""
+        self._read(bulk_method(self._inner, "read_around") or self._inner.read_into, key, start, buffer, etag)
+
+    def _read(self, read: Callable[..., None], key: str, start: int, buffer: memoryview, etag: str | None) -> None:
         shard, member = self._find(key)
         if start < 0 or start + len(buffer) > member.size:
             raise ShortReadError(
@@ -82,7 +90,7 @@ class TarConnector:
             )
         # A member's tag is checked through the archive's: what precedes the last "@" must be the archive's tag.
         shard_etag = shard.info.etag if etag is None else etag.rpartition("@")[0]
-        self._inner.read_into(shard.info.key, member.start + start, buffer, etag=shard_etag)
+        read(shard.info.key, member.start + start, buffer, etag=shard_etag)
 
     def describe(self, key: str) -> str:
         """The archive's name, "!", and the member's name."""

@@ -1,8 +1,8 @@
 /* Moving bytes and pixels with few calls, each of which gives the GIL away at most once: with two busy threads every
  * exchange of the GIL costs tens of microseconds, and what takes 20 us alone is better done without one.
  *
- *     read_range(path, start, buffer)                        open, fstat, pread, close
- *     read_hashed(path, start, buffer, block, address)       the same, and the hash of every block, still in the cache
+ *     read_range(path, start, buffer, around)                open, fstat, pread, close; or past the page cache
+ *     read_hashed(path, start, buffer, block, address, around)   the same, and the hash of every block, still in the cache
  *     read_many(path_of, keys, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar

@@ -159,8 +159,15 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             try:
                 if is_from_disk:
                     evict(paths)
-                num_workers, part_bytes = filling.engine.pools[0].num_workers, filling.most_bytes
-                bare = read_bare(connector, objects, sizes, num_workers, part_bytes=part_bytes, most_s=_MOST_BARE_S)
+                bare = read_bare(
+                    connector,
+                    objects,
+                    sizes,
+                    filling.engine.pools[0].num_workers,
+                    part_bytes=filling.most_bytes,
+                    most_s=_MOST_BARE_S,
+                    around=filling.around,
+                )
             except KeyboardInterrupt:
                 found["partial"] = "interrupted in the bare read"
         note = "" if share is None or bare is None else _where(share)

@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 from of_states import pack
 
-from loaderkit.checkpoint.filling import num_workers_of
+import loaderkit
+from loaderkit.checkpoint.filling import access_to, num_workers_of
 from loaderkit.checkpoint.places import open_place
 from loaderkit.checkpoint.plan import Want, chunk_bytes_of, gap_of, limits_of, spread_of
 from loaderkit.connectors.ahead import AheadConnector
@@ -18,6 +19,7 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.retry import with_retries
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.connectors.tar import TarConnector
+from loaderkit.native import kernels
 from loaderkit.opening import open_connector
 from loaderkit.page_cache import cached_share, evict
 from loaderkit.prefetch.cpus import num_cpus
@@ -80,23 +82,69 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
         assert spread_of(with_retries(inner, RetryPolicy(1.0, 2))) == spread
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+LAUNCHERS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+
+
+@pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize("name", ["", "x.tar"])
-def test_what_is_on_disk_is_read_by_more_threads(path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
+    path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("loaderkit.checkpoint.filling.num_cpus", lambda: 2)
     safetensors.torch.save_file({"a": torch.ones(10**6)}, path)
     pack([path], path.parent, path.parent / "x.tar")
     place = open_place(path.parent / name, {})
     key = "x.tar/x.safetensors" if name else "x.safetensors"
     wants = [Want("a", (place.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
-    assert num_workers_of(place.connector, "auto", wants, 2**31) == 2
+    assert access_to(place.connector, "auto", wants, 2**31) == (2, False)
     evict([str(path), str(path.parent / "x.tar")])
     if cached_share({str(path): [(0, 10**6)]}) == 1:
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    assert num_workers_of(place.connector, "auto", wants, 2**31) == 8
-    assert num_workers_of(place.connector, "auto", wants, 2**26) == 2, "too little memory for eight"
-    monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges: None)
-    assert num_workers_of(place.connector, "auto", wants, 2**31) == 8, "nobody knows"
+    assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
+    assert access_to(place.connector, 3, wants, 2**31) == (3, True), "as it was asked for"
+    assert access_to(place.connector, "auto", wants, 2**26) == (2, True), "too little memory for eight"
+    for launcher in LAUNCHERS:
+        with monkeypatch.context() as patch:
+            patch.setenv(launcher, "1")
+            assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
+            patch.setenv(launcher, "2")
+            assert access_to(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
+    small = [Want("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
+    assert access_to(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
+    for share, expected in ((0.4, (8, True)), (0.6, (8, False)), (0.95, (2, False)), (None, (8, False))):
+        monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges, share=share: share)
+        assert access_to(place.connector, "auto", wants, 2**31) == expected
     place.close()
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(("name", "is_checked"), [("x.safetensors", False), ("x.safetensors", True), ("x.tar", False)])
+def test_a_restore_by_one_process_leaves_the_page_cache_alone(
+    tmp_path: Path, name: str, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": torch.rand(3_000_001), "b": torch.rand(2, 1_000_003).half(), "c": torch.ones(3)}
+    safetensors.torch.save_file(state, tmp_path / "x.safetensors")
+    pack([tmp_path / "x.safetensors"], tmp_path, tmp_path / "x.tar")
+    if is_checked:
+        loaderkit.checkpoint.write_manifest(tmp_path / name)
+    files = {str(tmp_path / name): [(200_000, 13_000_000)]}
+    for num_processes, is_left in ((1, kernels is None), (2, True)):
+        evict(files)
+        if cached_share(files) == 1:
+            pytest.skip("the files of this filesystem are nowhere but in memory")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
+        found = loaderkit.restore(tmp_path / name)
+        share = cached_share(files)
+        assert share is not None
+        assert (share > 0.9) if is_left else (share < 0.2), "headers are read through it, with what is read ahead"
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[key], value) for key, value in state.items())
 
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:

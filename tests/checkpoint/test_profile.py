@@ -182,7 +182,7 @@ def test_ctrl_c_leaves_a_report_on_what_was_read(
 
         return interrupted
 
-    for name in ("read_into", "read_hashed"):
+    for name in ("read_into", "read_around", "read_hashed"):
         monkeypatch.setattr(FileConnector, name, interrupting(getattr(FileConnector, name)))
     path = tmp_path / "report.json"
     before = threading.active_count()

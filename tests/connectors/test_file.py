@@ -104,6 +104,38 @@ def test_a_directory_that_vanishes_while_listing(tmp_path: Path) -> None:
     assert [info.key for info in listing] == ["c/1"]
 
 
+@given(st.integers(0, 2**23), st.integers(0, 2**23 + 5000), st.integers(0, 5 * 2**20), st.integers(0, 70))
+def test_past_the_page_cache_as_through_it(size: int, start: int, length: int, offset: int) -> None:
+    """At places, lengths and in memory of any alignment; beyond the file's end with the same words."""
+    content = np.random.default_rng(size).bytes(size)
+    plain, around = bytearray(length + offset), bytearray(length + offset)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "x").write_bytes(content)
+        connector = FileConnector(folder)
+        try:
+            connector.read_into("x", start, memoryview(plain)[offset:])
+        except ShortReadError as error:
+            with pytest.raises(ShortReadError, match=re.escape(str(error))):
+                connector.read_around("x", start, memoryview(around)[offset:])
+            return
+        connector.read_around("x", start, memoryview(around)[offset:])
+    assert around == plain
+    assert around[offset:] == content[start : start + length]
+
+
+@pytest.mark.parametrize("key", ["pipe", "folder", "none", "old", "../old"])
+def test_what_is_refused_is_refused_past_the_page_cache(tmp_path: Path, key: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "old").write_bytes(b"abc")
+    connector = FileConnector(tmp_path)
+    for start, etag in ((0, "1-3"), (-1, None)):
+        with pytest.raises(ConnectorError) as plain:
+            connector.read_into(key, start, memoryview(bytearray(3)), etag=etag)
+        with pytest.raises(type(plain.value), match=re.escape(str(plain.value))):
+            connector.read_around(key, start, memoryview(bytearray(3)), etag=etag)
+
+
 def test_truncated_since(tmp_path: Path) -> None:
     connector = FileConnector(tmp_path)
     connector.write("x", b"0123456789")
@@ -393,8 +425,10 @@ def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypat
 class TestHashing:
     """Blocks that are hashed as they are read are those of the library, and what is wrong is said as ever."""
 
-    @given(st.binary(max_size=5000), st.integers(0, 6000), st.integers(0, 6000), st.integers(1, 3000))
-    def test_as_the_library_hashes(self, content: bytes, start: int, length: int, block_bytes: int) -> None:
+    @given(st.binary(max_size=5000), st.integers(0, 6000), st.integers(0, 6000), st.integers(1, 3000), st.booleans())
+    def test_as_the_library_hashes(
+        self, content: bytes, start: int, length: int, block_bytes: int, around: bool
+    ) -> None:
         address = address_of_hash()
         assert address is not None, "the library that is installed for the tests shows its function"
         with tempfile.TemporaryDirectory() as folder:
@@ -403,7 +437,8 @@ class TestHashing:
             plain, hashed = bytearray(length), bytearray(length)
 
             def ask() -> Hashed | None:
-                return connector.read_hashed("x", start, memoryview(hashed), block_bytes=block_bytes, address=address)
+                how: dict[str, Any] = {"block_bytes": block_bytes, "address": address, "around": around}
+                return connector.read_hashed("x", start, memoryview(hashed), **how)
 
             try:
                 connector.read_into("x", start, memoryview(plain))

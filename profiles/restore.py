@@ -226,7 +226,7 @@ def _bare_direct(file: Path, num_threads: int) -> None:
     starts = range(0, os.fstat(fd).st_size, step)
 
     def read(own: range) -> None:
-        with mmap.mmap(-1, step) as memory:
+        with mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             memory.madvise(mmap.MADV_HUGEPAGE)
             for start in own:
                 os.preadv(fd, [memory], start)

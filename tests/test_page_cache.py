@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from of_files import can_be_read_around
 
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.retry import with_retries
@@ -89,6 +90,8 @@ class TestAround:
 
     def test_nothing_is_left_there(self, files: dict[str, int]) -> None:
         path = list(files)[2]
+        if not can_be_read_around(path):
+            pytest.skip("this filesystem knows no other way")
         connector, size = FileConnector(Path(path).parent), files[path]
         around, through = bytearray(size - 5), bytearray(size - 5)
         connector.read_around("c", 5, memoryview(around))
@@ -107,8 +110,11 @@ class TestAround:
 
     def test_a_filesystem_that_knows_no_other_way(self) -> None:
         folder = Path("/proc")
-        with pytest.raises(OSError, match="Invalid argument"):
+        try:
             os.close(os.open(folder / "version", os.O_RDONLY | os.O_DIRECT))
+            pytest.skip("this one can")
+        except OSError:
+            pass
         expected = (folder / "version").read_bytes()
         found = bytearray(len(expected))
         FileConnector(folder).read_around("version", 0, memoryview(found))

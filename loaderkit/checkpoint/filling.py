@@ -35,7 +35,7 @@ _SMALL_BYTES = 64 * 2**10
 # On two CPUs two threads read what lies in the page cache as fast as eight; from a disk eight are faster.
 _DISK_WORKERS = 8
 _FROM_MEMORY = 0.9  # so much of it, and the disk does not count
-_MOSTLY_FROM_MEMORY = 0.5  # so much of it, and the rest is read through the page cache as well
+_WORTH_KEEPING = 0.1  # so much of it, and the rest is read through the page cache as well
 # As launchers say it: torchrun and most others, Slurm, Open MPI, MPICH.
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _FEW = 4
@@ -80,7 +80,7 @@ def access_to(
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
         there_is_memory = memory_bytes >= memory_of(connector, _DISK_WORKERS)
         num_workers = max(num_workers, _DISK_WORKERS) if there_is_memory else num_workers
-    return Access(num_workers, share is not None and share < _MOSTLY_FROM_MEMORY and not _may_have_company())
+    return Access(num_workers, share is not None and share < _WORTH_KEEPING and not _may_have_company())
 
 
 def _mean_bytes(wants: Sequence[Want] | None) -> float | None:

@@ -17,6 +17,9 @@ from loaderkit.hashing import address_of_hash
 from loaderkit.ranges import bulk_method
 from loaderkit.types import Chunk, Connector, Hashed, ObjectInfo, Stage
 
+# Shorter reads go through the page cache also where longer ones do not: it reads ahead of them.
+_LEAST_AROUND = 64 * 2**10
+
 T = TypeVar("T")
 
 _PINNED = "pinned"
@@ -109,8 +112,9 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
-        self._around = around
-        self._read_into = (bulk_method(connector, "read_around") if around else None) or connector.read_into
+        read_around = bulk_method(connector, "read_around") if around else None
+        self._how = {"around": True} if read_around is not None else {}
+        self._read_around = read_around or connector.read_into
         self._read_hashed = bulk_method(connector, "read_hashed")
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
@@ -199,7 +203,8 @@ class Shards:
 
     def _read_step(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
         begin_s = time.perf_counter()
-        self._ask(run, start, part, self._read_into)
+        is_long = len(part) >= _LEAST_AROUND
+        self._ask(run, start, part, self._read_around if is_long else self._connector.read_into)
         took_s = time.perf_counter() - begin_s
         if comparison is not None:
             comparison.add(part)
@@ -212,7 +217,7 @@ class Shards:
         if address is None:
             return None
         read: Callable[..., Hashed | None] = partial(
-            self._read_hashed, block_bytes=comparison.block_bytes, address=address, around=self._around
+            self._read_hashed, block_bytes=comparison.block_bytes, address=address, **self._how
         )
         begin_s = time.perf_counter()
         found = self._ask(run, start, blocks, read)

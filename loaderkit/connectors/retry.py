@@ -150,6 +150,8 @@ class BulkRetryConnector(RetryConnector):
         read: Callable[..., Hashed | None] | None = bulk_method(self.inner, "read_hashed")
         if read is None:
             return None
+        if bulk_method(self.inner, "read_around") is None:
+            how.pop("around", None)  # it knows no other way, and may not know the word
         return self._retries(lambda: read(key, start, buffer, etag=etag, **how))
 
 

@@ -39,28 +39,45 @@ static Py_ssize_t pread_all(int fd, char *to, Py_ssize_t length, long long start
 #endif
 #define ALIGNMENT 4096 /* of places in a file and lengths that are read past the page cache */
 #define STEP (1 << 21)
+#define STEP_MEMORY (STEP + ALIGNMENT) /* a range of steps that begins between two borders ends behind one */
 
 static pthread_key_t step_key;
 static pthread_once_t step_once = PTHREAD_ONCE_INIT;
 static int has_step_key;
 
-static void make_step_key(void) {
-    has_step_key = pthread_key_create(&step_key, free) == 0;
+static void unmap_step(void *memory) {
+    munmap(memory, STEP_MEMORY);
 }
 
-/* Memory for STEP bytes that are read past the page cache, this thread's own until it ends; NULL if there is none. One large page, if
- * the system has one: a disk is asked for as many pieces as memory has, and with pages of 4 KiB that took twice as long. */
+static void make_step_key(void) {
+    has_step_key = pthread_key_create(&step_key, unmap_step) == 0;
+}
+
+/* STEP_MEMORY bytes at a border of large pages; NULL if there are none. A disk is asked for as many pieces as memory has, and with
+ * pages of 4 KiB that took twice as long. */
+static char *map_step(void) {
+    char *mapped = mmap(NULL, STEP + STEP_MEMORY, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) {
+        return NULL;
+    }
+    const size_t before = (size_t)(-(uintptr_t)mapped % STEP);
+    if (before) {
+        munmap(mapped, before);
+    }
+    munmap(mapped + before + STEP_MEMORY, STEP - before);
+#ifdef MADV_HUGEPAGE
+    madvise(mapped + before, STEP, MADV_HUGEPAGE);
+#endif
+    return mapped + before;
+}
+
+/* What is read past the page cache goes through this: the calling thread's own, until it ends; NULL if there is no memory. */
 static char *memory_for_step(void) {
     pthread_once(&step_once, make_step_key);
     char *memory = has_step_key ? pthread_getspecific(step_key) : NULL;
-    if (memory == NULL && has_step_key && (memory = aligned_alloc(STEP, STEP)) != NULL) {
-#ifdef MADV_HUGEPAGE
-        madvise(memory, STEP, MADV_HUGEPAGE);
-#endif
-        if (pthread_setspecific(step_key, memory) != 0) {
-            free(memory);
-            memory = NULL;
-        }
+    if (memory == NULL && has_step_key && (memory = map_step()) != NULL && pthread_setspecific(step_key, memory) != 0) {
+        unmap_step(memory);
+        memory = NULL;
     }
     return memory;
 }
@@ -72,17 +89,18 @@ static Py_ssize_t pread_around(int fd, char *memory, char *to, Py_ssize_t length
     while (done < length) {
         const size_t skipped = (size_t)((start + done) % ALIGNMENT);
         const size_t wanted = skipped + (size_t)(length - done);
-        const size_t size = wanted < STEP ? (wanted + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : STEP;
+        const size_t size = wanted < STEP_MEMORY ? (wanted + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : STEP;
         const ssize_t got = pread(fd, memory, size, (off_t)(start + done - (long long)skipped));
         if (got < 0 && errno == EINTR) {
             continue;
         }
-        if (got < 0 && errno == EINVAL && fcntl(fd, F_SETFL, O_NONBLOCK) == 0) { /* it wants more alignment than that */
+        if (got < 0) { /* it wants more alignment than that, or cannot do it at all; what else is wrong is said by an ordinary read */
+            fcntl(fd, F_SETFL, O_NONBLOCK);
             const Py_ssize_t more = pread_all(fd, to + done, length - done, start + done);
             return more < 0 ? more : done + more;
         }
         if (got <= (ssize_t)skipped) {
-            return got < 0 ? got : done;
+            return done;
         }
         const Py_ssize_t here = (Py_ssize_t)((size_t)got < wanted ? (size_t)got - skipped : wanted - skipped);
         memcpy(to + done, memory + skipped, (size_t)here);
@@ -124,7 +142,7 @@ static int open_file(const char *path, struct stat *status, int *error, int arou
     /* Without O_NONBLOCK, opening a named pipe would wait for a writer for ever. */
     const int flags = O_RDONLY | O_NONBLOCK | O_CLOEXEC;
     int fd = open(path, around ? flags | O_DIRECT : flags);
-    if (fd < 0 && around && errno == EINVAL) {
+    if (fd < 0 && around) {
         fd = open(path, flags);
     }
     if (fd < 0 || fstat(fd, status) < 0) {
@@ -164,25 +182,26 @@ static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const in
 
 typedef uint64_t (*Hash)(const void *data, size_t length);
 
-/* Fill `to` block by block, and hash every block while it lies in the CPU's cache; as pread_all. What the hashes took is added to
- * `took_ns`. */
+/* Fill `to`, and hash every block while it lies in the CPU's cache; as pread_all. Past the page cache as many blocks are read at once as
+ * make a step, else one. What the hashes took is added to `took_ns`. */
 static Py_ssize_t pread_hashed(int fd, char *around, char *to, Py_ssize_t length, long long start, Py_ssize_t block, Hash hash,
                                uint64_t *hashes, long long *took_ns) {
-    Py_ssize_t done = 0;
-    while (done < length) {
-        const Py_ssize_t wanted = length - done < block ? length - done : block;
+    const Py_ssize_t step = around != NULL && block < STEP ? STEP / block * block : block;
+    for (Py_ssize_t done = 0; done < length; done += step) {
+        const Py_ssize_t wanted = length - done < step ? length - done : step;
         const Py_ssize_t got = pread_either_way(fd, around, to + done, wanted, start + done);
         if (got < wanted) {
             return got < 0 ? got : done + got;
         }
         struct timespec before, after;
         clock_gettime(CLOCK_MONOTONIC, &before);
-        *hashes++ = hash(to + done, (size_t)got);
+        for (Py_ssize_t at = 0; at < wanted; at += block) {
+            *hashes++ = hash(to + done + at, (size_t)(wanted - at < block ? wanted - at : block));
+        }
         clock_gettime(CLOCK_MONOTONIC, &after);
         *took_ns += ns_of(after) - ns_of(before);
-        done += got;
     }
-    return done;
+    return length;
 }
 
 /* One range of a file, and where its bytes go. Neighbours of one file share `path`. */

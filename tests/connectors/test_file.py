@@ -453,6 +453,45 @@ class TestHashing:
             assert found.hashes == [xxhash.xxh3_64_intdigest(block) for block in blocks]
             assert found.took_s >= 0
 
+    @given(st.integers(0, 2**23), st.integers(0, 2**22), st.sampled_from([4096, 3000, 2**18, 2**22]), st.booleans())
+    def test_blocks_of_many_steps(self, size: int, start: int, block_bytes: int, at_border: bool) -> None:
+        start = min(start // block_bytes * block_bytes if at_border else start, size)
+        content = np.random.default_rng(size).bytes(size)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "x").write_bytes(content)
+            data = bytearray(size - start)
+            how: dict[str, Any] = {"block_bytes": block_bytes, "address": address_of_hash(), "around": True}
+            found = FileConnector(folder).read_hashed("x", start, memoryview(data), **how)
+        assert found is not None
+        assert data == content[start:]
+        blocks = [content[lo : lo + block_bytes] for lo in range(start, size, block_bytes)]
+        assert found.hashes == [xxhash.xxh3_64_intdigest(block) for block in blocks]
+
+    def test_a_connector_that_knows_no_way_around(self, tmp_path: Path) -> None:
+        class Own(FileConnector):
+            def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+                super().read_into(key, start, buffer, etag=etag)
+
+            def read_many(self, *args: Any) -> Any:
+                return super().read_many(*args)
+
+            def gather_into(self, *args: Any, **more: Any) -> None:
+                super().gather_into(*args, **more)
+
+            def read_hashed(self, key: str, start: int, buffer: memoryview, **how: Any) -> Hashed | None:
+                assert how.keys() == {"block_bytes", "address", "etag"}
+                return super().read_hashed(key, start, buffer, **how)
+
+        (tmp_path / "x").write_bytes(b"abc")
+        files = with_retries(Own(tmp_path), RetryPolicy())
+        data = memoryview(bytearray(3))
+        found = bulk_method(files, "read_hashed")(
+            "x", 0, data, block_bytes=4, address=address_of_hash() or 0, around=True
+        )
+        assert found.hashes == [xxhash.xxh3_64_intdigest(b"abc")]
+        bulk_method(files, "read_around")("x", 0, data)
+        files.close()
+
     def test_other_files_are_refused(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "folder").mkdir()

@@ -20,7 +20,7 @@ Factors = tuple[float, ...]
 Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.10 and later
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # None: torch is older than these functions
 _HAS_AVX2 = kernels is not None and kernels.resample([])
 
 

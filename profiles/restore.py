@@ -18,13 +18,13 @@ import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -41,6 +41,7 @@ from profiles.record import record
 from profiles.stores.servers import Seaweed, nginx
 
 State = dict[str, torch.Tensor]
+T = TypeVar("T")
 warnings.filterwarnings("ignore")
 
 
@@ -146,6 +147,12 @@ def parts_of(into: State) -> list[tuple[int, memoryview]]:
     return found
 
 
+def _side_by_side(read: Callable[[T], None], shares: list[T]) -> None:
+    """Each share by a thread of its own; what one raises is raised."""
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(read, shares))
+
+
 def _bare_s3(into: State) -> None:
     """As many bytes, straight into the tensors."""
     connector = S3Connector("s3://restore", S3Args())
@@ -155,11 +162,7 @@ def _bare_s3(into: State) -> None:
         for begin, part in own:
             connector.read_into("plain/model.safetensors", begin, part)
 
-    threads = [threading.Thread(target=read, args=(work[n::16],)) for n in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _side_by_side(read, [work[n::16] for n in range(16)])
     connector.close()
 
 
@@ -211,11 +214,7 @@ def _bare(file: Path, into: State, num_threads: int) -> None:
         for start, part in own:
             os.preadv(fd, [part], start)
 
-    threads = [threading.Thread(target=read, args=(work[n::num_threads],)) for n in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _side_by_side(read, [work[n::num_threads] for n in range(num_threads)])
     os.close(fd)
 
 
@@ -231,11 +230,7 @@ def _bare_direct(file: Path, num_threads: int) -> None:
             for start in own:
                 os.preadv(fd, [memory], start)
 
-    threads = [threading.Thread(target=read, args=(starts[n::num_threads],)) for n in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _side_by_side(read, [starts[n::num_threads] for n in range(num_threads)])
     os.close(fd)
 
 

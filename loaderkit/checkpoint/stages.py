@@ -112,9 +112,7 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
-        read_around = bulk_method(connector, "read_around") if around else None
-        self._how = {"around": True} if read_around is not None else {}
-        self._read_around = read_around or connector.read_into
+        self._read_around: Callable[..., None] | None = bulk_method(connector, "read_around") if around else None
         self._read_hashed = bulk_method(connector, "read_hashed")
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
@@ -203,8 +201,8 @@ class Shards:
 
     def _read_step(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
         begin_s = time.perf_counter()
-        is_long = len(part) >= _LEAST_AROUND
-        self._ask(run, start, part, self._read_around if is_long else self._connector.read_into)
+        read_around = self._read_around if len(part) >= _LEAST_AROUND else None
+        self._ask(run, start, part, read_around or self._connector.read_into)
         took_s = time.perf_counter() - begin_s
         if comparison is not None:
             comparison.add(part)
@@ -216,9 +214,10 @@ class Shards:
         address = self._address  # another thread may find that there is none
         if address is None:
             return None
-        read: Callable[..., Hashed | None] = partial(
-            self._read_hashed, block_bytes=comparison.block_bytes, address=address, **self._how
-        )
+        how: dict[str, Any] = {"block_bytes": comparison.block_bytes, "address": address}
+        if self._read_around is not None and len(blocks) >= _LEAST_AROUND:
+            how["around"] = True
+        read: Callable[..., Hashed | None] = partial(self._read_hashed, **how)
         begin_s = time.perf_counter()
         found = self._ask(run, start, blocks, read)
         if found is None:

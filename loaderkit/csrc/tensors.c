@@ -84,7 +84,8 @@ PyObject *stack(PyObject *self, PyObject *args) {
     }
     char *to = (char *)rows.data + rows.offset + (size_t)first * size;
     int fits = size <= MOST_BYTES;
-    for (Py_ssize_t i = 0; fits && i < count && i < PyList_GET_SIZE(values); i++) {
+    Py_ssize_t i = 0;
+    for (; fits && i < count && i < PyList_GET_SIZE(values); i++) {
         PyObject *value = Py_NewRef(PyList_GET_ITEM(values, i));
         fits = Py_TYPE(value) == Py_TYPE(target) && is_dense(exchange, value, &row) && row.code == rows.code &&
                row.bits == rows.bits && (size_t)row.num_dimensions == dimensions &&
@@ -95,5 +96,5 @@ PyObject *stack(PyObject *self, PyObject *args) {
         }
         Py_DECREF(value);
     }
-    return PyBool_FromLong(fits);
+    return PyBool_FromLong(fits && i == count); /* is_neg might let others run, who have the list as well */
 }

@@ -51,7 +51,7 @@ class Pool:
         self.padding = next((number for number in before_last if stages[number].kind == "batch"), None)
         self.num_workers = plan.num_workers  # that are wanted; others rest
         self.buffer: Buffer[Chunk | Destination] | None = Buffer(2 * plan.num_workers, states) if number else None
-        self.turns = Turns(clock)
+        self.turns = Turns([stage.name for stage in stages], clock)
         self.accounts: list[Account] = []
         self.threads: list[threading.Thread] = []
 
@@ -59,9 +59,9 @@ class Pool:
         """Whether only one worker takes chunks at present."""
         return self.num_workers == 1 or self.turns.one_at_a_time
 
-    def begin(self) -> Ticket | None:
+    def begin(self, account: Account) -> Ticket | None:
         """A worker begins with a chunk."""
-        return self.turns.begin() if self.num_workers > 1 and self._takes_turns else None
+        return self.turns.begin(account) if self.num_workers > 1 and self._takes_turns else None
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ _CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
 _ALL_ALONE = 0.9  # of what all workers get done: one alone does it all
+_PLAINLY = 1.2  # times as long as alone: workers hold one another up
 _FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
@@ -78,7 +80,8 @@ class Limit:
         """Whether one worker gets on as fast as all of them, and they hold one another up."""
         if self.pool.takes_turns:
             return True
-        return self.is_as_fast_alone is True and self.waiting > WAITING
+        slowdown = self.slowdown
+        return slowdown is not None and self.num_in_stage > 1 and slowdown > self._middle and self.waiting > WAITING
 
     @property
     def is_gil(self) -> bool:
@@ -117,6 +120,25 @@ class Limit:
     def num_tried(self) -> float:
         """How many of its workers there were on average when one alone was compared with them."""
         return max(1.0, min(self.pool.trial.num_inside or self.num_side_by_side, self.num_side_by_side))
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long an item takes in this stage while workers are side by side as with one alone; None: not
+        tried."""
+        return self.pool.trial.slowdowns.get(self.row.name)
+
+    @property
+    def num_in_stage(self) -> float:
+        """How many of those workers were in this stage at a time, on average: if it lets in one, so many times as long does
+        an item take."""
+        busy_s = self.pool.total("busy_s")
+        return self.num_tried * self.row.busy_s / busy_s if busy_s > 0 else self.num_tried
+
+    @property
+    def _middle(self) -> float:
+        """The slowdown between each at its own pace, 1, and one at a time. Nearer to 1, since that is seen within a tenth,
+        while one alone is slowed by what comes between two items as well."""
+        return max(math.cbrt(self.num_in_stage), _PLAINLY)
 
     @property
     def has_stragglers(self) -> bool:
@@ -221,9 +243,7 @@ class Limit:
         return Verdict(row.name, case.percent(case.waited_s), sure, evidence, change, "gil")
 
     def _lock(self) -> Verdict:
-        evidence = (
-            f"{self._tried()}, and they compute for {100 * self.cpu_share:.0f} % of the time: they wait for one another"
-        )
+        evidence = f"{self._tried()}, computing {100 * self.cpu_share:.0f} % of it: they wait for one another"
         change = (
             f"give every worker its own of what {self.row.name} locks (a connection, a file, a model), or hold the lock for "
             "less; more workers would not help"
@@ -263,13 +283,17 @@ class Limit:
     @property
     def _sure_of_trial(self) -> float:
         """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
-        alone, middle = self.alone or 1.0, self.num_tried**-0.5
-        return min(1.0, 0.7 + 0.6 * abs(1 - alone / middle)) if self.num_side_by_side > 1 else 0.8
+        if self.slowdown is None or self.num_side_by_side == 1:
+            return 0.8
+        return min(1.0, 0.7 + 1.5 * abs(1 - self.slowdown / self._middle))
 
     def _tried(self) -> str:
         all_of_them, tried = self.num_side_by_side, round(self.num_tried)
         others = f"all {all_of_them}" if tried == all_of_them else f"{tried} of {all_of_them} at a time"
-        return f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what {others} did"
+        evidence = f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what {others} did"
+        if self.slowdown is not None:
+            evidence += f", and {self.row.name} takes {self.slowdown:.1f} times as long side by side"
+        return evidence
 
     def _by_workers(self, how: str) -> str:
         """What to change where the loop's thread makes the batches."""

@@ -306,7 +306,7 @@ class ThreadEngine(Engine):
             self.intake.give_back()
 
     def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
-        ticket = pool.begin()
+        ticket = pool.begin(account)
         try:
             onward = self._run(pool, account, item)
         finally:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import sub
 from statistics import fmean, median
 from time import thread_time
 from typing import NamedTuple
@@ -47,9 +49,12 @@ _MOST_PATIENCE = 64 * _PATIENCE
 
 
 class Ticket(NamedTuple):
-    """A chunk being worked on: how many workers were inside with it, since when, and then: the thread's CPU time, the time
-    it was ready to run with no CPU free, and for how long workers had overlapped so far."""
+    """A chunk being worked on: by whom, the seconds in each stage before it, how many workers were inside with it, since when,
+    and then: the thread's CPU time, the time it was ready to run with no CPU free, and for how long workers had overlapped so
+    far."""
 
+    account: Account | None
+    stages_since_s: Sequence[float]
     num_inside: int
     since_s: float
     cpu_since_s: float
@@ -69,6 +74,9 @@ class Trial(NamedTuple):
     """How long one that woke up waited for Python's lock, which others beside it may hold, on average."""
     num_inside: float | None = None
     """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
+    slowdowns: Mapping[str, float] = {}
+    """By stage, how many times as long an item took while workers overlapped as with one alone. About 1: each goes at its own
+    pace. About `num_inside`: only one of them at a time can be in that stage. Without those that were not tried."""
 
     @property
     def holds_gil(self) -> bool | None:
@@ -79,11 +87,23 @@ class Trial(NamedTuple):
 def merged_trials(trials: Sequence[Trial]) -> Trial:
     """What came of the same trial in several processes that each let their own workers take turns: what they saw on average,
     those that saw anything."""
-    known = ([value for value in values if value is not None] for values in zip(*trials, strict=True))
-    return Trial(*(fmean(values) if values else None for values in known))
+    stages = {stage: None for trial in trials for stage in trial.slowdowns}
+    return Trial(
+        _mean(trial.alone_share for trial in trials),
+        _mean(trial.waiting_share for trial in trials),
+        _mean(trial.gil_wait_s for trial in trials),
+        _mean(trial.num_inside for trial in trials),
+        {stage: _mean(trial.slowdowns.get(stage) for trial in trials) or 0.0 for stage in stages},
+    )
 
 
-_SETTLED = Ticket(0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None: of none."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+_SETTLED = Ticket(None, (), 0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
 
 
 @dataclass
@@ -94,6 +114,7 @@ class _Sums:
     seconds: float = 0.0
     undelayed_s: float = 0.0
     cpu_s: float = 0.0
+    stages_s: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -108,7 +129,11 @@ class _Together:
 class Turns:
     """Lets the workers of one pool take chunks: all of them, or one."""
 
-    def __init__(self, clock: Clock, cpu_clock: Clock = thread_time, delay_clock: Clock = delayed_so_far_s) -> None:
+    def __init__(
+        self, stages: Sequence[str], clock: Clock, cpu_clock: Clock = thread_time, delay_clock: Clock = delayed_so_far_s
+    ) -> None:
+        """`stages`: the names of all there are, as the workers' accounts number them."""
+        self._stages = stages
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._delay_clock = delay_clock
@@ -137,6 +162,7 @@ class Turns:
         self.one_at_a_time = False
         self._together = _Together()
         self._together_s = 0.0  # how long workers overlapped in the window that ended last
+        self._together_stages_s: list[float] = []  # and how long a sample took them in each stage
         self._overlap_s = 0.0  # how long two workers or more have been inside, while it is measured
         self._inside_s = 0.0  # the same time, as often as there were workers
         self._changed_s = 0.0
@@ -171,7 +197,7 @@ class Turns:
                 self._chosen = None
                 self._change.notify_all()
 
-    def begin(self) -> Ticket | None:
+    def begin(self, account: Account) -> Ticket | None:
         """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
         is_settled = self._num_left > _WINDOW
         if self._is_long and self._num_at_work and not self.one_at_a_time:
@@ -187,12 +213,20 @@ class Turns:
             now = self._clock()
             self._note_overlap(now)
             self._num_inside += 1
-            return Ticket(self._num_inside, now, self._cpu_clock(), self._delay_clock(), self._overlap_s)
+            return Ticket(
+                account,
+                self._spent(account, now),
+                self._num_inside,
+                now,
+                self._cpu_clock(),
+                self._delay_clock(),
+                self._overlap_s,
+            )
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it: note what came of that."""
-        if ticket is None or ticket is _SETTLED:
-            if ticket is _SETTLED:
+        if ticket is None or ticket.account is None:
+            if ticket is not None:
                 with self._lock:
                     self._num_at_work -= 1
             self._num_left -= 1  # workers may race here: it is a number of chunks, more or less
@@ -230,10 +264,16 @@ class Turns:
             sums.seconds += seconds
             sums.undelayed_s += undelayed_s
             sums.cpu_s += cpu_s
+            in_stages_s = map(sub, self._spent(ticket.account, now), ticket.stages_since_s)
+            sums.stages_s = [sum(pair) for pair in zip_longest(sums.stages_s, in_stages_s, fillvalue=0.0)]
             self._longest_s = max(self._longest_s, seconds)
             self._num_left -= 1
             if (self._num_left <= 0 and self._is_long_enough(now)) or self._is_hopeless(now):
                 self._decide()
+
+    def _spent(self, account: Account, now: float) -> list[float]:
+        """By this worker in each stage so far, in s."""
+        return account.summed([account], now)[0][: len(self._stages)]
 
     def _ask_for_gil(self) -> float:
         """Sleep for a moment, and tell for how long the GIL was not to be had then, in s."""
@@ -313,18 +353,25 @@ class Turns:
 
     def _compare(self, alone_speed: float, seen: Trial, is_tried_alone: bool) -> None:
         """One way has been tried: if both have, say what came of it. `alone_speed` in samples a second. Under the lock."""
-        together = self._together
+        together, sums = self._together, self._sums
+        stages_s = [seconds / sums.num_samples for seconds in sums.stages_s]
         if not self.one_at_a_time:
             self._together_s = self._overlap_s - together.overlap_begun_s
+            self._together_stages_s = stages_s
             inside_s = self._inside_s - together.inside_begun_s
             self._trial = seen._replace(
                 alone_share=self._trial.alone_share if is_tried_alone else None,
+                slowdowns=self._trial.slowdowns if is_tried_alone else {},
                 num_inside=inside_s / self._together_s if self._together_s > 0 else None,
             )
             if is_tried_alone:
                 return
         elif together.num_samples > 0:
-            self._trial = self._trial._replace(alone_share=alone_speed * self._together_s / together.num_samples)
+            both = zip(self._stages, self._together_stages_s, stages_s, strict=True)
+            self._trial = self._trial._replace(
+                alone_share=alone_speed * self._together_s / together.num_samples,
+                slowdowns={stage: all_s / alone_s for stage, all_s, alone_s in both if alone_s > 0},
+            )
         self._together = _Together(overlap_begun_s=self._overlap_s, inside_begun_s=self._inside_s)
 
     def _let_all_in(self, num_chunks: int) -> None:

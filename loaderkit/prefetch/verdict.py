@@ -7,7 +7,7 @@
         no CPU is free ──> computing, in the stage that computes most
         a few items take all the time ──> stragglers
         its workers stand still although the loop waits ──> memory, depth
-        one worker alone is as fast as all, which wait ──> lock; in `read` and `transfer` bandwidth
+        an item takes longer side by side than one alone, waiting ──> lock; in `read` and `transfer` bandwidth
         on a CPU ──> computing
         waiting ──> latency
 

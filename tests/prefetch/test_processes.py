@@ -290,7 +290,7 @@ class TestAccounts:
                     num_open=2 * number,
                     lateness=taken_in,
                     host=HostStats(number, number, float(number), float(number), number, None),
-                    trials={"read": Trial(None, number, None)},
+                    trials={"read": Trial(None, number, None, slowdowns={"read": number})},
                     store={"num_requests": number} if number > 1 else {},  # the first one is still starting, say
                     memory={"budget_bytes": 100 * number, "slab_bytes": 7, "batch_bytes": 9, "live_bytes": number},
                 )
@@ -302,7 +302,8 @@ class TestAccounts:
         assert (found.num_ready, found.num_open) == (total, 2 * total)
         assert found.host == HostStats(total, total, total, len(parts), total, None)
         assert found.store == {"num_requests": total - 1}
-        assert found.trials == {"read": Trial(None, total / len(parts), None)}
+        mean = total / len(parts)
+        assert found.trials == {"read": Trial(None, mean, None, slowdowns={"read": mean})}
         assert found.memory == {"budget_bytes": 100 * total, "slab_bytes": 7, "batch_bytes": 9, "live_bytes": total}
 
     def test_slot_time_is_that_of_all_workers(self) -> None:

@@ -16,7 +16,7 @@ from loaderkit.prefetch.accounts import Account, States
 from loaderkit.prefetch.threads import ThreadEngine
 from loaderkit.prefetch.turns import _HELD_S, _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, Ticket, Turns
 
-STATES = States(1)
+STATES = States(2)
 
 
 def takes_turns(machine: Machine) -> bool:
@@ -40,23 +40,24 @@ class Machine:
                 machine.num_asked += 1
                 return machine.gil_waits_s[machine.num_asked % len(machine.gil_waits_s)]
 
-        self.turns = Asking(lambda: self.now, lambda: self.cpu, lambda: self.delay)
+        self.turns = Asking(["read", "decode"], lambda: self.now, lambda: self.cpu, lambda: self.delay)
+        self.account = Account(STATES, lambda: self.now, first_state=0)
 
     def overlapping(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         """Two chunks at the same time, each taking so long; one, where only one worker may."""
         if self.turns.one_at_a_time:
-            only = self.turns.begin()
+            only = self.turns.begin(self.account)
             self._pass(seconds, cpu_share, delayed_share)
             self.turns.end(only, 10)
             return
-        tickets = [self.turns.begin(), self.turns.begin()]
+        tickets = [self.turns.begin(self.account), self.turns.begin(self.account)]
         self._pass(seconds, cpu_share, delayed_share)
         for ticket in tickets:
             self.turns.end(ticket, 10)
 
     def work(self, seconds: float) -> None:
         """A chunk of one worker's, which computes."""
-        ticket = self.turns.begin()
+        ticket = self.turns.begin(self.account)
         self._pass(seconds, 1.0)
         self.turns.end(ticket, 10)
 
@@ -104,7 +105,7 @@ def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
     machine = Machine()
     num_scores = 0
     while not takes_turns(machine):
-        waiting, cpu_s = machine.turns.begin(), machine.cpu
+        waiting, cpu_s = machine.turns.begin(machine.account), machine.cpu
         for _ in range(16):
             if not takes_turns(machine):
                 machine.work(0.0005)
@@ -128,7 +129,7 @@ def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: f
     chance, alone_s = random.Random(0), 0.0
 
     def begin(worker: int) -> None:
-        tickets[worker] = machine.turns.begin()
+        tickets[worker] = machine.turns.begin(machine.account)
         heapq.heappush(ends, (now + (stall_s if chance.randrange(every) == 0 else 1e-4), worker))
 
     for worker in range(num_workers):
@@ -206,7 +207,7 @@ def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
 def test_a_worker_alone_says_nothing() -> None:
     machine = Machine()
     for _ in range(3 * _WINDOW):
-        ticket = machine.turns.begin()
+        ticket = machine.turns.begin(machine.account)
         machine.now += 1.0
         machine.turns.end(ticket, 10)
     assert not takes_turns(machine)
@@ -283,23 +284,49 @@ def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
     while takes_turns(machine):
         machine.overlapping(1.0, 0.1)
     assert machine.turns.trial.alone_share == pytest.approx(0.5)
+    assert machine.turns.trial.slowdowns == {"read": pytest.approx(1.0)}
+
+
+def test_which_stage_only_one_can_be_in_is_told() -> None:
+    """A second of reading under a lock, then one of decoding: side by side every other chunk waits for a second first."""
+    machine = Machine()
+    ahead, behind = (Account(STATES, lambda: machine.now, first_state=0) for _ in range(2))
+    while not takes_turns(machine):
+        first, second = machine.turns.begin(ahead), machine.turns.begin(behind)
+        machine._pass(1.0, 0.1)
+        ahead.enter(1)
+        machine._pass(1.0, 0.1)
+        machine.turns.end(first, 10)
+        ahead.enter(0)
+        behind.enter(1)
+        machine._pass(1.0, 0.1)
+        machine.turns.end(second, 10)
+        behind.enter(0)
+    while takes_turns(machine):
+        only = machine.turns.begin(ahead)
+        machine._pass(1.0, 0.1)
+        ahead.enter(1)
+        machine._pass(1.0, 0.1)
+        machine.turns.end(only, 10)
+        ahead.enter(0)
+    assert machine.turns.trial.slowdowns == {"read": pytest.approx(1.5, abs=0.1), "decode": pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize("fair", [True, False])
 def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> None:
     """A chunk takes a second under a lock. Unfair: one has the lock eleven times while the other waits for it."""
     machine = Machine()
-    ticket, other = machine.turns.begin(), machine.turns.begin()
+    ticket, other = machine.turns.begin(machine.account), machine.turns.begin(machine.account)
     number = 0
     while not takes_turns(machine):
         machine._pass(1.0, 0.1)
         number += 1
         if number % (2 if fair else 12) == 0:
             machine.turns.end(other, 10)
-            other = machine.turns.begin()
+            other = machine.turns.begin(machine.account)
         else:
             machine.turns.end(ticket, 10)
-            ticket = machine.turns.begin()
+            ticket = machine.turns.begin(machine.account)
     for left in (ticket, other):
         machine._pass(1.0, 0.1)
         machine.turns.end(left, 10)
@@ -307,6 +334,7 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> No
         machine.overlapping(1.0, 0.1)
     assert machine.turns.trial.alone_share is not None
     assert machine.turns.trial.alone_share == pytest.approx(1.0, abs=0.2)
+    assert machine.turns.trial.slowdowns["read"] == pytest.approx(2.0, abs=0.2)
 
 
 def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None:
@@ -372,7 +400,7 @@ def test_whether_they_hold_the_gil_is_asked(holds: bool) -> None:
     other = threading.Thread(target=work)
     other.start()
     try:
-        turns = Turns(time.perf_counter)
+        turns = Turns(["read", "decode"], time.perf_counter)
         wait_for(lambda: (turns._ask_for_gil() > _HELD_S) == holds)
     finally:
         is_over.set()

@@ -21,8 +21,9 @@ from loaderkit.prefetch.verdict import Verdict
 from profiles.bottlenecks import CASES, DOZEN, Case, is_right, measure
 from profiles.verdicts import record, run
 
-SERIAL = Trial(0.97, 0.98)
 KINDS = ("read", "decode", "call", "batch", "transfer", "normalize")
+SERIAL = Trial(0.97, 0.98, slowdowns=dict.fromkeys(KINDS, 1.9))
+ALIKE = dict.fromkeys(KINDS, 1.0)
 
 
 def row(name: str, busy_s: float, cpu_s: float = 0.0, *, workers: int = 2, **more: Any) -> StageStats:
@@ -171,17 +172,34 @@ class TestOfAStage:
         assert self.verdict(row("read", 19, 0.3), trial=SERIAL).kind == "lock"
 
     def test_waiting_each_for_itself(self) -> None:
-        found = self.verdict(row("read", 19, 0.3, services=services((0.02, 900))), trial=Trial(0.52, 0.98))
+        found = self.verdict(
+            row("read", 19, 0.3, services=services((0.02, 900))), trial=Trial(0.52, 0.98, slowdowns=ALIKE)
+        )
         assert found.kind == "latency"
         assert "larger requests" in found.change
 
     def test_few_were_there_when_one_alone_was_compared_with_them(self) -> None:
-        """Eight workers of which the loop needs two: one alone gets nearly half of that done, and no lock is why."""
+        """Eight workers of which the loop needs two: what holds two up a little would hold eight up by far more."""
         waiting = row("read", 79, 0.3, workers=8, services=services((0.02, 900)))
-        assert self.verdict(waiting, trial=Trial(0.42, 0.98)).kind == "lock"
-        found = self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4))
+        assert self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4, slowdowns={"read": 1.5})).kind == "lock"
+        assert self.verdict(waiting, trial=Trial(0.42, 0.98, slowdowns={"read": 1.5})).kind == "latency"
+        found = self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4, slowdowns=ALIKE))
         assert found.kind == "latency"
         assert "42 % of what 2 of 8 at a time did" in found.evidence
+
+    def test_one_alone_that_does_all_else_as_well(self) -> None:
+        """A store that is read one at a time, 1.1 ms an item, and 0.5 ms of decoding, by two: one alone needs 1.6, so
+        it gets 66 % of that done; what tells is that it reads faster."""
+        rows = [row("read", 15, 0.3, num_bytes=10**9), row("decode", 5, 4.5)]
+        serial = stats({"read": 8.0}, rows, trial=Trial(0.66, 0.7, slowdowns={"read": 1.5, "decode": 1.0})).verdict()
+        assert (serial.stage, serial.kind) == ("read", "bandwidth")
+        assert "read takes 1.5 times as long side by side" in serial.evidence
+        each_for_itself = stats({"read": 8.0}, rows, trial=Trial(0.66, 0.7, slowdowns={"read": 1.1})).verdict()
+        assert each_for_itself.kind == "latency"
+
+    def test_a_stage_that_workers_are_seldom_in_together_holds_nobody_up(self) -> None:
+        rows = [row("read", 9, 0.3), row("decode", 11, 6)]
+        assert stats({"read": 8.0}, rows, trial=Trial(0.5, 0.9, slowdowns={"read": 1.4})).verdict().kind == "latency"
 
     def test_waiting_and_nothing_was_tried(self) -> None:
         assert self.verdict(row("read", 9.5, 0.3, workers=1)).kind == "waiting"
@@ -220,7 +238,12 @@ class TestOfAStage:
     st.dictionaries(st.sampled_from(["start", "memory", "wakeup", *KINDS]), st.floats(0, 20)),
     st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(0, 20))] * 6), min_size=len(KINDS), max_size=len(KINDS)),
     st.floats(0, 20),
-    st.builds(Trial, st.one_of(st.none(), st.floats(0, 3)), st.one_of(st.none(), st.floats(0, 1))),
+    st.builds(
+        Trial,
+        st.one_of(st.none(), st.floats(0, 3)),
+        st.one_of(st.none(), st.floats(0, 1)),
+        slowdowns=st.dictionaries(st.sampled_from(KINDS), st.floats(0, 9)),
+    ),
     st.booleans(),
     st.tuples(st.integers(1, 2**40), st.integers(0, 2**40)),
     st.sampled_from(["inline", "thread", "process"]),

@@ -32,8 +32,10 @@ _SPREADING_WORKERS = 8  # each of which has several requests under way
 # thread and two, in ms: of 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595, 272 and 276; of 64 KiB
 # 520 and 605, 342 and 325.
 _SMALL_BYTES = 64 * 2**10
-# On two CPUs two threads read what lies in the page cache as fast as eight; from a disk eight are faster.
+# On two CPUs two threads read what lies in the page cache as fast as eight. From a disk eight are faster, and past the page
+# cache twelve, since some are busy with copies.
 _DISK_WORKERS = 8
+_AROUND_WORKERS = 12
 _FROM_MEMORY = 0.9  # so much of it, and the disk does not count
 _WORTH_KEEPING = 0.1  # so much of it, and the rest is read through the page cache as well
 # As launchers say it: torchrun and most others, Slurm, Open MPI, MPICH.
@@ -77,10 +79,11 @@ def access_to(
         return Access(num_workers)
     paths = parts_of(connector, ((*want.first, want.num_bytes) for want in wants))
     share = cached_share(paths) if paths else 1.0
+    around = share is not None and share < _WORTH_KEEPING and not _may_have_company()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
-        there_is_memory = memory_bytes >= memory_of(connector, _DISK_WORKERS)
-        num_workers = max(num_workers, _DISK_WORKERS) if there_is_memory else num_workers
-    return Access(num_workers, share is not None and share < _WORTH_KEEPING and not _may_have_company())
+        wanted = _AROUND_WORKERS if around else _DISK_WORKERS
+        num_workers = max(num_workers, min(wanted, memory_bytes // memory_of(connector, 1)))
+    return Access(num_workers, around)
 
 
 def _mean_bytes(wants: Sequence[Want] | None) -> float | None:

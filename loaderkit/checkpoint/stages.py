@@ -17,9 +17,6 @@ from loaderkit.hashing import address_of_hash
 from loaderkit.ranges import bulk_method
 from loaderkit.types import Chunk, Connector, Hashed, ObjectInfo, Stage
 
-# Shorter reads go through the page cache also where longer ones do not: it reads ahead of them.
-_LEAST_AROUND = 64 * 2**10
-
 T = TypeVar("T")
 
 _PINNED = "pinned"
@@ -112,7 +109,9 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
-        self._read_around: Callable[..., None] | None = bulk_method(connector, "read_around") if around else None
+        read_around = bulk_method(connector, "read_around") if around else None
+        self._read: Callable[..., None] = read_around or connector.read_into
+        self._how = {"around": True} if read_around is not None else {}  # for `read_hashed`, which need not know of it
         self._read_hashed = bulk_method(connector, "read_hashed")
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
@@ -201,8 +200,7 @@ class Shards:
 
     def _read_step(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
         begin_s = time.perf_counter()
-        read_around = self._read_around if len(part) >= _LEAST_AROUND else None
-        self._ask(run, start, part, read_around or self._connector.read_into)
+        self._ask(run, start, part, self._read)
         took_s = time.perf_counter() - begin_s
         if comparison is not None:
             comparison.add(part)
@@ -214,10 +212,9 @@ class Shards:
         address = self._address  # another thread may find that there is none
         if address is None:
             return None
-        how: dict[str, Any] = {"block_bytes": comparison.block_bytes, "address": address}
-        if self._read_around is not None and len(blocks) >= _LEAST_AROUND:
-            how["around"] = True
-        read: Callable[..., Hashed | None] = partial(self._read_hashed, **how)
+        read: Callable[..., Hashed | None] = partial(
+            self._read_hashed, block_bytes=comparison.block_bytes, address=address, **self._how
+        )
         begin_s = time.perf_counter()
         found = self._ask(run, start, blocks, read)
         if found is None:

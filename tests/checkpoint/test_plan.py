@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.retry import with_retries
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.connectors.tar import TarConnector
+from loaderkit.errors import CheckpointError
 from loaderkit.native import kernels
 from loaderkit.opening import open_connector
 from loaderkit.page_cache import cached_share
@@ -106,18 +111,18 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     assert access_to(place.connector, "auto", wants, 2**31) == (2, False)
     if not all(map(is_out_of_the_page_cache, [str(path), str(path.parent / "x.tar")])):
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
+    assert access_to(place.connector, "auto", wants, 2**31) == (12, True)
     assert access_to(place.connector, 3, wants, 2**31) == (3, True), "as it was asked for"
-    assert access_to(place.connector, "auto", wants, 2**26) == (2, True), "too little memory for eight"
+    assert access_to(place.connector, "auto", wants, 2**26) == (4, True), "too little memory for twelve"
     for launcher in LAUNCHERS:
         with monkeypatch.context() as patch:
             patch.setenv(launcher, "1")
-            assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
+            assert access_to(place.connector, "auto", wants, 2**31) == (12, True)
             patch.setenv(launcher, "2")
             assert access_to(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
     small = [Want("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
     assert access_to(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
-    for share, expected in ((0.09, (8, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
+    for share, expected in ((0.09, (12, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
         monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges, share=share: share)
         assert access_to(place.connector, "auto", wants, 2**31) == expected
     place.close()
@@ -146,6 +151,82 @@ def test_a_restore_by_one_process_leaves_the_page_cache_alone(
         assert (share > 0.9) if is_left else (share < 0.5), "headers are read through it, with what is read ahead"
         assert found.keys() == state.keys()
         assert all(torch.equal(found[key], value) for key, value in state.items())
+    if is_checked:
+        assert is_out_of_the_page_cache(path)
+        with open(path, "r+b") as file:
+            file.seek(-1_000_000, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        assert is_out_of_the_page_cache(path)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        with pytest.raises(CheckpointError, match=r"'b'|x\.safetensors"):
+            loaderkit.restore(tmp_path / name)
+
+
+_NO_DIRECT_READS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+ssize_t pread64(int fd, void *to, size_t count, off64_t start) {
+    static ssize_t (*next)(int, void *, size_t, off64_t);
+    static long num_left = -1;
+    if (next == NULL) {
+        next = (ssize_t (*)(int, void *, size_t, off64_t))dlsym(RTLD_NEXT, "pread64");
+        num_left = atol(getenv("DIRECT_READS"));
+    }
+    if ((fcntl(fd, F_GETFL) & O_DIRECT) && __sync_fetch_and_sub(&num_left, 1) <= 0) {
+        static int is_said;
+        is_said = is_said || fputs("refused\\n", stderr) >= 0;
+        errno = EINVAL;
+        return -1;
+    }
+    return next(fd, to, count, start);
+}
+ssize_t pread(int fd, void *to, size_t count, off_t start) { return pread64(fd, to, count, start); }
+"""
+_RESTORE_COLD = """
+import sys, torch, loaderkit, safetensors.torch
+from loaderkit.page_cache import evict
+evict([sys.argv[1]])
+found, expected = loaderkit.restore(sys.argv[1]), None
+expected = safetensors.torch.load_file(sys.argv[1])
+assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
+"""
+
+
+@pytest.mark.skipif(kernels is None, reason="nothing reads past the page cache without the C module")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize("direct_reads", [0, 3])
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_filesystem_that_refuses_to_read_past_the_page_cache(
+    tmp_path: Path, direct_reads: int, is_checked: bool
+) -> None:
+    """It opens files for that, and refuses the first read, or the fourth: what is left is read in the ordinary way."""
+    (tmp_path / "refuse.c").write_text(_NO_DIRECT_READS)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", "refuse.so", "refuse.c", "-ldl"], cwd=tmp_path, check=True)
+    safetensors.torch.save_file(
+        {"a": torch.rand(12_000_001), "b": torch.rand(5_000_003).half()}, tmp_path / "x.safetensors"
+    )
+    if is_checked:
+        loaderkit.checkpoint.write_manifest(tmp_path / "x.safetensors")
+    if not is_out_of_the_page_cache(str(tmp_path / "x.safetensors")) or not can_be_read_around(
+        str(tmp_path / "x.safetensors")
+    ):
+        pytest.skip("the files of this filesystem cannot be read past the page cache")
+    told = {"LD_PRELOAD": str(tmp_path / "refuse.so"), "DIRECT_READS": str(direct_reads)}
+    done = subprocess.run(
+        [sys.executable, "-c", _RESTORE_COLD, str(tmp_path / "x.safetensors")],
+        env={**os.environ, **told},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, "refused" in done.stderr) == (0, True), done.stderr
 
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:

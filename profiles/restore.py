@@ -26,6 +26,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
@@ -195,7 +197,9 @@ def contestants(paths: dict[str, Path], into: State, *, cold: bool) -> Runs:
         "bare preadv, 8 threads": (lambda: _bare(file, into, 8), file),
     }
     if cold:
-        found["bare O_DIRECT, 8 threads"] = (lambda: _bare_direct(file, 8), file)
+        to = np.ones(file.stat().st_size, np.uint8)
+        found["bare O_DIRECT, 8 threads"] = (lambda: _bare_direct(file, None, 8), file)
+        found["bare O_DIRECT + copy, 8 threads"] = (lambda: _bare_direct(file, to, 8), file)
     if (theirs := run_ai(str(file), into)) is not None:
         found["run:ai streamer + copy"] = (theirs, file)
     return found
@@ -218,8 +222,8 @@ def _bare(file: Path, into: State, num_threads: int) -> None:
     os.close(fd)
 
 
-def _bare_direct(file: Path, num_threads: int) -> None:
-    """As many bytes past the page cache, into memory that each thread uses again: nothing is copied to the tensors."""
+def _bare_direct(file: Path, to: npt.NDArray[np.uint8] | None, num_threads: int) -> None:
+    """As many bytes past the page cache, into memory that each thread uses again, and from there to one array, or nowhere."""
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     step = 8 * 2**20
     starts = range(0, os.fstat(fd).st_size, step)
@@ -228,7 +232,9 @@ def _bare_direct(file: Path, num_threads: int) -> None:
         with mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             memory.madvise(mmap.MADV_HUGEPAGE)
             for start in own:
-                os.preadv(fd, [memory], start)
+                got = os.preadv(fd, [memory], start)
+                if to is not None:
+                    np.copyto(to[start : start + got], np.frombuffer(memory, np.uint8, got))
 
     _side_by_side(read, [starts[n::num_threads] for n in range(num_threads)])
     os.close(fd)
@@ -243,7 +249,9 @@ def drop(path: Path) -> None:
         os.close(fd)
 
 
-def measure(state: State, folder: Path, rounds: int, *, cold: bool, s3: bool) -> tuple[dict[str, list[float]], str]:
+def measure(
+    state: State, folder: Path, rounds: int, *, cold: bool, s3: bool, only: str
+) -> tuple[dict[str, list[float]], str]:
     """Seconds of every contestant in every round, and what serves them; the first round, which warms up, is left out."""
     paths, store = write(folder, state), "files"
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -253,6 +261,7 @@ def measure(state: State, folder: Path, rounds: int, *, cold: bool, s3: bool) ->
             runs = in_a_bucket(endpoint, into)
         else:
             runs = contestants(paths, into, cold=cold)
+        runs = {name: run for name, run in runs.items() if not only or name in only.split(";")}
         return in_turns(runs, state, into, rounds, cold=cold), store
 
 
@@ -285,25 +294,29 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--only", default="", help="names of contestants with semicolons between them; default: all")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(2)
     state = make_state(args.gigabytes, args.tiny)
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        seconds, store = measure(state, Path(folder), args.rounds, cold=args.cold, s3=args.s3)
+        seconds, store = measure(state, Path(folder), args.rounds, cold=args.cold, s3=args.s3, only=args.only)
     peers = [name for name in seconds if not name.startswith(("loaderkit", "dcp.load with StreamReader"))]
     best = [min(seconds[name][n] for name in peers) for n in range(args.rounds)]
     rows = []
     for name, taken in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
         ratio = statistics.median(b / t for b, t in zip(best, taken, strict=True))
-        to_dcp = statistics.median(b / t for b, t in zip(seconds["dcp.load"], taken, strict=True))
-        rows.append({"name": name, "seconds": taken, "of_best_peer": ratio, "of_dcp_load": to_dcp})
-        speed = num_bytes / statistics.median(taken) / 1e9
-        print(
-            f"{name:<34}{statistics.median(taken):8.3f} s{speed:8.2f} GB/s  x{ratio:.2f} of best peer  x{to_dcp:.2f} of dcp"
-        )
-    what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny") if getattr(args, word))])
+        row = {"name": name, "seconds": taken, "of_best_peer": ratio}
+        line = f"{name:<34}{statistics.median(taken):8.3f} s{num_bytes / statistics.median(taken) / 1e9:8.2f} GB/s"
+        line += f"  x{ratio:.2f} of best peer"
+        if "dcp.load" in seconds:
+            to_dcp = statistics.median(b / t for b, t in zip(seconds["dcp.load"], taken, strict=True))
+            row["of_dcp_load"] = to_dcp
+            line += f"  x{to_dcp:.2f} of dcp"
+        rows.append(row)
+        print(line)
+    what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny", "only") if getattr(args, word))])
     record(args.out, what, num_bytes=num_bytes, store=store, rounds=args.rounds, rows=rows)
 
 

@@ -261,7 +261,10 @@ def measure(
             runs = in_a_bucket(endpoint, into)
         else:
             runs = contestants(paths, into, cold=cold)
-        runs = {name: run for name, run in runs.items() if not only or name in only.split(";")}
+        chosen = only.split(";") if only else list(runs)
+        if unknown := set(chosen) - runs.keys():
+            raise SystemExit(f"no such contestants: {sorted(unknown)}; there are {list(runs)}")
+        runs = {name: runs[name] for name in chosen}
         return in_turns(runs, state, into, rounds, cold=cold), store
 
 
@@ -303,17 +306,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         seconds, store = measure(state, Path(folder), args.rounds, cold=args.cold, s3=args.s3, only=args.only)
     peers = [name for name in seconds if not name.startswith(("loaderkit", "dcp.load with StreamReader"))]
-    best = [min(seconds[name][n] for name in peers) for n in range(args.rounds)]
+    best = [min(seconds[name][n] for name in peers) for n in range(args.rounds)] if peers else []
     rows = []
     for name, taken in sorted(seconds.items(), key=lambda item: statistics.median(item[1])):
-        ratio = statistics.median(b / t for b, t in zip(best, taken, strict=True))
-        row = {"name": name, "seconds": taken, "of_best_peer": ratio}
+        row: dict[str, Any] = {"name": name, "seconds": taken}
         line = f"{name:<34}{statistics.median(taken):8.3f} s{num_bytes / statistics.median(taken) / 1e9:8.2f} GB/s"
-        line += f"  x{ratio:.2f} of best peer"
+        if best:
+            row["of_best_peer"] = statistics.median(b / t for b, t in zip(best, taken, strict=True))
+            line += f"  x{row['of_best_peer']:.2f} of best peer"
         if "dcp.load" in seconds:
-            to_dcp = statistics.median(b / t for b, t in zip(seconds["dcp.load"], taken, strict=True))
-            row["of_dcp_load"] = to_dcp
-            line += f"  x{to_dcp:.2f} of dcp"
+            row["of_dcp_load"] = statistics.median(b / t for b, t in zip(seconds["dcp.load"], taken, strict=True))
+            line += f"  x{row['of_dcp_load']:.2f} of dcp"
         rows.append(row)
         print(line)
     what = "-".join(["restore", *(word for word in ("cold", "s3", "tiny", "only") if getattr(args, word))])

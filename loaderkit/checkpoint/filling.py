@@ -24,6 +24,7 @@ from loaderkit.prefetch.inline import InlineEngine
 from loaderkit.prefetch.pools import plan_pools
 from loaderkit.prefetch.stats import Stats
 from loaderkit.prefetch.threads import ThreadEngine
+from loaderkit.ranges import bulk_method
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 _REMOTE_WORKERS = 16
@@ -79,7 +80,8 @@ def access_to(
         return Access(num_workers)
     paths = parts_of(connector, ((*want.first, want.num_bytes) for want in wants))
     share = cached_share(paths) if paths else 1.0
-    around = share is not None and share < _WORTH_KEEPING and not _may_have_company()
+    can_be = share is not None and share < _WORTH_KEEPING and bulk_method(connector, "read_around") is not None
+    around = can_be and not _may_have_company()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
         wanted = _AROUND_WORKERS if around else _DISK_WORKERS
         num_workers = max(num_workers, min(wanted, memory_bytes // memory_of(connector, 1)))

@@ -21,7 +21,8 @@ _CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
 _ALL_ALONE = 0.9  # of what all workers get done: one alone does it all
-_PLAINLY = 1.2  # times as long as alone: workers hold one another up
+_PLAINLY = 1.2  # times as long as alone, or as its share: that is more than chance
+_SEVERAL = 1.5  # workers, on average
 _FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
@@ -77,11 +78,15 @@ class Limit:
 
     @property
     def is_serial(self) -> bool:
-        """Whether one worker gets on as fast as all of them, and they hold one another up."""
+        """Whether its workers hold one another up: side by side an item takes plainly longer, and one worker alone gets more
+        than its share done, or as much as all, as where one has an unfair lock again and again while the others wait."""
         if self.pool.takes_turns:
             return True
-        slowdown = self.slowdown
-        return slowdown is not None and self.num_in_stage > 1 and slowdown > self._middle and self.waiting > WAITING
+        if self.alone is None or self.waiting <= WAITING:
+            return False
+        does_all = self.alone > _ALL_ALONE and self.num_inside > _SEVERAL
+        is_held_up = self.num_in_stage > 1 and self.slowdown is not None and self.slowdown > self._middle
+        return does_all or (is_held_up and self.alone * self.num_inside > _PLAINLY)
 
     @property
     def is_gil(self) -> bool:
@@ -128,16 +133,21 @@ class Limit:
         return self.pool.trial.slowdowns.get(self.row.name)
 
     @property
+    def num_inside(self) -> float:
+        """How many workers there were on average when one alone was compared with them; there may be others by now."""
+        return max(1.0, self.pool.trial.num_inside or self.num_side_by_side)
+
+    @property
     def num_in_stage(self) -> float:
         """How many of those workers were in this stage at a time, on average: if it lets in one, so many times as long does
         an item take."""
         busy_s = self.pool.total("busy_s")
-        return self.num_tried * self.row.busy_s / busy_s if busy_s > 0 else self.num_tried
+        return self.num_inside * self.row.busy_s / busy_s if busy_s > 0 else self.num_inside
 
     @property
     def _middle(self) -> float:
-        """The slowdown between each at its own pace, 1, and one at a time. Nearer to 1, since that is seen within a tenth,
-        while one alone is slowed by what comes between two items as well."""
+        """The slowdown between each at its own pace, 1, and one at a time, `num_in_stage`: nearer to 1 by ratio, since that is
+        seen within a tenth, while one alone is slowed by what comes between two items as well."""
         return max(math.cbrt(self.num_in_stage), _PLAINLY)
 
     @property
@@ -243,7 +253,7 @@ class Limit:
         return Verdict(row.name, case.percent(case.waited_s), sure, evidence, change, "gil")
 
     def _lock(self) -> Verdict:
-        evidence = f"{self._tried()}, computing {100 * self.cpu_share:.0f} % of it: they wait for one another"
+        evidence = f"{self._tried()}, on a CPU for {100 * self.cpu_share:.0f} %: they wait for one another"
         change = (
             f"give every worker its own of what {self.row.name} locks (a connection, a file, a model), or hold the lock for "
             "less; more workers would not help"
@@ -269,7 +279,8 @@ class Limit:
         change = self._by_workers("with several workers") if case.is_inline else self._more_workers()
         kind, sure = "waiting", 0.9
         if self.alone is not None:
-            evidence += f"; {self._tried()}: they do not hold one another up"
+            is_plain = self.slowdown is not None and self.slowdown < _PLAINLY
+            evidence += f"; {self._tried()}{': they do not hold one another up' if is_plain else ''}"
             kind, sure = "latency", self._sure_of_trial
         if row.kind == "read":
             change += "; or fewer, larger requests: tar shards, order.shuffle: block"
@@ -283,7 +294,7 @@ class Limit:
     @property
     def _sure_of_trial(self) -> float:
         """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
-        if self.slowdown is None or self.num_side_by_side == 1:
+        if self.slowdown is None or (self.slowdown > self._middle) != self.is_serial:
             return 0.8
         return min(1.0, 0.7 + 1.5 * abs(1 - self.slowdown / self._middle))
 

@@ -75,8 +75,9 @@ class Trial(NamedTuple):
     num_inside: float | None = None
     """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
     slowdowns: Mapping[str, float] = {}
-    """By stage, how many times as long an item took while workers overlapped as with one alone. About 1: each goes at its own
-    pace. About `num_inside`: only one of them at a time can be in that stage. Without those that were not tried."""
+    """By stage, how many times as long an item took while workers overlapped as with one alone, had there always been a CPU.
+    About 1: each goes at its own pace. About `num_inside`: only one at a time can be in that stage. Of a lock that one worker
+    has many times while another waits, only `alone_share` tells. Without those that were not tried."""
 
     @property
     def holds_gil(self) -> bool | None:
@@ -93,7 +94,7 @@ def merged_trials(trials: Sequence[Trial]) -> Trial:
         _mean(trial.waiting_share for trial in trials),
         _mean(trial.gil_wait_s for trial in trials),
         _mean(trial.num_inside for trial in trials),
-        {stage: _mean(trial.slowdowns.get(stage) for trial in trials) or 0.0 for stage in stages},
+        {stage: fmean(trial.slowdowns[stage] for trial in trials if stage in trial.slowdowns) for stage in stages},
     )
 
 
@@ -210,12 +211,13 @@ class Turns:
             self._num_at_work += 1
             if is_settled:
                 return _SETTLED
+            spent_s = self._spent(account)
             now = self._clock()
             self._note_overlap(now)
             self._num_inside += 1
             return Ticket(
                 account,
-                self._spent(account, now),
+                spent_s,
                 self._num_inside,
                 now,
                 self._cpu_clock(),
@@ -264,16 +266,17 @@ class Turns:
             sums.seconds += seconds
             sums.undelayed_s += undelayed_s
             sums.cpu_s += cpu_s
-            in_stages_s = map(sub, self._spent(ticket.account, now), ticket.stages_since_s)
+            in_stages_s = map(sub, self._spent(ticket.account), ticket.stages_since_s)
             sums.stages_s = [sum(pair) for pair in zip_longest(sums.stages_s, in_stages_s, fillvalue=0.0)]
             self._longest_s = max(self._longest_s, seconds)
             self._num_left -= 1
             if (self._num_left <= 0 and self._is_long_enough(now)) or self._is_hopeless(now):
                 self._decide()
 
-    def _spent(self, account: Account, now: float) -> list[float]:
-        """By this worker in each stage so far, in s."""
-        return account.summed([account], now)[0][: len(self._stages)]
+    def _spent(self, account: Account) -> list[float]:
+        """By this worker in each stage so far, in s, but for what it was ready to run with no CPU free."""
+        states_s, totals = account.summed([account], self._clock())
+        return [seconds - delayed_s for seconds, (_, _, _, _, delayed_s, _) in zip(states_s, totals, strict=False)]
 
     def _ask_for_gil(self) -> float:
         """Sleep for a moment, and tell for how long the GIL was not to be had then, in s."""

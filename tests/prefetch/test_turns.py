@@ -312,16 +312,17 @@ def test_which_stage_only_one_can_be_in_is_told() -> None:
     assert machine.turns.trial.slowdowns == {"read": pytest.approx(1.5, abs=0.1), "decode": pytest.approx(1.0)}
 
 
-@pytest.mark.parametrize("fair", [True, False])
-def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> None:
-    """A chunk takes a second under a lock. Unfair: one has the lock eleven times while the other waits for it."""
+@pytest.mark.parametrize("every", [2, 12, 30])
+def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(every: int) -> None:
+    """A chunk takes a second under a lock. Unfair: one has the lock again and again while the other waits for it, if it is
+    for long until after what is looked at."""
     machine = Machine()
     ticket, other = machine.turns.begin(machine.account), machine.turns.begin(machine.account)
     number = 0
     while not takes_turns(machine):
         machine._pass(1.0, 0.1)
         number += 1
-        if number % (2 if fair else 12) == 0:
+        if number % every == 0:
             machine.turns.end(other, 10)
             other = machine.turns.begin(machine.account)
         else:
@@ -334,7 +335,7 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(fair: bool) -> No
         machine.overlapping(1.0, 0.1)
     assert machine.turns.trial.alone_share is not None
     assert machine.turns.trial.alone_share == pytest.approx(1.0, abs=0.2)
-    assert machine.turns.trial.slowdowns["read"] == pytest.approx(2.0, abs=0.2)
+    assert machine.turns.trial.slowdowns["read"] == pytest.approx(2.0 if every <= _WINDOW else 1.0, abs=0.2)
 
 
 def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None:

@@ -181,8 +181,8 @@ class TestOfAStage:
     def test_few_were_there_when_one_alone_was_compared_with_them(self) -> None:
         """Eight workers of which the loop needs two: what holds two up a little would hold eight up by far more."""
         waiting = row("read", 79, 0.3, workers=8, services=services((0.02, 900)))
-        assert self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4, slowdowns={"read": 1.5})).kind == "lock"
-        assert self.verdict(waiting, trial=Trial(0.42, 0.98, slowdowns={"read": 1.5})).kind == "latency"
+        assert self.verdict(waiting, trial=Trial(0.6, 0.98, num_inside=2.4, slowdowns={"read": 1.5})).kind == "lock"
+        assert self.verdict(waiting, trial=Trial(0.6, 0.98, slowdowns={"read": 1.5})).kind == "latency"
         found = self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4, slowdowns=ALIKE))
         assert found.kind == "latency"
         assert "42 % of what 2 of 8 at a time did" in found.evidence
@@ -196,6 +196,22 @@ class TestOfAStage:
         assert "read takes 1.5 times as long side by side" in serial.evidence
         each_for_itself = stats({"read": 8.0}, rows, trial=Trial(0.66, 0.7, slowdowns={"read": 1.1})).verdict()
         assert each_for_itself.kind == "latency"
+
+    def test_an_unfair_lock_is_told_by_what_one_alone_gets_done(self) -> None:
+        """The items that end are those of whoever has the lock, and took no longer than alone."""
+        found = self.verdict(row("call", 19, 0.3), trial=Trial(1.0, 0.98, num_inside=2.0, slowdowns=ALIKE))
+        assert found.kind == "lock"
+
+    def test_a_store_that_answers_unevenly_holds_nobody_up(self) -> None:
+        """The three items of one alone happened to be quick ones; it got its share done, by the median."""
+        found = self.verdict(row("read", 19, 0.3), trial=Trial(0.52, 0.98, num_inside=2.0, slowdowns={"read": 1.5}))
+        assert found.kind == "latency"
+        assert "do not hold one another up" not in found.evidence
+
+    def test_there_are_fewer_workers_than_when_it_was_tried(self) -> None:
+        """What is little for eight workers is not much for the two that are left."""
+        trial = Trial(0.2, 0.98, num_inside=7.8, slowdowns={"read": 1.8})
+        assert self.verdict(row("read", 19, 0.3), trial=trial).kind == "latency"
 
     def test_a_stage_that_workers_are_seldom_in_together_holds_nobody_up(self) -> None:
         rows = [row("read", 9, 0.3), row("decode", 11, 6)]

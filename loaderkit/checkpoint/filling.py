@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of, memory_of, spread_of
+from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of, memory_of_worker, spread_of
 from loaderkit.checkpoint.stages import Checksums, Shards
 from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.page_cache import cached_share, parts_of
@@ -80,11 +80,11 @@ def access_to(
         return Access(num_workers)
     paths = parts_of(connector, ((*want.first, want.num_bytes) for want in wants))
     share = cached_share(paths) if paths else 1.0
-    can_be = share is not None and share < _WORTH_KEEPING and bulk_method(connector, "read_around") is not None
-    around = can_be and not _may_have_company()
+    is_from_disk = share is not None and share < _WORTH_KEEPING
+    around = is_from_disk and bulk_method(connector, "read_around") is not None and not _may_have_company()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
         wanted = _AROUND_WORKERS if around else _DISK_WORKERS
-        num_workers = max(num_workers, min(wanted, memory_bytes // memory_of(connector, 1)))
+        num_workers = max(num_workers, min(wanted, memory_bytes // memory_of_worker(connector)))
     return Access(num_workers, around)
 
 

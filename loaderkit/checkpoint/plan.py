@@ -126,9 +126,9 @@ def spread_of(connector: Connector) -> int:
     return int(getattr(connector, "spread_bytes", 0))
 
 
-def memory_of(connector: Connector, num_workers: int) -> int:
-    """The bound on staging memory from which on so many workers read as much at once as they like."""
-    return 2 * num_workers * chunk_bytes_of(connector)
+def memory_of_worker(connector: Connector) -> int:
+    """Staging memory, in bytes, of each worker that reads as much at once as it likes."""
+    return 2 * chunk_bytes_of(connector)
 
 
 def limits_of(

@@ -34,9 +34,10 @@ _SPREADING_WORKERS = 8  # each of which has several requests under way
 # 520 and 605, 342 and 325.
 _SMALL_BYTES = 64 * 2**10
 # On two CPUs two threads read what lies in the page cache as fast as eight. From a disk eight are faster, and past the page
-# cache twelve, since some are busy with copies.
+# cache up to 24, since some are busy with copies; each takes 0.3 ms to start, and has to have enough to do.
 _DISK_WORKERS = 8
-_AROUND_WORKERS = 12
+_AROUND_WORKERS = 24
+_WORTH_A_WORKER = 32 * 2**20
 _FROM_MEMORY = 0.9  # so much of it, and the disk does not count
 _WORTH_KEEPING = 0.1  # so much of it, and the rest is read through the page cache as well
 # As launchers say it: torchrun and most others, Slurm, Open MPI, MPICH.
@@ -83,7 +84,9 @@ def access_to(
     is_from_disk = share is not None and share < _WORTH_KEEPING
     around = is_from_disk and bulk_method(connector, "read_around") is not None and not _may_have_company()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
-        wanted = _AROUND_WORKERS if around else _DISK_WORKERS
+        wanted = _DISK_WORKERS
+        if around:
+            wanted = max(wanted, min(_AROUND_WORKERS, sum(want.num_bytes for want in wants) // _WORTH_A_WORKER))
         num_workers = max(num_workers, min(wanted, memory_bytes // memory_of_worker(connector)))
     return Access(num_workers, around)
 

@@ -91,7 +91,7 @@ def restore(
     `device`: where new tensors are made ("cpu", "cuda"; default cpu). `dtype`: cast floating-point tensors to it; "target": to
     those of `into`. `keys`: only the names that match one of these globs. `strict=False` lets the checkpoint have more names
     than `into`. `nested=True` gives the state as it was saved, tables in tables, for `load_state_dict`. `memory`: bound on
-    staging memory, besides the tensors; at most 24 MiB come to it for 16 threads' stacks and torch's kernels, and 2 MiB a
+    staging memory, besides the tensors; at most 24 MiB come to it for 24 threads' stacks and torch's kernels, and 2 MiB a
     thread where files are read past the page cache. `verify`: "auto" compares with the manifest if there is one, True demands
     one, False does not look. `progress` is called in this thread as tensors become whole.
 

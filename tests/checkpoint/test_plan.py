@@ -111,20 +111,24 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     assert access_to(place.connector, "auto", wants, 2**31) == (2, False)
     if not all(map(is_out_of_the_page_cache, [str(path), str(path.parent / "x.tar")])):
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    assert access_to(place.connector, "auto", wants, 2**31) == (12, True)
+    assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
     assert access_to(place.connector, 3, wants, 2**31) == (3, True), "as it was asked for"
-    assert access_to(place.connector, "auto", wants, 2**26) == (4, True), "too little memory for twelve"
+    assert access_to(place.connector, "auto", wants, 2**26) == (4, True), "too little memory for eight"
     for launcher in LAUNCHERS:
         with monkeypatch.context() as patch:
             patch.setenv(launcher, "1")
-            assert access_to(place.connector, "auto", wants, 2**31) == (12, True)
+            assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
             patch.setenv(launcher, "2")
             assert access_to(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
     small = [Want("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
     assert access_to(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
-    for share, expected in ((0.09, (12, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
+    for share, expected in ((0.09, (8, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
         monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges, share=share: share)
         assert access_to(place.connector, "auto", wants, 2**31) == expected
+    monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges: 0.0)
+    for size, memory, num_workers in ((2**29, 2**31, 16), (2**32, 2**31, 24), (2**32, 2**28, 16)):
+        wants = [Want("a", (place.prefix + key, 100), size, 0, lambda _: ([], list))]
+        assert access_to(place.connector, "auto", wants, memory) == (num_workers, True), "for each there is enough to do"
     place.close()
 
 

@@ -5,7 +5,9 @@ Written bytes are the same on both ways, resized ones within a level.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -41,6 +43,21 @@ def all_have_dtype(values: list[Any], dtype: Any) -> bool:
     return {*map(attrgetter("dtype"), values)} == {dtype}
 
 
+def array_of(slots: torch.Tensor) -> NDArray[Any]:
+    """The memory of slots, which lie dense, on the CPU, for as long as they are there. TypeError: a dtype that NumPy lacks.
+
+    `slots.numpy()` makes another tensor, and when that ends torch gives Python's lock away: where several workers load, each
+    chunk would wait for it once more.
+    """
+    memory = memoryview((ctypes.c_char * slots.nbytes).from_address(slots.data_ptr()))
+    return np.ndarray(slots.shape, _type_in_numpy(slots.dtype), memory)
+
+
+@cache
+def _type_in_numpy(dtype: torch.dtype) -> np.dtype[Any]:
+    return torch.empty(0, dtype=dtype).numpy().dtype
+
+
 def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
     """Write small tensors into `slots[first]` and those behind it, if this C module and this torch can, and all of them fit: of
     the rows' shape and dtype, dense, on the CPU. False says nothing of why, and what was written by then does not count.
@@ -56,7 +73,7 @@ def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
 def write_image(slots: torch.Tensor, slot: int, pixels: Pixels) -> None:
     """Write uint8 [H, W, C] into `slots[slot]`, uint8 [C, H, W]."""
     if kernels is not None and _is_writable(pixels):
-        kernels.write_planes(slots.numpy(), slot, pixels)
+        kernels.write_planes(array_of(slots), slot, pixels)
     else:
         slots[slot].copy_(_planes(pixels))
 
@@ -68,7 +85,7 @@ def write_normalized(
     each rounded by itself. None leaves its slot alone."""
     if kernels is not None:
         try:
-            kernels.write_normalized(slots.numpy(), first, images, scale, shift)
+            kernels.write_normalized(array_of(slots), first, images, scale, shift)
             return
         except ValueError:  # then none is written; the others are for pixels of another layout, and not of another size
             if all(pixels is None or _is_writable(pixels) for pixels in images):

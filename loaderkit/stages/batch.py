@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
-from loaderkit.kernels import all_have_dtype, stack, type_of_all, write_image
+from loaderkit.kernels import all_have_dtype, array_of, stack, type_of_all, write_image
 from loaderkit.schema import StageArgs
 from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
 
@@ -199,7 +199,7 @@ def _land_array(value: np.ndarray[Any, Any], spec: FieldSpec, slots: torch.Tenso
     """Copy an array once, however it lies in memory: swapped, reversed, at odd addresses, read-only."""
     if spec.image or value.shape != spec.shape or value.dtype.name != str(spec.dtype).removeprefix("torch."):
         return False
-    np.copyto(slots[slot].numpy(), value)
+    np.copyto(array_of(slots)[slot, ...], value)
     return True
 
 
@@ -232,7 +232,7 @@ def _write_tensors(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: 
 
 
 def _write_arrays(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
-    array = slots.numpy()
+    array = array_of(slots)
     fits: bool = values[0].shape == spec.shape and all_have_dtype(values, array.dtype)
     if fits and values[0].nbytes <= _SMALL_BYTES:
         array[lo : lo + len(values)] = values
@@ -243,7 +243,9 @@ def _write_arrays(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: i
 def _write_numbers(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
-        slots.numpy()[lo : lo + len(values)] = values  # torch's operations begin cold behind a decoder: tenths of a ms
+        array_of(slots)[lo : lo + len(values)] = (
+            values  # torch's operations begin cold behind a decoder: tenths of a ms
+        )
     return fits
 
 

@@ -128,7 +128,9 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges: 0.0)
     for size, memory, num_workers in ((2**29, 2**31, 16), (2**32, 2**31, 24), (2**32, 2**28, 16)):
         wants = [Want("a", (place.prefix + key, 100), size, 0, lambda _: ([], list))]
-        assert access_to(place.connector, "auto", wants, memory) == (num_workers, True), "for each there is enough to do"
+        assert access_to(place.connector, "auto", wants, memory) == (num_workers, True), (
+            "for each there is enough to do"
+        )
     place.close()
 
 

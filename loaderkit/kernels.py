@@ -44,7 +44,7 @@ def all_have_dtype(values: list[Any], dtype: Any) -> bool:
 
 
 def array_of(slots: torch.Tensor) -> NDArray[Any]:
-    """The memory of slots, which lie dense, on the CPU, for as long as they are there. TypeError: a dtype that NumPy lacks.
+    """The memory of slots, which lie dense, on the CPU; only as long as they are there. TypeError: a dtype that NumPy lacks.
 
     `slots.numpy()` makes another tensor, and when that ends torch gives Python's lock away: where several workers load, each
     chunk would wait for it once more.
@@ -55,7 +55,7 @@ def array_of(slots: torch.Tensor) -> NDArray[Any]:
 
 @cache
 def _type_in_numpy(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:

@@ -61,6 +61,23 @@ def test_types_and_dtypes_are_compared_alike_with_and_without_c(values: list[Any
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("shape", [(0,), (3,), (4, 0), (2, 3, 5), ()])
+def test_slots_are_seen_as_an_array(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    slots = torch.zeros(shape, dtype=dtype)
+    kernels._type_in_numpy.cache_clear()
+    with torch.device("meta"):  # where tensors are made by default, as a model's are
+        array = kernels.array_of(slots)
+    assert (array.shape, array.dtype) == (slots.numpy().shape, slots.numpy().dtype)
+    array[...] = 1
+    assert bool((slots == 1).all())
+
+
+def test_slots_of_a_type_that_numpy_lacks_are_refused() -> None:
+    with pytest.raises(TypeError, match="BFloat16"):
+        kernels.array_of(torch.zeros(3, dtype=torch.bfloat16))
+
+
 def test_only_lists_are_compared() -> None:
     for wrong in ((), (1, 2), ([1], 2), ([1], "dtype")):
         with pytest.raises((TypeError, AttributeError)):

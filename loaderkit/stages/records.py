@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from loaderkit.errors import STORE_FAILURES
-from loaderkit.kernels import array_of
 from loaderkit.ranges import bulk_method, gather_into
 from loaderkit.types import Chunk, Connector, RecordSource
 
@@ -85,7 +84,8 @@ def read_records(
 def _bytes_of(slots: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The memory of all slots: uint8 [B * bytes of a record]."""
     # A view takes 2 us in torch, and 0.2 in NumPy, which lacks that type.
-    return array_of(slots.view(torch.uint8) if slots.dtype == torch.bfloat16 else slots).view(np.uint8).reshape(-1)
+    array: np.ndarray[Any, Any] = (slots.view(torch.uint8) if slots.dtype == torch.bfloat16 else slots).numpy()
+    return array.view(np.uint8).reshape(-1)
 
 
 def _fail_all(chunk: Chunk, error: Exception, failed: Callable[[Chunk, int, Exception], None]) -> int:

@@ -60,7 +60,6 @@ def test_types_and_dtypes_are_compared_alike_with_and_without_c(values: list[Any
             assert kernels.all_have_dtype(dtyped, one.dtype) is ({value.dtype for value in dtyped} == {one.dtype})
 
 
-@needs_c
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("shape", [(0,), (3,), (4, 0), (2, 3, 5), ()])
 def test_slots_are_seen_as_an_array(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -78,6 +77,7 @@ def test_slots_of_a_type_that_numpy_lacks_are_refused() -> None:
         kernels.array_of(torch.zeros(3, dtype=torch.bfloat16))
 
 
+@needs_c
 def test_only_lists_are_compared() -> None:
     for wrong in ((), (1, 2), ([1], 2), ([1], "dtype")):
         with pytest.raises((TypeError, AttributeError)):

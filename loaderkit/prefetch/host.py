@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import TypeVar
 
 from loaderkit.prefetch.cpus import cgroup_folders
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 
 
@@ -83,10 +81,12 @@ def host_stats() -> HostStats:
     """The counters now; takes 0.1 ms."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     io = _numbers(_content("/proc/self/io"))
-    pages = _content("/proc/self/statm").split()
+    status = _numbers(_content("/proc/self/status").replace(b" kB", b""))
+    # The peak of `getrusage` begins, in a process that was just started, as that of the one that started it.
+    peak_kib = status.get(b"VmHWM", usage.ru_maxrss)
     return HostStats(
-        rss_bytes=int(pages[1]) * _PAGE_BYTES if pages else usage.ru_maxrss * 1024,
-        rss_peak_bytes=usage.ru_maxrss * 1024,
+        rss_bytes=status.get(b"VmRSS", peak_kib) * 1024,
+        rss_peak_bytes=peak_kib * 1024,
         cpu_s=usage.ru_utime + usage.ru_stime,
         throttled_s=max((_throttled_s(file) for file in _throttling_files()), default=None),
         read_bytes=io.get(b"rchar"),

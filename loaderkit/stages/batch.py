@@ -243,9 +243,8 @@ def _write_arrays(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: i
 def _write_numbers(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
-        array_of(slots)[lo : lo + len(values)] = (
-            values  # torch's operations begin cold behind a decoder: tenths of a ms
-        )
+        # torch's operations begin cold behind a decoder: tenths of a ms
+        array_of(slots)[lo : lo + len(values)] = values
     return fits
 
 

@@ -6,12 +6,15 @@ import gc
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from of_numbers import PROCESS, numbers, wait_for
 from of_workloads import Simulation, Workload
@@ -174,6 +177,15 @@ class TestHost:
             assert passed.read_bytes >= 10**6
             assert passed.page_cache_hits is not None
             assert passed.page_cache_hits > 0.5, "it had just been written"
+
+    @pytest.mark.skipif(
+        not Path("/proc/self/status").exists(), reason="the kernel counts a parent's peak as its child's"
+    )
+    def test_the_peak_is_our_own(self) -> None:
+        program = "from loaderkit.prefetch.host import host_stats; print(host_stats().rss_peak_bytes)"
+        ballast = torch.ones(2**30, dtype=torch.uint8)
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert 2**20 < int(ran.stdout) < ballast.nbytes < host_stats().rss_peak_bytes
 
     @pytest.mark.parametrize(
         ("read_bytes", "disk_bytes", "share"), [(None, None, None), (0, 0, None), (100, 25, 0.75), (100, 300, 0.0)]

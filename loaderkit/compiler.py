@@ -27,7 +27,7 @@ from loaderkit.sources.array import ArraySource
 from loaderkit.sources.dataset import DatasetSource
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
-from loaderkit.stages.decode import DecodeArgs, decode
+from loaderkit.stages.decode import DecodeArgs, Decoder
 from loaderkit.stages.normalize import NormalizeArgs, finish_of, normalize, normalize_slots
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.records import read_records
@@ -262,12 +262,12 @@ class Compiler:
         assert kind.make is not None
         following, needs = self._foreseen(config.name, args) if isinstance(args, DecodeArgs) else (config, None)
         if needs is None:
-            run = kind.make(args)
-        else:  # it is run with the numbers that the stage it decodes for will draw
-            assert isinstance(args, DecodeArgs)
-            run = decode(args, needs.of, getattr(following.args, "fields", None))
-            kind, keys = STAGES[following.kind], StageKeys(self._seed, following.name)
-        return each_sample(run, kind.num_draws, keys, failed, reuse=self._may_reuse)
+            return each_sample(kind.make(args), kind.num_draws, keys, failed, reuse=self._may_reuse)
+        assert isinstance(args, DecodeArgs)
+        decoder = Decoder(args, needs.of, getattr(following.args, "fields", None))
+        # With the numbers that the stage it decodes for will draw.
+        kind, keys = STAGES[following.kind], StageKeys(self._seed, following.name)
+        return each_sample(decoder.begin, kind.num_draws, keys, failed, reuse=self._may_reuse, finish=decoder.finish)
 
     def _foreseen(self, name: str, args: DecodeArgs) -> tuple[StageConfig, Foresight | None]:
         """The stage that a `decode` decodes for, and what that needs of a JPEG, if it is not everything."""

@@ -59,7 +59,10 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
                 raise ValueError(f"its field {name!r} is {describe(sample[name])}, not an image")
             found.append((name, image))
         return found
-    found = [(name, value) for name, value in sample.items() if type(value) is Image]
+    found = []
+    for name, value in sample.items():
+        if type(value) is Image:
+            found.append((name, value))
     if not found:
         found = [(name, image) for name, value in sample.items() if (image := as_image(value)) is not None]
     if not found:
@@ -77,8 +80,8 @@ def to_tensor(image: Image) -> torch.Tensor:
 def jpeg_size(data: memoryview) -> tuple[int, int] | None:
     """(height, width) of a grey or RGB JPEG, from its header; None for anything else."""
     if kernels is not None:
-        found = kernels.jpeg_size(data)
-        return found[:2] if found is not None and found[2] in (1, 3) and found[0] and found[1] else None
+        found: tuple[int, int] | None = kernels.jpeg_size(data)
+        return found
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:

@@ -5,8 +5,6 @@ Written bytes are the same on both ways, resized ones within a level.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -43,19 +41,13 @@ def all_have_dtype(values: list[Any], dtype: Any) -> bool:
     return {*map(attrgetter("dtype"), values)} == {dtype}
 
 
-def array_of(slots: torch.Tensor) -> NDArray[Any]:
-    """The memory of slots, which lie dense, on the CPU; only as long as they are there. TypeError: a dtype that NumPy lacks.
-
-    `slots.numpy()` makes another tensor, and when that ends torch gives Python's lock away: where several workers load, each
-    chunk would wait for it once more.
-    """
-    memory = memoryview((ctypes.c_char * slots.nbytes).from_address(slots.data_ptr()))
-    return np.ndarray(slots.shape, _type_in_numpy(slots.dtype), memory)
-
-
 @cache
-def _type_in_numpy(dtype: torch.dtype) -> np.dtype[Any]:
-    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+def type_in_numpy(dtype: torch.dtype) -> np.dtype[Any] | None:
+    """NumPy's name for a dtype; None for those it lacks."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return None
 
 
 def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
@@ -70,29 +62,30 @@ def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
     return is_written
 
 
-def write_image(slots: torch.Tensor, slot: int, pixels: Pixels) -> None:
+def write_image(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:
     """Write uint8 [H, W, C] into `slots[slot]`, uint8 [C, H, W]."""
     if kernels is not None and _is_writable(pixels):
-        kernels.write_planes(array_of(slots), slot, pixels)
+        kernels.write_planes(slots, slot, pixels)
     else:
-        slots[slot].copy_(_planes(pixels))
+        torch.from_numpy(slots)[slot].copy_(_planes(pixels))
 
 
 def write_normalized(
-    slots: torch.Tensor, first: int, images: list[Pixels | None], scale: Factors, shift: Factors
+    slots: NDArray[np.float32], first: int, images: list[Pixels | None], scale: Factors, shift: Factors
 ) -> None:
     """Write images, uint8 [H, W, C], into `slots[first]` and those behind it, float32 [C, H, W], as value * scale + shift,
     each rounded by itself. None leaves its slot alone."""
     if kernels is not None:
         try:
-            kernels.write_normalized(array_of(slots), first, images, scale, shift)
+            kernels.write_normalized(slots, first, images, scale, shift)
             return
         except ValueError:  # then none is written; the others are for pixels of another layout, and not of another size
             if all(pixels is None or _is_writable(pixels) for pixels in images):
                 raise
+    tensor = torch.from_numpy(slots)
     for slot, pixels in enumerate(images, first):
         if pixels is not None:
-            slots[slot].copy_(_planes(pixels)).mul_(_column(scale)).add_(_column(shift))
+            tensor[slot].copy_(_planes(pixels)).mul_(_column(scale)).add_(_column(shift))
 
 
 def packed(pixels: Pixels) -> Pixels:
@@ -109,12 +102,17 @@ def packed(pixels: Pixels) -> Pixels:
     return target
 
 
-def can_resample(pixels: Pixels) -> bool:
-    """Whether `resample` can take these pixels as they are: packed RGB, on a CPU with AVX2, with the C module."""
-    return kernels is not None and _HAS_AVX2 and _is_packed(pixels)
+def resampled_from(pixels: Pixels) -> Pixels | None:
+    """The pixels as `resample` takes them, with packed rows; None if it cannot: RGB, with the C module, on a CPU with AVX2."""
+    if kernels is None or not _HAS_AVX2 or pixels.shape[2] != 3:
+        return None
+    if _is_packed(pixels):
+        return pixels
+    forwards = packed(pixels)
+    return forwards if _is_packed(forwards) else None
 
 
-def resample(jobs: Sequence[tuple[Pixels, Pixels, Part | None, bool]]) -> None:
+def resample(jobs: list[tuple[Pixels, Pixels, Part | None, bool]]) -> None:
     """Resize each (target, pixels, part of them, whether to antialias), uint8 [H, W, 3], by the bilinear filter, in one call.
 
     Within one level of Pillow (antialiased) and torch at usual sizes, in half the time of torch's kernel (100 us from

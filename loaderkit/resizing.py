@@ -6,7 +6,7 @@ gives the GIL away may wait to get it back.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from PIL import Image as Pillow
 from torch.nn.functional import interpolate
 
 from loaderkit.images import to_tensor
-from loaderkit.kernels import Part, can_resample, packed
+from loaderkit.kernels import Part, resampled_from
 from loaderkit.types import Image
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
@@ -22,14 +22,9 @@ Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels of the whole image."""
 
 
-class ResampleJob(NamedTuple):
-    """Resize `box` = (top, left, height, width) of `pixels`, None for all of it, into `target`, uint8 [H, W, 3]; without
-    `antialias` the filter does not widen where it shrinks."""
-
-    target: NDArray[np.uint8]
-    pixels: NDArray[np.uint8]
-    box: Part | None = None
-    antialias: bool = True
+ResampleJob = tuple[NDArray[np.uint8], NDArray[np.uint8], Part | None, bool]
+"""(target, pixels, part, antialias): resize a part of pixels, None for all of them, into the target, uint8 [H, W, 3]; without
+`antialias` the filter does not widen where it shrinks."""
 
 
 def resized(
@@ -51,10 +46,10 @@ def resized(
     if part is None and pixels.shape[:2] == size:
         return Image(pixels, image.mask)
     if not image.mask and interpolation == "bilinear":
-        pixels = packed(pixels)
-        if can_resample(pixels):
-            target = _memory((*size, pixels.shape[2]), scratch)
-            jobs.append(ResampleJob(target, pixels, part, antialias))
+        source = resampled_from(pixels)
+        if source is not None:
+            target = _memory((*size, 3), scratch)
+            jobs.append((target, source, part, antialias))
             return Image(target)
     if part is not None:
         return Image(_with_pillow(pixels, part, size))
@@ -68,8 +63,8 @@ def resized(
 def cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], Part | None]:
     """The pixels of a box, None for all of them, and which part of these it is, if not all: a reduced image has a pixel for
     several."""
-    if box is None and image.reduction == 1:
-        return image.pixels, None
+    if image.reduction == 1 and (box is None or box == image.box):
+        return image.pixels, None  # all of it, or the piece it was made for
     top, left, height, width = box or (0, 0, *image.size)
     row, column, num_rows, num_columns = reduced_box((top, left, height, width), image.reduction)
     first_row, first_column = row - image.origin[0], column - image.origin[1]

@@ -84,6 +84,7 @@ class Need(NamedTuple):
     step: int = 1
 
 
+EVERYTHING = Need()
 Needs = Callable[[int, int, NDArray[np.float64]], Need]
 """`(height, width, draws) -> Need` of an image's size and the draws of the stage that will be given it."""
 
@@ -108,10 +109,13 @@ def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
         try:
             found = steps.of(height, width, draws)
         except ValueError:
-            return Need()  # the stage will say why it refuses the image
-        crop = found[0] if isinstance(found[0], Crop) else None
+            return EVERYTHING  # the stage will say why it refuses the image
+        first = found[0]
+        crop = first if isinstance(first, Crop) else None
+        if not scaled:
+            return Need(crop)
         shown = (height, width) if crop is None else (crop.height, crop.width)
-        return Need(crop if takes_a_piece else None, _reduction(*shown, found[-1]) if scaled else 1)
+        return Need(crop if takes_a_piece else None, _reduction(*shown, found[-1]))
 
     return Foresight(of, takes_a_piece)
 

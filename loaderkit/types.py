@@ -308,6 +308,7 @@ class Destination:
     """
 
     __slots__ = (
+        "arrays",
         "begin",
         "cancelled",
         "chunks",
@@ -352,6 +353,7 @@ class Destination:
         self.num_pending = 0
         self.specs: Mapping[str, FieldSpec] = {}  # what its fields look like
         self.fields: dict[str, torch.Tensor] = {}  # slab fields, [B, ...] each
+        self.arrays: dict[str, NDArray[Any]] = {}  # the same, but for dtypes that NumPy lacks: a view takes torch 2 us
         self.values: dict[str, list[Any]] = {}  # the other fields, one value a slot
         self.failures: list[SampleFailure] = []
         self.result: Any = None
@@ -364,6 +366,11 @@ class Destination:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def let_go(self) -> None:
+        """Nothing is to be written any more: the memory is for whoever has the batch, if anybody has."""
+        self.fields = {}
+        self.arrays = {}
 
 
 class Chunk:

@@ -54,7 +54,7 @@ def into_memory_that_is_reused() -> Iterator[dict[str, torch.Tensor]]:
     pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
     order = torch.randperm(len(DATA)).tolist()
     for begin in range(0, len(order), BATCH):
-        batch = pool.take()
+        batch, _ = pool.take()
         torch.stack([DATA[index] for index in order[begin : begin + BATCH]], out=batch["x"])
         yield batch
 
@@ -64,7 +64,7 @@ def checked() -> Iterator[dict[str, torch.Tensor]]:
     pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
     order = torch.randperm(len(DATA)).tolist()
     for begin in range(0, len(order), BATCH):
-        batch = pool.take()
+        batch, _ = pool.take()
         values = [DATA[index] for index in order[begin : begin + BATCH]]
         if {*map(type, values)} != {torch.Tensor} or {value.dtype for value in values} != {torch.float32}:
             raise TypeError("samples of several types")
@@ -78,7 +78,7 @@ def with_keys() -> Iterator[dict[str, Any]]:
     order = GlobalOrder(len(DATA), 0).indices(0, np.arange(len(DATA)))
     for begin in range(0, len(order), BATCH):
         indices = order[begin : begin + BATCH].tolist()
-        batch: dict[str, Any] = {**pool.take(), "__key__": [*map(str, indices)]}
+        batch: dict[str, Any] = {**pool.take()[0], "__key__": [*map(str, indices)]}
         values = []
         for index in indices:
             try:

@@ -60,23 +60,6 @@ def test_types_and_dtypes_are_compared_alike_with_and_without_c(values: list[Any
             assert kernels.all_have_dtype(dtyped, one.dtype) is ({value.dtype for value in dtyped} == {one.dtype})
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64, torch.float16, torch.float32, torch.complex64])
-@pytest.mark.parametrize("shape", [(0,), (3,), (4, 0), (2, 3, 5), ()])
-def test_slots_are_seen_as_an_array(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    slots = torch.zeros(shape, dtype=dtype)
-    kernels._type_in_numpy.cache_clear()
-    with torch.device("meta"):  # where tensors are made by default, as a model's are
-        array = kernels.array_of(slots)
-    assert (array.shape, array.dtype) == (slots.numpy().shape, slots.numpy().dtype)
-    array[...] = 1
-    assert bool((slots == 1).all())
-
-
-def test_slots_of_a_type_that_numpy_lacks_are_refused() -> None:
-    with pytest.raises(TypeError, match="BFloat16"):
-        kernels.array_of(torch.zeros(3, dtype=torch.bfloat16))
-
-
 @needs_c
 def test_only_lists_are_compared() -> None:
     for wrong in ((), (1, 2), ([1], 2), ([1], "dtype")):
@@ -169,11 +152,11 @@ class TestSameAsTorch:
     @given(pictures, st.integers(0, 2), st.booleans())
     def test_write_image(self, pixels: kernels.Pixels, slot: int, mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
-        slots = torch.full((3, 3, *pixels.shape[:2]), 9, dtype=torch.uint8)
+        slots = np.full((3, 3, *pixels.shape[:2]), 9, np.uint8)
         kernels.write_image(slots, slot, pixels)
         for number in range(3):
             wanted = pixels.transpose(2, 0, 1) if number == slot else np.full_like(slots[number], 9)
-            assert np.array_equal(slots[number].numpy(), wanted)
+            assert np.array_equal(slots[number], wanted)
 
     @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4), st.booleans())
     def test_write_normalized(self, pixels: kernels.Pixels, present: list[bool], mirrored: bool) -> None:
@@ -181,7 +164,7 @@ class TestSameAsTorch:
         shape = (len(present) + 2, 3, *pixels.shape[:2])
         found, wanted = torch.full(shape, 5.0), torch.full(shape, 5.0)
         images = [pixels if here else None for here in present]
-        kernels.write_normalized(found, 1, images, SCALE, SHIFT)
+        kernels.write_normalized(found.numpy(), 1, images, SCALE, SHIFT)
         column = (torch.tensor(SCALE).reshape(3, 1, 1), torch.tensor(SHIFT).reshape(3, 1, 1))
         for slot, here in enumerate(present, 1):
             if here:
@@ -190,7 +173,7 @@ class TestSameAsTorch:
 
     @pytest.mark.parametrize("size", [(1, 1), (4, 1), (5, 4)])
     def test_pixels_of_another_size_are_not_spread_over_the_slot(self, size: tuple[int, int]) -> None:
-        slots = torch.full((2, 3, 4, 4), 5.0)
+        slots = np.full((2, 3, 4, 4), 5.0, np.float32)
         with pytest.raises(ValueError, match="pixels' size"):
             kernels.write_normalized(slots, 0, [np.full((*size, 3), 9, np.uint8)], SCALE, SHIFT)
         assert (slots == 5).all()
@@ -221,6 +204,9 @@ class TestSameAsTorch:
             lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1], None, True)]),
             lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.5, 0.0, 4.0, 4.0), True)]),
             lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.0, 0.0, math.nan, 4.0), True)]),
+            lambda c: c.crop_box(5, 5, (0.1, 1.0), (0.7, 1.3), np.zeros(21)),
+            lambda c: c.crop_box(5, 5, (0.1, 1.0), (0.7, 1.3), np.zeros(1)),
+            lambda c: c.crop_box(0, 5, (0.1, 1.0), (0.7, 1.3), np.zeros(22)),
             lambda c: c.cut(b"abc", [1, 3]),
             lambda c: c.cut(b"abc", [-1]),
             lambda c: c.read_many(str, ["a"], [0], [3], [None], [2], bytearray(4)),
@@ -229,13 +215,13 @@ class TestSameAsTorch:
         ],
     )
     def test_what_does_not_fit_is_refused(self, call: Any) -> None:
-        with pytest.raises(ValueError, match=r"must be|must have|must lie|differ"):
+        with pytest.raises(ValueError, match=r"must be|must have|must lie|differ|numbers|draws"):
             call(compiled)
 
     @given(pictures, st.integers(1, 300), st.integers(1, 300))
     def test_resize_is_pillows_within_one_level(self, pixels: kernels.Pixels, height: int, width: int) -> None:
         target = np.zeros((height, width, 3), np.uint8)
-        if not kernels.can_resample(pixels):
+        if kernels.resampled_from(pixels) is None:
             pytest.skip("this CPU has no AVX2")
         kernels.resample([(target, pixels, None, True)])
         wanted = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
@@ -251,7 +237,7 @@ class TestSameAsTorch:
     def test_resize_of_a_part_is_pillows_within_one_level(
         self, pixels: kernels.Pixels, height: int, width: int, start: Any, extent: Any
     ) -> None:
-        if not kernels.can_resample(pixels):
+        if kernels.resampled_from(pixels) is None:
             pytest.skip("this CPU has no AVX2")
         rows, columns = pixels.shape[:2]
         part = (start[0] * rows, start[1] * columns, extent[0] * rows, extent[1] * columns)
@@ -266,7 +252,7 @@ class TestSameAsTorch:
     ) -> None:
         target = np.zeros((to_height, to_width, 3), np.uint8)
         pixels = np.full((height, width, 3), level, np.uint8)
-        if kernels.can_resample(pixels):
+        if kernels.resampled_from(pixels) is not None:
             kernels.resample([(target, pixels, None, True)])
             assert (target == level).all()
 
@@ -287,14 +273,14 @@ class TestJpegSize:
         file = io.BytesIO()
         Image.new(mode, (width, height)).save(file, "JPEG", progressive=progressive, comment=comment)
         data = file.getvalue()
-        channels = {"RGB": 3, "L": 1, "CMYK": 4}[mode]
-        assert compiled.jpeg_size(data) == (height, width, channels)
-        assert compiled.jpeg_size(data[:cut]) in ((height, width, channels), None)
+        size = None if mode == "CMYK" else (height, width)
+        assert compiled.jpeg_size(data) == size
+        assert compiled.jpeg_size(data[:cut]) in (size, None)
 
     @given(st.binary(max_size=300).map(lambda tail: b"\xff\xd8" + tail))
     def test_garbage_is_no_picture_or_one(self, data: bytes) -> None:
         found = compiled.jpeg_size(data)
-        assert found is None or all(number >= 0 for number in found)
+        assert found is None or all(number > 0 for number in found)
 
 
 class TestReading:

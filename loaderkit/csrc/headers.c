@@ -253,8 +253,8 @@ PyObject *group_names(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* The frame header of a baseline, extended or progressive JPEG of 8 bits; None for everything else. A few hundred
- * nanoseconds, against 10 us in a decoder that sets itself up for it. */
+/* (height, width) by the frame header of a baseline, extended or progressive JPEG of 8 bits, grey or of three colours; None
+ * for everything else. A few hundred nanoseconds, against 10 us in a decoder that sets itself up for it. */
 PyObject *jpeg_size(PyObject *self, PyObject *object) {
     Py_buffer data;
     PyObject *result = Py_None;
@@ -272,7 +272,8 @@ PyObject *jpeg_size(PyObject *self, PyObject *object) {
                 continue;
             }
             if (marker >= 0xC0 && marker <= 0xC2 && at[4] == 8) {
-                result = Py_BuildValue("(iii)", at[5] << 8 | at[6], at[7] << 8 | at[8], at[9]);
+                const int height = at[5] << 8 | at[6], width = at[7] << 8 | at[8];
+                result = height && width && (at[9] == 1 || at[9] == 3) ? Py_BuildValue("(ii)", height, width) : Py_None;
                 break;
             }
             const int is_frame = marker >= 0xC0 && marker <= 0xCF && marker != 0xC4 && marker != 0xC8 && marker != 0xCC;

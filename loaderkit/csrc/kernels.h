@@ -13,6 +13,7 @@
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
+ *     crop_box(height, width, scale, ratio, draws)           where a random resized crop lies
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     uniforms(key, indices, numbers)                        random numbers of samples, a tenth of NumPy's time for a few
@@ -71,6 +72,7 @@ PyObject *kept_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *jpeg_size(PyObject *self, PyObject *object);
+PyObject *crop_box(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *uniforms(PyObject *self, PyObject *args);

@@ -163,12 +163,16 @@ static int note_slow(Ledger *self, int stage, PyObject *chunk, double each_s, do
         return -1;
     }
     const double least_s = PyFloat_AsDouble(PyList_GET_ITEM(self->least_s, stage));
-    const int is_slow = slowest != Py_None || each_s > least_s;
+    const int is_of_one = PyTuple_Check(slowest) && PyTuple_GET_SIZE(slowest) == 2;
+    const double seconds = is_of_one ? PyFloat_AsDouble(PyTuple_GET_ITEM(slowest, 0)) : each_s;
     Py_DECREF(slowest);
     if (PyErr_Occurred()) {
         return -1;
     }
-    PyObject *done = !is_slow ? Py_NewRef(Py_None) : PyObject_CallMethod(self->slow_items, "note", "iOdd", stage, chunk, each_s, now);
+    if (seconds <= least_s) { /* nearly always: what `note` would do then, without a call */
+        return is_of_one ? PyObject_SetAttrString(chunk, "slowest", Py_None) : 0;
+    }
+    PyObject *done = PyObject_CallMethod(self->slow_items, "note", "iOdd", stage, chunk, each_s, now);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

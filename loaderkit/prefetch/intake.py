@@ -348,7 +348,7 @@ class Intake:
 
     def _drop(self, destination: Destination) -> None:
         """The last chunk of a cancelled destination is out of the stages: its memory is free. Under the lock."""
-        destination.fields = {}
+        destination.let_go()
         destination.result = None
         self.num_open -= 1
         self._plan.release(destination)

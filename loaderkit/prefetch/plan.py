@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -278,15 +279,18 @@ class BatchPlan:
             epoch=epoch, step=step, positions=positions, indices=indices, wrapped=wrapped, begin=begin, end=self._end
         )
         destination.specs = self.specs
-        destination.fields = self.slabs.take()
+        destination.fields, destination.arrays = self.slabs.take()
         size = len(positions)
         for name in self._loose:
             destination.values[name] = [None] * size
         if chunk_size >= size or self._whole_chunks:
             destination.chunks = [Chunk(destination, 0, size, epoch, indices)]
         else:
-            for lo in range(0, size, chunk_size):
-                hi = min(size, lo + chunk_size)
+            num = -(-size // chunk_size)
+            bounds = [
+                size * number // num for number in range(num + 1)
+            ]  # all alike: what a chunk costs besides counts less
+            for lo, hi in pairwise(bounds):
                 destination.chunks.append(Chunk(destination, lo, hi, epoch, indices[lo:hi]))
         destination.num_pending = len(destination.chunks)
         if self._share.of > 1:
@@ -359,5 +363,5 @@ class BatchPlan:
         if self._schedule.world_size > 1 and not self._schedule.drop_last:
             wrapped = np.zeros(num_slots, np.bool_) if destination.wrapped is None else destination.wrapped
             batch["__wrapped__"] = torch.from_numpy(wrapped if slots is None else wrapped[slots])
-        destination.fields = {}
+        destination.let_go()
         return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -59,6 +59,17 @@ class StageKeys:
         return key
 
 
+Left = list[tuple[int, Any]]
+"""What is left to do for a chunk's samples: (place, job) of each."""
+Finish = Callable[[Chunk, Left, "FailureNamer"], None]
+"""Does it for all of them at once, and notes in `chunk.slowest` what took longer than anything before."""
+
+
+def resize_all(chunk: Chunk, left: Left, failed: FailureNamer) -> None:
+    """A `Finish`, of `ResampleJob`s."""
+    resample([job for _, job in left])
+
+
 def each_sample(
     function: Callable[[Sample, NDArray[np.float64], dict[str, Any] | None], list[Any] | None],
     num_draws: int,
@@ -66,29 +77,31 @@ def each_sample(
     failed: FailureNamer,
     *,
     reuse: bool,
+    finish: Finish = resize_all,
 ) -> Callable[[Chunk], None]:
     """A chunk stage from a function of one sample, its `num_draws` uniform numbers, and memory it may reuse.
 
     That memory belongs to the chunk, one dict for every place, and passes to another chunk once this one has landed;
-    without `reuse` the function gets None. What the function leaves to be resized is done for all samples at once.
+    without `reuse` the function gets None. The jobs that the function leaves are for `finish`.
     """
     nothing = np.empty(0)
 
     def run(chunk: Chunk) -> None:
-        draws: Sequence[Any] | NDArray[np.float64]
-        draws = uniforms(keys[chunk.epoch], chunk.indices, num_draws) if num_draws else [nothing] * len(chunk)
-        scratches: list[dict[str, Any]] = chunk.scratch.setdefault(failed.stage, [])
-        while len(scratches) < len(chunk):
-            scratches.append({})
-        jobs: list[Any] = []
+        samples = chunk.samples
+        draws = list(uniforms(keys[chunk.epoch], chunk.indices, num_draws)) if num_draws else [nothing] * len(samples)
+        memories: list[dict[str, Any] | None] = [None] * len(samples)
+        if reuse:
+            memories = chunk.scratch.setdefault(failed.stage, [])
+            while len(memories) < len(samples):
+                memories.append({})
+        left: Left = []
         slowest, begin_s = (0.0, 0), perf_counter()
-        for place, sample in enumerate(chunk.samples):
+        for place, (sample, numbers, memory) in enumerate(zip(samples, draws, memories, strict=False)):
             if sample is not None:
                 chunk.place = place
                 try:
-                    left = function(sample, draws[place], scratches[place] if reuse else None)
-                    if left:
-                        jobs += left
+                    for job in function(sample, numbers, memory) or ():
+                        left.append((place, job))
                 except USER_ERRORS as error:
                     failed(chunk, place, error)
                 now = perf_counter()  # 0.1 us a sample
@@ -96,9 +109,9 @@ def each_sample(
                     slowest = now - begin_s, place
                 begin_s = now
         chunk.slowest = slowest
-        if jobs:
+        if left:
             chunk.place = None
-            resample(jobs)
+            finish(chunk, left, failed)
 
     return run
 

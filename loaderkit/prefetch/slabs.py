@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from loaderkit.kernels import type_in_numpy
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.schema import say_bytes
 from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
@@ -26,18 +27,6 @@ from loaderkit.types import FieldSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ALIGNMENT = 64
-_IN_NUMPY: Mapping[torch.dtype, np.dtype[Any]] = MappingProxyType(
-    {
-        torch.bool: np.dtype(np.bool_),
-        torch.uint8: np.dtype(np.uint8),
-        torch.uint16: np.dtype(np.uint16),
-        torch.int32: np.dtype(np.int32),
-        torch.int64: np.dtype(np.int64),
-        torch.float16: np.dtype(np.float16),
-        torch.float32: np.dtype(np.float32),
-        torch.float64: np.dtype(np.float64),
-    }
-)
 logger = logging.getLogger("loaderkit")
 
 
@@ -114,10 +103,11 @@ class SlabPool:
         """Slabs in use: being filled, waiting to be delivered, or seen by the user."""
         return self.num_allocated - self._free.qsize()
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """Tensors over a free slab, [num_slots, ...] each, uninitialised."""
+    def take(self) -> tuple[dict[str, torch.Tensor], dict[str, NDArray[Any]]]:
+        """Tensors over a free slab, [num_slots, ...] each, uninitialised, and the same as arrays, but for dtypes that NumPy
+        lacks."""
         if not self.layout.fields:
-            return {}
+            return {}, {}
         while self._free.qsize() > self.num_kept:
             self._free.get()
             self.num_allocated -= 1
@@ -126,14 +116,17 @@ class SlabPool:
         except Empty:
             slab = self._allocate()
         lease = Lease(slab, self._free, slab.fields[0][1])
-        tensors = {}
+        tensors, arrays = {}, {}
         for name, interface, numbers in slab.fields:
             lease.__array_interface__ = interface
-            tensors[name] = tensor = torch.from_numpy(np.asarray(lease))
-            if numbers is not None:
+            array = np.asarray(lease)
+            tensor = torch.from_numpy(array)
+            if numbers is None:
+                tensors[name], arrays[name] = tensor, array
+            else:
                 shape, dtype = numbers
                 tensors[name] = tensor.view(dtype).view(shape)
-        return tensors
+        return tensors, arrays
 
     def _allocate(self) -> Slab:
         if self.num_allocated >= 2 * self.num_kept + 8 and not self._is_warned:
@@ -148,7 +141,7 @@ class SlabPool:
         slab = Slab(memory, [])
         for name, start, end, shape, dtype in self.layout.fields:
             part = memory[start:end]
-            known = _IN_NUMPY.get(dtype)
+            known = type_in_numpy(dtype)
             if known is None:
                 slab.fields.append((name, part.__array_interface__, (shape, dtype)))
             else:

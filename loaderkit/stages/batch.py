@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
-from loaderkit.kernels import all_have_dtype, array_of, stack, type_of_all, write_image
+from loaderkit.kernels import all_have_dtype, stack, type_of_all, write_image
 from loaderkit.schema import StageArgs
 from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
 
@@ -117,13 +118,24 @@ def land(
         (_land_singly if specs[name].kind == "slab" else _keep)(chunk, name, specs[name], failed)
 
 
+class _Slots(NamedTuple):
+    """One field of a batch, [B, ...]: as a tensor, and as an array, where NumPy has its dtype."""
+
+    tensor: torch.Tensor
+    array: NDArray[Any] | None
+
+    @classmethod
+    def of(cls, chunk: Chunk, name: str) -> _Slots:
+        return cls(chunk.destination.fields[name], chunk.destination.arrays.get(name))
+
+
 def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) -> bool:
     """One field of all samples at once; False if that has to be done one by one."""
     if spec.kind == "slab" and spec.image and spec.dtype != torch.uint8:
         channels, height, width = spec.shape
         return type_of_all(values) is Image and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
-        return _land_together(values, spec, chunk.destination.fields[name], chunk)
+        return _land_together(values, spec, _Slots.of(chunk, name), chunk.lo)
     if spec.kind == "list" and type_of_all(values) is bytes:
         chunk.destination.values[name][chunk.lo : chunk.hi] = values
         return True
@@ -166,7 +178,7 @@ def _land_singly(
     spec: FieldSpec,
     failed: Callable[[Chunk, int, Exception], None],
 ) -> None:
-    slots = chunk.destination.fields[name]
+    slots = _Slots.of(chunk, name)
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
@@ -175,16 +187,17 @@ def _land_singly(
                 failed(chunk, place, error)
 
 
-def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slot: int) -> None:
+def _land_value(value: Any, name: str, spec: FieldSpec, slots: _Slots, slot: int) -> None:
     if type(value) is Landed:
         return
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
         if (channels, height, width) == spec.shape:
             if spec.dtype == torch.uint8:
-                write_image(slots, slot, value.pixels)
+                assert slots.array is not None
+                write_image(slots.array, slot, value.pixels)
             return
-    if isinstance(value, np.ndarray) and _land_array(value, spec, slots, slot):
+    if isinstance(value, np.ndarray) and _land_array(value, spec, slots.array, slot):
         return
     try:
         tensor = as_tensor(value)
@@ -192,21 +205,21 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: torch.Tensor, slo
         raise ValueError(_misfit(value, name, spec)) from error
     if spec.image or tensor.shape != spec.shape or tensor.dtype != spec.dtype:
         raise ValueError(_misfit(value, name, spec))
-    slots[slot].copy_(tensor.detach())
+    slots.tensor[slot].copy_(tensor.detach())
 
 
-def _land_array(value: np.ndarray[Any, Any], spec: FieldSpec, slots: torch.Tensor, slot: int) -> bool:
+def _land_array(value: NDArray[Any], spec: FieldSpec, array: NDArray[Any] | None, slot: int) -> bool:
     """Copy an array once, however it lies in memory: swapped, reversed, at odd addresses, read-only."""
-    if spec.image or value.shape != spec.shape or value.dtype.name != str(spec.dtype).removeprefix("torch."):
+    if array is None or spec.image or value.shape != spec.shape or value.dtype.name != array.dtype.name:
         return False
-    np.copyto(array_of(slots)[slot, ...], value)
+    np.copyto(array[slot, ...], value)
     return True
 
 
 _SMALL_BYTES = 4096
 
 
-def _land_together(values: list[Any], spec: FieldSpec, slots: torch.Tensor, chunk: Chunk) -> bool:
+def _land_together(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
     """Numbers, small tensors and small arrays of one type at once: a tenth of the time of one assignment a slot.
 
     False if they do not fit together: then one by one, to find which of them does not.
@@ -216,40 +229,42 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: torch.Tensor, chun
     if write is None or type_of_all(values) is not kind:
         return False
     try:
-        return write(values, spec, slots, chunk.lo)
+        return write(values, spec, slots, lo)
     except (OverflowError, RuntimeError, TypeError, ValueError):
         return False
 
 
-def _write_tensors(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
-    if stack(values, slots, lo):
+def _write_tensors(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
+    tensor = slots.tensor
+    if stack(values, tensor, lo):
         return True
     fits: bool = values[0].shape == spec.shape and all_have_dtype(values, spec.dtype)
     if fits:
-        is_whole = len(values) == slots.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1
-        torch.stack(values, out=slots if is_whole else slots[lo : lo + len(values)])
+        is_whole = len(values) == tensor.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1
+        torch.stack(values, out=tensor if is_whole else tensor[lo : lo + len(values)])
     return fits
 
 
-def _write_arrays(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
-    array = array_of(slots)
-    fits: bool = values[0].shape == spec.shape and all_have_dtype(values, array.dtype)
-    if fits and values[0].nbytes <= _SMALL_BYTES:
-        array[lo : lo + len(values)] = values
-        return True
-    return False
+def _write_arrays(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
+    array = slots.array
+    if array is None or values[0].shape != spec.shape or not all_have_dtype(values, array.dtype):
+        return False
+    if values[0].nbytes > _SMALL_BYTES:
+        return False
+    array[lo : lo + len(values)] = values
+    return True
 
 
-def _write_numbers(values: list[Any], spec: FieldSpec, slots: torch.Tensor, lo: int) -> bool:
+def _write_numbers(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
-        # torch's operations begin cold behind a decoder: tenths of a ms
-        array_of(slots)[lo : lo + len(values)] = values
+        assert slots.array is not None
+        slots.array[lo : lo + len(values)] = values  # torch's operations begin cold behind a decoder: tenths of a ms
     return fits
 
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-_WRITERS: dict[type, Callable[[list[Any], FieldSpec, torch.Tensor, int], bool]] = {
+_WRITERS: dict[type, Callable[[list[Any], FieldSpec, _Slots, int], bool]] = {
     torch.Tensor: _write_tensors,
     np.ndarray: _write_arrays,
     int: _write_numbers,

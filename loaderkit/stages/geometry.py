@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit.images import image_fields
+from loaderkit.native import kernels
 from loaderkit.resizing import Interpolation, ResampleJob, cut, resized
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.steps import Crop, Flip, Scale, Steps
@@ -168,7 +169,7 @@ def random_crop(args: RandomCropArgs) -> SampleFunction:
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         images = image_fields(sample, args.fields)
-        _shared_size(images)
+        _check_sizes(images)
         for name, whole in images:
             image = whole
             rows = columns = args.padding
@@ -221,8 +222,9 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
         images = image_fields(sample, args.fields)
-        size = _shared_size(images)
-        box = images[0][1].box or crop_box(*size, args.scale, args.ratio, draws)
+        _check_sizes(images)
+        first = images[0][1]
+        box = first.box or crop_box(*first.size, args.scale, args.ratio, draws)
         for name, image in images:
             memory = _of_field(scratch, name)
             sample[name] = resized(
@@ -235,10 +237,10 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
 
 def random_resized_crop_steps(args: RandomResizedCropArgs) -> Steps:
     """The same, described."""
-    target = Scale(*_pair(args.size))
+    target, scale, ratio = Scale(*_pair(args.size)), args.scale, args.ratio
 
     def of(height: int, width: int, draws: Draws) -> tuple[Crop, Scale]:
-        return Crop(*crop_box(height, width, args.scale, args.ratio, draws)), target
+        return Crop(*crop_box(height, width, scale, ratio, draws)), target
 
     return Steps((Crop, Scale), of, args.interpolation, args.antialias, is_shared=True)
 
@@ -251,6 +253,9 @@ def crop_box(
     Ten tries of a random area and a log-uniform aspect ratio; if none fits, the largest centred piece whose ratio is
     allowed.
     """
+    if kernels is not None:
+        found: tuple[int, int, int, int] = kernels.crop_box(height, width, scale, ratio, draws)
+        return found
     values = draws.tolist()
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     for area_draw, ratio_draw in zip(values[:10], values[10:20], strict=True):
@@ -271,9 +276,11 @@ def crop_box(
 def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
     """One draw: mirrored when it is below `p`. A view: whoever writes the pixels into their slot reads them backwards."""
 
+    p, fields = args.p, args.fields
+
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
-        if draws[0] < args.p:
-            for name, image in image_fields(sample, args.fields):
+        if draws[0] < p:
+            for name, image in image_fields(sample, fields):
                 sample[name] = Image(image.pixels[:, ::-1], image.mask)
 
     return run
@@ -288,13 +295,11 @@ def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
     return None if scratch is None else scratch.setdefault(name, {})
 
 
-def _shared_size(images: list[tuple[str, Image]]) -> tuple[int, int]:
-    """(height, width) of all of them; a crop of one place needs images of one size."""
-    height, width = images[0][1].size
+def _check_sizes(images: list[tuple[str, Image]]) -> None:
+    """A crop of one place needs images of one size."""
     if len(images) > 1 and len({image.size for _, image in images}) > 1:
         listed = ", ".join(f"{name} {image.size[1]} x {image.size[0]}" for name, image in images)
         raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")
-    return height, width
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -87,7 +87,7 @@ def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
 
     def run(chunk: Chunk) -> None:
         for name in image_fields(chunk.destination.specs):
-            slots = chunk.destination.fields[name]
+            slots = chunk.destination.arrays[name]
             scale, shift = factors(slots.shape[1])
             images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
             write_normalized(slots, chunk.lo, images, scale, shift)

@@ -8,7 +8,7 @@ range. A source of objects has no ranges; its `item(i)` is the sample. Records o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from time import perf_counter
@@ -27,7 +27,6 @@ from loaderkit.types import (
     Ranges,
     Sample,
     Source,
-    Table,
 )
 
 
@@ -41,25 +40,35 @@ Fetch = Callable[[Chunk, int, FieldRange], Any]
 
 _ALIGNMENT = 64
 _Names = tuple[tuple[str, str], ...]
+_Brought = tuple[list[Any], Mapping[int, Exception]]
+"""What was read, range by range, and the errors by number of the range."""
 
 
 class _Plan:
-    """What is to be read for a chunk: the places of its samples, their (field, extension)s, what is known of them without
-    reading, and the ranges in that order."""
+    """What is to be read for samples that are asked for one by one: their places, their (field, extension)s, what is known of
+    them without reading, and the ranges in that order."""
 
-    def __init__(
-        self, places: Sequence[int], names: list[_Names], constants: list[Sample], ranges: Ranges, num_bytes: int
-    ) -> None:
-        self.places = places
-        self.names = names
-        self.constants = constants
-        self.ranges = ranges
-        self.num_bytes = num_bytes
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.names: list[_Names] = []
+        self.constants: list[Sample] = []
+        self.ranges = Ranges([], [], [], [])
+        self.num_bytes = 0  # in all
         self.fetched: list[tuple[int, str, Any]] = []  # place, field, value: what was read already
 
     def owners(self) -> list[int]:
         """The place of the sample that each range belongs to."""
         return [place for place, names in zip(self.places, self.names, strict=True) for _ in names]
+
+    def fill(self, chunk: Chunk, pieces: Iterable[Any]) -> None:
+        """Make samples of the pieces, which come in the order of the ranges."""
+        piece = iter(pieces)
+        for place, names, known in zip(self.places, self.names, self.constants, strict=True):
+            chunk.samples[place] = {field: next(piece) for field, _ in names} | known
+        for place, field, value in self.fetched:
+            found = chunk.samples[place]
+            if found is not None:
+                found[field] = value
 
 
 def read_ranges(
@@ -78,61 +87,60 @@ def read_ranges(
     table_of = getattr(source, "table", None) if fetch is None else None
     read_many = bulk_method(connector, "read_many")
 
-    def run(chunk: Chunk) -> int:
-        table = None if table_of is None else table_of(chunk.indices)
-        plan = _one_by_one(source, chunk, failed, fetch) if table is None else _of_table(table, len(chunk))
-        lengths = plan.ranges.lengths
+    def bring(chunk: Chunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Brought:
+        lengths = ranges.lengths
         sizes = lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]
         offsets = list(accumulate(sizes, initial=0))
         view = chunk.memory("read", offsets.pop())
         chunk.place = None
         if read_many is None:
-            errors = _read_each(connector, chunk, plan, offsets, view)
+            errors = _read_each(connector, chunk, ranges, owners=owners(), offsets=offsets, view=view)
         else:
-            errors = read_many(plan.ranges, offsets, view)
-        if as_bytes and table is not None and not errors and chunk.destination.specs:
-            cut = _cut(view, lengths, offsets)
-            num_fields = len(table.fields)
-            chunk.columns = {field: cut[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
-            return plan.num_bytes
-        _fill(chunk, plan, _cut(view, lengths, offsets) if as_bytes else _views(view, lengths, offsets, plan.names))
-        return plan.num_bytes - (_note(chunk, plan, errors, failed) if errors else 0)
+            errors = read_many(ranges, offsets, view)
+        if as_bytes:
+            return _cut(view, lengths, offsets), errors
+        views = [view[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
+        return list(map(Encoded, views, extensions)), errors
+
+    def run(chunk: Chunk) -> int:
+        table = None if table_of is None else table_of(chunk.indices)
+        if table is None:
+            plan = _one_by_one(source, chunk, failed, fetch)
+            extensions = [extension for names in plan.names for _, extension in names]
+            ranges, owners, num_bytes = plan.ranges, plan.owners, plan.num_bytes
+            pieces, errors = bring(chunk, ranges, extensions, owners)
+            plan.fill(chunk, pieces)
+        else:
+            num_samples, num_fields = len(chunk), len(table.fields)
+            ranges, num_bytes = table.ranges, sum(table.ranges.lengths)
+            extensions = [extension for _, extension in table.fields] * num_samples
+
+            def owners() -> list[int]:
+                return [place for place in range(num_samples) for _ in range(num_fields)]
+
+            pieces, errors = bring(chunk, ranges, extensions, owners)
+            columns = {field: pieces[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
+            if as_bytes and not errors and chunk.destination.specs:
+                chunk.columns = columns
+            else:
+                chunk.samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return num_bytes - (_note(chunk, ranges, owners(), errors, failed) if errors else 0)
 
     return run
 
 
-def _fill(chunk: Chunk, plan: _Plan, pieces: Iterable[Any]) -> None:
-    """Make samples of the pieces, which come in the order of the plan's ranges."""
-    piece = iter(pieces)
-    for place, names, known in zip(plan.places, plan.names, plan.constants, strict=True):
-        chunk.samples[place] = {field: next(piece) for field, _ in names} | known
-    for place, field, value in plan.fetched:
-        found = chunk.samples[place]
-        if found is not None:
-            found[field] = value
-
-
-def _note(chunk: Chunk, plan: _Plan, errors: Mapping[int, Exception], failed: SampleErrors) -> int:
+def _note(
+    chunk: Chunk, ranges: Ranges, owners: list[int], errors: Mapping[int, Exception], failed: SampleErrors
+) -> int:
     """Mark the samples whose ranges could not be read as failed; returns how many bytes those are."""
-    owners = plan.owners()
     for number in sorted(errors):
         if owners[number] not in chunk.failures:  # the first that is wrong is what is said
             failed(chunk, owners[number], errors[number])
-    return sum(plan.ranges.lengths[number] for number in errors)
-
-
-def _of_table(table: Table, num: int) -> _Plan:
-    constants: list[Sample] = [{}] * num
-    if table.constants:
-        constants = [
-            dict(zip(table.constants, row, strict=True)) for row in zip(*table.constants.values(), strict=True)
-        ]
-    return _Plan(range(num), [table.fields] * num, constants, table.ranges, sum(table.ranges.lengths))
+    return sum(ranges.lengths[number] for number in errors)
 
 
 def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
-    places: list[int] = []
-    plan = _Plan(places, [], [], Ranges([], [], [], []), 0)
+    plan = _Plan()
     for place, index in enumerate(chunk.indices.tolist()):
         chunk.place = place
         try:
@@ -141,7 +149,7 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
         except Exception as error:
             failed(chunk, place, error)
             continue
-        places.append(place)
+        plan.places.append(place)
         plan.constants.append(source.constants(index))
         plan.names.append(tuple((one.field, one.extension) for one, value in fetched if value is None))
         for one, value in fetched:
@@ -156,14 +164,13 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
 
 
 def _read_each(
-    connector: Connector, chunk: Chunk, plan: _Plan, offsets: list[int], view: memoryview
+    connector: Connector, chunk: Chunk, ranges: Ranges, *, owners: list[int], offsets: list[int], view: memoryview
 ) -> Mapping[int, Exception]:
     """`read_many` of a connector that has none."""
     errors: dict[int, Exception] = {}
-    owners = plan.owners()
     bad: set[int] = set()
     slowest = (0.0, 0)
-    for number, (key, start, length, etag) in enumerate(zip(*plan.ranges, strict=True)):
+    for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
         chunk.place = owners[number]
         if chunk.place in bad:  # the rest of a bad sample may take a time-out each
             continue
@@ -186,14 +193,6 @@ def _cut(view: memoryview, lengths: list[int], offsets: list[int]) -> list[bytes
         found: list[bytes] = kernels.cut(view, lengths)
         return found
     return [bytes(view[offset : offset + length]) for offset, length in zip(offsets, lengths, strict=True)]
-
-
-def _views(view: memoryview, lengths: list[int], offsets: list[int], names: list[_Names]) -> list[Encoded]:
-    extensions = [extension for fields in names for _, extension in fields]
-    return [
-        Encoded(view[offset : offset + length], extension)
-        for offset, length, extension in zip(offsets, lengths, extensions, strict=True)
-    ]
 
 
 def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Callable[[Chunk], int]:

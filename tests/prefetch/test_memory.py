@@ -20,7 +20,7 @@ from PIL import Image
 
 import loaderkit
 import profiles.memory
-from loaderkit import Pipeline
+from loaderkit import Pipeline, kernels
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.slabs import SlabLayout, SlabPool
 from loaderkit.types import FieldSpec
@@ -108,7 +108,7 @@ class TestLeases:
     )
     def test_a_slab_is_kept_by_anything_that_sees_it(self, kind: str) -> None:
         pool = make_pool(x=((3,), torch.float32), label=((), torch.int64))
-        tensors = pool.take()
+        tensors = pool.take()[0]
         held = self.views(tensors)[kind]
         del tensors
         gc.collect()
@@ -119,7 +119,7 @@ class TestLeases:
 
     def test_fields_share_a_slab_but_no_storage(self) -> None:
         pool = make_pool(x=((3,), torch.float32), y=((2, 2), torch.bfloat16), label=((), torch.int64))
-        tensors = pool.take()
+        tensors = pool.take()[0]
         assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {
             "x": ((4, 3), torch.float32),
             "y": ((4, 2, 2), torch.bfloat16),
@@ -141,11 +141,30 @@ class TestLeases:
         del label
         assert pool.num_live == 0
 
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint32, torch.float16, torch.complex64])
+    def test_arrays_are_the_tensors_memory(self, dtype: torch.dtype) -> None:
+        kernels.type_in_numpy.cache_clear()
+        with torch.device("meta"):  # where tensors are made by default, as a model's are
+            pool = make_pool(x=((3, 2), dtype), other=((2,), torch.bfloat16))
+            tensors, arrays = pool.take()
+        assert arrays.keys() == {"x"}, "NumPy lacks the other's type"
+        array = arrays["x"]
+        tensors["x"].zero_()
+        assert (array.shape, array.dtype) == (tuple(tensors["x"].shape), tensors["x"].numpy().dtype)
+        array[...] = 1
+        assert tensors["x"].tolist() == np.ones_like(array).tolist()
+        assert tensors["x"].dtype == dtype
+        del tensors, arrays
+        gc.collect()
+        assert pool.num_live == 1, "the array keeps the slab"
+        del array
+        assert pool.num_live == 0
+
     def test_memory_is_used_again(self) -> None:
         pool = make_pool(x=((1000,), torch.float32))
         addresses = set()
         for _ in range(50):
-            addresses.add(pool.take()["x"].data_ptr())
+            addresses.add(pool.take()[0]["x"].data_ptr())
         assert len(addresses) == 1
         assert pool.num_allocated == 1
 

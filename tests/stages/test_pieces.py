@@ -23,6 +23,8 @@ from loaderkit import builder, native
 from loaderkit.cli import main
 from loaderkit.errors import StageError
 from loaderkit.stages import decode as decoding
+from loaderkit.steps import Crop, Need
+from loaderkit.types import Chunk, Destination, Encoded
 
 jpeg = native.jpeg
 needs_libjpeg = pytest.mark.skipif(jpeg is None, reason="built without libjpeg-turbo")
@@ -52,14 +54,23 @@ def encoded(pixels: NDArray[np.uint8], sampling: str, quality: int = 90) -> byte
     return found
 
 
+def is_left(job: list[Any]) -> bool:
+    """Whether a piece is left to others, and those beside it are not."""
+    plain = (encoded(photograph(20, 30, 1), "420"), 1, (3, 4, 5, 6), np.empty(5 * (6 + jpeg.BESIDE) * 3, np.uint8))
+    (before, here, behind) = jpeg.decode([plain, tuple(job), plain])
+    assert before[1]
+    assert behind[1]
+    return not here[1]
+
+
 def piece(data: bytes, step: int, box: Box) -> NDArray[np.uint8] | None:
     """The pixels of a box, cut out of the rows that were decoded for it."""
     _, left, height, width = box
     buffer = np.full(height * (width + jpeg.BESIDE) * 3, 77, np.uint8)
-    found = jpeg.decode(data, step, box, buffer)
-    if found is None:
+    ((first, num_columns, took_s),) = jpeg.decode([(data, step, box, buffer)])
+    assert took_s >= 0
+    if not num_columns:
         return None
-    first, num_columns = found
     assert first <= left
     assert left + width <= first + num_columns
     rows: NDArray[np.uint8] = buffer[: height * num_columns * 3].reshape(height, num_columns, 3)
@@ -130,13 +141,34 @@ class TestPieces:
     )
     def test_a_box_that_is_not_inside_is_left_to_others(self, box: Box) -> None:
         file = encoded(photograph(72, 88, 0), "420")
-        assert jpeg.decode(file, 1, box, np.empty(100_000, np.uint8)) is None
+        assert is_left([file, 1, box, np.empty(100_000, np.uint8)])
 
     def test_too_little_memory_is_not_written_past(self) -> None:
         file = encoded(photograph(72, 88, 0), "420")
         memory = np.full(72 * 88 * 3, 77, np.uint8)
-        assert jpeg.decode(file, 1, (0, 0, 72, 88), memory[:-1]) is None
+        assert is_left([file, 1, (0, 0, 72, 88), memory[:-1]])
         assert (memory == 77).all()
+
+    @pytest.mark.parametrize(
+        "job",
+        [
+            5,
+            (b"", 1, (0, 0, 1, 1)),
+            (b"", 1, (0, 0, 1), bytearray(9)),
+            (b"", 1, (0, 0, 1, 1), b"cannot be written to"),
+            ("text", 1, (0, 0, 1, 1), bytearray(9)),
+        ],
+    )
+    def test_what_is_no_job_is_refused_and_nothing_is_written(self, job: Any) -> None:
+        memory = bytearray(b"M" * (20 * (30 + jpeg.BESIDE) * 3))
+        plain = (encoded(photograph(20, 30, 1), "420"), 1, (0, 0, 20, 30), memory)
+        with pytest.raises((TypeError, BufferError, ValueError)):
+            jpeg.decode([plain, job])
+        assert set(memory) == {ord("M")}
+        memory.clear()  # BufferError if anybody still holds on to it
+
+    def test_no_jobs(self) -> None:
+        assert jpeg.decode([]) == []
 
     @pytest.mark.parametrize("sampling", ["411", "CMYK", "png", "nothing"])
     def test_what_is_not_usual_is_left_to_others(self, sampling: str) -> None:
@@ -149,7 +181,7 @@ class TestPieces:
             (image.convert("CMYK") if sampling == "CMYK" else image).save(
                 buffer, "png" if sampling == "png" else "JPEG"
             )
-        assert jpeg.decode(buffer.getvalue(), 1, (0, 0, 9, 9), np.empty(10_000, np.uint8)) is None
+        assert is_left([buffer.getvalue(), 1, (0, 0, 9, 9), np.empty(10_000, np.uint8)])
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +278,9 @@ class Counted:
     def __init__(self) -> None:
         self.num_pieces = 0
 
-    def decode(self, *args: Any) -> Any:
-        found = jpeg.decode(*args)
-        self.num_pieces += found is not None
+    def decode(self, jobs: list[Any]) -> Any:
+        found = jpeg.decode(jobs)
+        self.num_pieces += sum(num_columns > 0 for _, num_columns, _ in found)
         return found
 
 
@@ -353,6 +385,54 @@ class TestInAPipeline:
         small = {"random_resized_crop": {"size": 16, "scale": [0.01, 0.01], "ratio": [1, 1]}}
         with pytest.raises(StageError, match=r"cut\.jpg.*truncated JPEG"):
             run(tmp_path, [small], errors={"on_bad_sample": "raise"})
+
+    def test_a_damaged_picture_leaves_those_beside_it_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of two fields the first is whole and decoded; the second's failure is the sample's, and names the field."""
+        members = {}
+        for number in range(8):
+            data = encoded(photograph(90, 90, number), "420")
+            members[f"{number}.a.jpg"] = data
+            members[f"{number}.b.jpg"] = data[: len(data) // 2] if number == 3 else data
+        source = tar_of(tmp_path, members, {"one": "a.jpg", "other": "b.jpg"})
+        with pytest.raises(StageError, match=r"sample '3' .* field 'other': truncated JPEG"):
+            run(tmp_path, [CROP], source=source, errors={"on_bad_sample": "raise"}, order={"epochs": 1})
+        skip = {"on_bad_sample": "skip", "max_bad_samples": 1.0}
+        here = run(tmp_path, [CROP], source=source, errors=skip, order={"epochs": 1})
+        assert sorted(key for batch in here for key in batch["__key__"]) == [*"0124567"]
+        monkeypatch.setattr(decoding, "jpeg", None)
+        assert same(here, run(tmp_path, [CROP], source=source, errors=skip, order={"epochs": 1}))
+
+    @pytest.mark.parametrize("bad", [(), (2,)])
+    def test_the_picture_that_took_longest_is_named(
+        self, bad: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seconds = [100.0, 300.0, 200.0]
+        is_plain = [place not in bad for place in range(3)]
+
+        class Slow:
+            BESIDE = jpeg.BESIDE
+
+            def decode(self, jobs: list[Any]) -> Any:
+                found = zip(jpeg.decode(jobs), is_plain, seconds, strict=True)
+                return [(first, num_columns * plain, took_s) for (first, num_columns, _), plain, took_s in found]
+
+        monkeypatch.setattr(decoding, "jpeg", Slow())
+        decoder = decoding.Decoder(decoding.DecodeArgs(), lambda height, width, _: Need(Crop(1, 2, 5, 6)))
+        indices = np.arange(3)
+        chunk = Chunk(Destination(epoch=0, step=0, positions=indices, indices=indices), 0, 3, 0, indices)
+        files = [memoryview(encoded(photograph(20, 20, number), "420")) for number in range(3)]
+        chunk.samples = [{"image": Encoded(file, "jpg")} for file in files]
+        left = [(place, piece) for place, sample in enumerate(chunk.samples) for piece in decoder.begin(sample or {})]
+        decoder.finish(chunk, left, unexpected)
+        assert chunk.slowest == (300.0, 1)
+        shapes = [sample["image"].pixels.shape for sample in chunk.samples if sample is not None]
+        assert shapes == [(5, 6, 3) if plain else (20, 20, 3) for plain in is_plain]
+
+
+def unexpected(chunk: Chunk, place: int, error: BaseException) -> None:
+    raise error
 
 
 PROBE = """

@@ -99,6 +99,7 @@ class _Pictures:
         self._keys = [path.relative_to(places.photos).as_posix() for path, _ in self._samples]
         self._memory = _Memory()
         self._slabs = [torch.empty(64, 3, 224, 224) for _ in range(self._NUM_SLABS)]
+        self._arrays = [slab.numpy() for slab in self._slabs]
         self._labels = [torch.empty(64, dtype=torch.int64) for _ in range(self._NUM_SLABS)]
         self._rng = np.random.default_rng(1)
 
@@ -121,32 +122,42 @@ class _Pictures:
         offsets = [0, *accumulate(sizes)][:_TASK]
         ranges = Ranges([self._keys[sample] for sample in chosen], [0] * _TASK, sizes, [None] * _TASK)
         assert not self._connector.read_many(ranges, offsets, memoryview(memory.encoded))
-        jobs = []
-        images: list[Any] = []
-        for place, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            pixels = _piece(memory, place, memoryview(memory.encoded)[offset : offset + size], draws[place, :-1])
-            target = memory.resized[place]
-            jobs.append((target, pixels, None, True))
-            images.append(target[:, ::-1] if draws[place, -1] < 0.5 else target)
-        resample(jobs)
-        write_normalized(self._slabs[slab], first, images, _SCALE, _SHIFT)
+        data = [memoryview(memory.encoded)[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        pieces = _pieces(memory, data, draws)
+        resample([(target, piece, None, True) for target, piece in zip(memory.resized, pieces, strict=True)])
+        is_mirrored = (draws[:, -1] < 0.5).tolist()
+        images: list[Any] = [
+            target[:, ::-1] if mirrored else target
+            for target, mirrored in zip(memory.resized, is_mirrored, strict=True)
+        ]
+        write_normalized(self._arrays[slab], first, images, _SCALE, _SHIFT)
         self._labels[slab][first : first + _TASK] = torch.tensor([self._samples[sample][1] for sample in chosen])
         return slab
 
 
-def _piece(memory: _Memory, place: int, data: memoryview, draws: Any) -> Any:
-    """The pixels of a random resized crop."""
-    rows, columns, _ = kernels.jpeg_size(data)
-    if memory.pictures[place].size < rows * columns * 3:
-        memory.pictures[place] = np.empty(rows * columns * 3, np.uint8)
-    pixels = memory.pictures[place]
-    box = top, left, height, width = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws)
+def _pieces(memory: _Memory, files: list[memoryview], draws: Any) -> list[Any]:
+    """The pixels of random resized crops."""
+    jobs = []
+    for place, data in enumerate(files):
+        rows, columns = kernels.jpeg_size(data)
+        if memory.pictures[place].size < rows * columns * 3:
+            memory.pictures[place] = np.empty(rows * columns * 3, np.uint8)
+        box = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws[place, :-1])
+        jobs.append((data, 1, box, memory.pictures[place]))
     if jpeg is None:
-        whole = pixels[: rows * columns * 3].reshape(rows, columns, 3)
-        return simplejpeg.decode_jpeg(data, "RGB", buffer=whole)[top : top + height, left : left + width]
-    first, width_there = jpeg.decode(data, 1, box, pixels)
-    there = pixels[: height * width_there * 3].reshape(height, width_there, 3)
-    return there[:, left - first : left - first + width]
+        return [_of_whole(*job) for job in jobs]
+    pieces = []
+    for (_, _, (_, left, height, width), pixels), (first, num_columns, _) in zip(jobs, jpeg.decode(jobs), strict=True):
+        there = pixels[: height * num_columns * 3].reshape(height, num_columns, 3)
+        pieces.append(there[:, left - first : left - first + width])
+    return pieces
+
+
+def _of_whole(data: memoryview, _: int, box: tuple[int, int, int, int], pixels: Any) -> Any:
+    top, left, height, width = box
+    rows, columns = kernels.jpeg_size(data)
+    whole = pixels[: rows * columns * 3].reshape(rows, columns, 3)
+    return simplejpeg.decode_jpeg(data, "RGB", buffer=whole)[top : top + height, left : left + width]
 
 
 def _preadv(folder: Path) -> Iterable[int]:

@@ -202,6 +202,7 @@ def contestants(paths: dict[str, Path], into: State, *, cold: bool) -> Runs:
         found["bare O_DIRECT, dropped, 8 threads"] = (lambda: _bare_direct(file, 8, None, copies=False), file)
         found["bare O_DIRECT, 8 threads"] = (lambda: _bare_direct(file, 8, to, copies=False), file)
         found["bare O_DIRECT + copy, 8 threads"] = (lambda: _bare_direct(file, 8, to, copies=True), file)
+        found["bare O_DIRECT + copy, 24 threads"] = (lambda: _bare_direct(file, 24, to, 2 * 2**20, copies=True), file)
     if (theirs := run_ai(str(file), into)) is not None:
         found["run:ai streamer + copy"] = (theirs, file)
     return found
@@ -230,23 +231,23 @@ def _big_pages(size: int) -> mmap.mmap:
     return memory
 
 
-def _bare_direct(file: Path, num_threads: int, to: mmap.mmap | None, *, copies: bool) -> None:
+def _bare_direct(file: Path, num_threads: int, to: mmap.mmap | None, step: int = _STEP, *, copies: bool) -> None:
     """As many bytes past the page cache: where they stay, as the disk wants them to lie; by way of memory that each thread uses
     again, copied from there, as tensors anywhere need it; or dropped there, which nobody could use.
     """
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    starts = range(0, os.fstat(fd).st_size, _STEP)
+    starts = range(0, os.fstat(fd).st_size, step)
 
     def read(own: range) -> None:
-        with _big_pages(_STEP) as memory:
+        with _big_pages(step) as memory:
             for start in own:
                 if to is None or copies:
                     os.preadv(fd, [memory], start)
                 else:
                     with memoryview(to) as whole:
-                        os.preadv(fd, [whole[start : start + _STEP]], start)
+                        os.preadv(fd, [whole[start : start + step]], start)
                 if to is not None and copies:
-                    np.copyto(np.frombuffer(to, np.uint8, _STEP, start), np.frombuffer(memory, np.uint8))
+                    np.copyto(np.frombuffer(to, np.uint8, step, start), np.frombuffer(memory, np.uint8))
 
     _side_by_side(read, [starts[n::num_threads] for n in range(num_threads)])
     os.close(fd)

@@ -48,6 +48,7 @@ class HostStats:
         return max(0.0, 1.0 - self.disk_bytes / self.read_bytes)
 
 
+_MOST_BYTES = 2**16  # a user in hundreds of groups has a long /proc/self/status
 Number = TypeVar("Number", int, float)
 
 
@@ -110,7 +111,7 @@ def _content(path: str) -> bytes:
     """A short file of the kernel's, without the layers of `open`; empty if there is none, or no descriptor left."""
     try:
         with io.FileIO(path) as file:
-            return file.read(4096)
+            return file.read(_MOST_BYTES)
     except OSError:
         return b""
 

@@ -287,9 +287,7 @@ class BatchPlan:
             destination.chunks = [Chunk(destination, 0, size, epoch, indices)]
         else:
             num = -(-size // chunk_size)
-            bounds = [
-                size * number // num for number in range(num + 1)
-            ]  # all alike: what a chunk costs besides counts less
+            bounds = [size * number // num for number in range(num + 1)]
             for lo, hi in pairwise(bounds):
                 destination.chunks.append(Chunk(destination, lo, hi, epoch, indices[lo:hi]))
         destination.num_pending = len(destination.chunks)

@@ -61,12 +61,12 @@ class StageKeys:
 
 Left = list[tuple[int, Any]]
 """What is left to do for a chunk's samples: (place, job) of each."""
-Finish = Callable[[Chunk, Left, "FailureNamer"], None]
-"""Does it for all of them at once, and notes in `chunk.slowest` what took longer than anything before."""
+DoAll = Callable[[Chunk, Left, "FailureNamer"], None]
+"""Does it for all of them at once; it may fail some of them, and note in `chunk.slowest` which took longest."""
 
 
 def resize_all(chunk: Chunk, left: Left, failed: FailureNamer) -> None:
-    """A `Finish`, of `ResampleJob`s."""
+    """A `DoAll`, of `ResampleJob`s."""
     resample([job for _, job in left])
 
 
@@ -77,7 +77,7 @@ def each_sample(
     failed: FailureNamer,
     *,
     reuse: bool,
-    finish: Finish = resize_all,
+    finish: DoAll = resize_all,
 ) -> Callable[[Chunk], None]:
     """A chunk stage from a function of one sample, its `num_draws` uniform numbers, and memory it may reuse.
 

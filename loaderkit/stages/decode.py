@@ -22,7 +22,7 @@ from PIL import ImageOps, UnidentifiedImageError
 from pydantic import Field
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
-from loaderkit.errors import FormatError
+from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.formats.npy import view_npy, view_npz
 from loaderkit.images import as_image, describe, jpeg_size
 from loaderkit.native import jpeg
@@ -130,13 +130,15 @@ class Decoder:
         return left
 
     def finish(
-        self, chunk: Chunk, left: list[tuple[int, Piece]], failed: Callable[[Chunk, int, Exception], None]
+        self, chunk: Chunk, left: list[tuple[int, Piece]], failed: Callable[[Chunk, int, BaseException], None]
     ) -> None:
-        """Decode the pieces that are left of a chunk's samples: (place, piece) of each."""
+        """Decode the pieces that are left of a chunk's samples: (place, piece) of each, a sample's one behind another."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
         found = jpeg.decode([piece for _, piece in left])
+        before, seconds = -1, 0.0
         for (place, piece), (first_column, num_columns, took_s) in zip(left, found, strict=True):
-            seconds = took_s
+            seconds = took_s if place != before else seconds + took_s
+            before = place
             sample = chunk.samples[place]
             if sample is not None and num_columns:
                 sample[piece.field] = piece.image(first_column, num_columns)
@@ -147,7 +149,7 @@ class Decoder:
         chunk.slowest = longest_s, slowest
 
     def _decode_whole(
-        self, chunk: Chunk, place: int, piece: Piece, failed: Callable[[Chunk, int, Exception], None]
+        self, chunk: Chunk, place: int, piece: Piece, failed: Callable[[Chunk, int, BaseException], None]
     ) -> float:
         """All of what could not be had in part; returns how long that took, in s."""
         sample = chunk.samples[place]
@@ -156,8 +158,8 @@ class Decoder:
         begin_s = perf_counter()
         try:
             sample[piece.field] = self._whole(piece.data, piece.field, piece.size, piece.step, piece.memory)
-        except _UNREADABLE as error:
-            failed(chunk, place, _named(sample, piece.field, error))
+        except USER_ERRORS as error:
+            failed(chunk, place, _named(sample, piece.field, error) if isinstance(error, _UNREADABLE) else error)
         return perf_counter() - begin_s
 
     def _encoded(self, value: Encoded, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:

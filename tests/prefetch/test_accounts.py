@@ -245,6 +245,7 @@ def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st
             for one in (account, other):
                 chunk.slowest = (float(much), 1) if number else None
                 one.served(number, int(much), 7 * number, chunk)
+                assert (chunk.slowest is None) == (not number or int(much) > 0), "the next stage is not charged with it"
     moment = data.draw(st.floats(90, clock.now + 10))
     assert state_s(account, moment) == pytest.approx(state_s(other, moment), abs=1e-9)
     assert account.timeline(95.0, moment) == other.timeline(95.0, moment)

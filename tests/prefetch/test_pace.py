@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loaderkit import Pipeline
+from loaderkit.assembly import Assembly, Recipe
+from loaderkit.builder import make_parts
 from loaderkit.prefetch.pace import Pace, trim
 
 
@@ -32,6 +35,25 @@ def test_what_a_chunk_costs_besides_does_not_make_it_shorter(fixed_ms: float) ->
 @pytest.mark.parametrize(("each_ms", "least", "most"), [(0.01, 64, 64), (0.75, 6, 10), (4, 1, 2), (100, 1, 1)])
 def test_samples_of_a_chunk_take_some_milliseconds(each_ms: float, least: int, most: int) -> None:
     assert least <= sizes_of(0.0, each_ms * 1e-3)[-1] <= most
+
+
+@given(st.integers(1, 130), st.integers(1, 140))
+def test_the_chunks_of_a_batch_are_alike(batch: int, chunk_size: int) -> None:
+    """A short one at the end would cost as much besides its samples as a long one, and look as if that were more."""
+    pipeline = Pipeline.dataset(list(range(130))).read().batch(batch, drop_last=True)
+    parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
+    plan = Assembly(Recipe(parts.config, parts.source, None, parts.schedule, 2)).make_plan()
+    plan.prepare()
+    destination = plan.open(chunk_size)
+    assert destination is not None
+    bounds = [(chunk.lo, chunk.hi) for chunk in destination.chunks]
+    assert [slot for lo, hi in bounds for slot in range(lo, hi)] == [*range(batch)]
+    lengths = [hi - lo for lo, hi in bounds]
+    assert len(lengths) == -(-batch // chunk_size)
+    assert max(lengths) - min(lengths) <= 1
+    assert all(
+        chunk.indices.tolist() == destination.indices[chunk.lo : chunk.hi].tolist() for chunk in destination.chunks
+    )
 
 
 def test_long_chunks_are_not_tried_longer() -> None:

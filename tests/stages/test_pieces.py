@@ -398,11 +398,29 @@ class TestInAPipeline:
         source = tar_of(tmp_path, members, {"one": "a.jpg", "other": "b.jpg"})
         with pytest.raises(StageError, match=r"sample '3' .* field 'other': truncated JPEG"):
             run(tmp_path, [CROP], source=source, errors={"on_bad_sample": "raise"}, order={"epochs": 1})
-        skip = {"on_bad_sample": "skip", "max_bad_samples": 1.0}
+        skip = {"on_bad_sample": "skip", "max_bad_samples": 8}
         here = run(tmp_path, [CROP], source=source, errors=skip, order={"epochs": 1})
         assert sorted(key for batch in here for key in batch["__key__"]) == [*"0124567"]
         monkeypatch.setattr(decoding, "jpeg", None)
         assert same(here, run(tmp_path, [CROP], source=source, errors=skip, order={"epochs": 1}))
+
+    def test_no_memory_for_one_picture_is_no_end_of_the_others(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What cannot be had in part is decoded whole, for which there may be no memory."""
+        for number in range(8):
+            file = encoded(photograph(90, 90 + number, number), "411" if number == 3 else "420")
+            (tmp_path / f"{number}.jpg").write_bytes(file)
+
+        def whole(data: memoryview, size: tuple[int, int], *_: Any) -> Any:
+            raise MemoryError(f"{size}")
+
+        monkeypatch.setattr(decoding, "_whole_jpeg", whole)
+        skip = {"on_bad_sample": "skip", "max_bad_samples": 8}
+        (here,) = run(tmp_path, [CROP], errors=skip, order={"epochs": 1})
+        assert sorted(here["__key__"]) == [f"{number}.jpg" for number in range(8) if number != 3]
+        with pytest.raises(StageError, match=r"sample .3\.jpg. in .*: MemoryError"):
+            run(tmp_path, [CROP], errors={"on_bad_sample": "raise"}, order={"epochs": 1})
 
     @pytest.mark.parametrize("bad", [(), (2,)])
     def test_the_picture_that_took_longest_is_named(
@@ -427,6 +445,12 @@ class TestInAPipeline:
         left = [(place, piece) for place, sample in enumerate(chunk.samples) for piece in decoder.begin(sample or {})]
         decoder.finish(chunk, left, unexpected)
         assert chunk.slowest == (300.0, 1)
+        chunk.slowest = None
+        (one, two, three), place = [piece for _, piece in left], 2
+        decoder.finish(chunk, [(0, one), (place, two), (place, three)], unexpected)
+        assert chunk.slowest is not None
+        assert chunk.slowest[0] >= 500.0, "of a sample with two pictures both count"
+        assert chunk.slowest[1] == place
         shapes = [sample["image"].pixels.shape for sample in chunk.samples if sample is not None]
         assert shapes == [(5, 6, 3) if plain else (20, 20, 3) for plain in is_plain]
 

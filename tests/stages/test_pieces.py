@@ -445,10 +445,9 @@ class TestInAPipeline:
         left = [(place, piece) for place, sample in enumerate(chunk.samples) for piece in decoder.begin(sample or {})]
         decoder.finish(chunk, left, unexpected)
         assert chunk.slowest == (300.0, 1)
-        chunk.slowest = None
+        chunk.slowest = (0.0, 0)
         (one, two, three), place = [piece for _, piece in left], 2
         decoder.finish(chunk, [(0, one), (place, two), (place, three)], unexpected)
-        assert chunk.slowest is not None
         assert chunk.slowest[0] >= 500.0, "of a sample with two pictures both count"
         assert chunk.slowest[1] == place
         shapes = [sample["image"].pixels.shape for sample in chunk.samples if sample is not None]

@@ -220,7 +220,15 @@ _ALL = (
         warm=96,
         least=16,
     ),
-    Work("first-batch", "from building to the first batch of `files`", "pixels", ("photos",), _STEPS, "first", "s"),
+    Work(
+        "first-batch",
+        "from building to the first batch of `files`",
+        "pixels",
+        ("photos",),
+        (*_STEPS, _limit("limit-import-torch", "import")),
+        "first",
+        "s",
+    ),
     Work("busy-step", "`files` under steps of 10 ms of plain Python", "pixels", ("photos",), _STEPS, "busy", "steps/s"),
     Work("memory", "resident memory above `import torch`, on `files`", "pixels", ("photos",), _STEPS, "memory", "MiB"),
 )

@@ -4,11 +4,14 @@ Settings: `limit`, one of
     decode    libjpeg-turbo on bytes in memory, nothing else
     pool      loaderkit's own functions on tasks of 16 pictures: read, decode, crop, mirror, write normalised into slabs
     preadv    os.preadv of whole files
+    import    a new interpreter imports torch and ends: the least that a process which loads takes before its first batch
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,6 +183,15 @@ def _preadv(folder: Path) -> Iterable[int]:
     return _Counted(_Pool((partial(task, path) for path in cycle(paths)), group=2, ahead=8))
 
 
+def _import() -> Iterator[int]:
+    """As `executor: process` does it: without collecting garbage, and without plugins for other devices."""
+    while True:
+        environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        command = [sys.executable, "-P", "-c", "import gc, os; gc.disable(); import torch; os._exit(0)"]
+        subprocess.run(command, check=True, env=environ)
+        yield 1
+
+
 def _files(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     return _decode(places) if settings["limit"] == "decode" else _Pictures(places)
 
@@ -188,4 +200,5 @@ WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
     "files": _files,
     "large-npy": lambda places, settings: _preadv(places.npy),
     "large-npz": lambda places, settings: _preadv(places.npz),
+    "first-batch": lambda places, settings: _import(),
 }

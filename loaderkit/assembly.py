@@ -10,15 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from loaderkit.compiler import Compiler
-from loaderkit.config import PipelineConfig
+from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.connectors.ahead import AheadConnector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.retry import BulkRetryConnector
 from loaderkit.errors import SourceError
 from loaderkit.forecast import Forecast
+from loaderkit.lazily import torch
 from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
 from loaderkit.prefetch.accounts import Clock
 from loaderkit.prefetch.engine import Engine
@@ -31,7 +30,7 @@ from loaderkit.prefetch.stats import StageStats
 from loaderkit.prefetch.threads import ThreadEngine
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.stages.batch import BatchArgs
-from loaderkit.stages.transfer import Lane
+from loaderkit.stages.transfer import Lane, TransferArgs
 from loaderkit.stores import StoreArgs
 from loaderkit.types import Connector, Source, Stage
 
@@ -75,9 +74,14 @@ class Assembly:
         ]
 
     @property
-    def device(self) -> torch.device:
-        """Where `transfer` brings batches."""
+    def device(self) -> torch.device | None:
+        """Where `transfer` brings batches; None: they stay on the CPU."""
         return self._compiler.device
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether stages work on tensors, and not on bytes and arrays alone."""
+        return self._compiler.needs_torch
 
     @property
     def lane(self) -> Lane | None:
@@ -95,7 +99,7 @@ class Assembly:
         return self._compiler.cropping
 
     def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
-        """The plan of the batches; `allocate` gives memory for slabs."""
+        """The plan of the batches; `allocate` gives memory for slabs, which another process will make tensors of."""
         config, source = self._recipe.config, self._recipe.source
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
@@ -111,13 +115,14 @@ class Assembly:
             specs_of=self._compiler.specs_of,
             num_batches=self._share.num_batches(config.prefetch.first_batches),
             memory_bytes=self._share.num_bytes(config.prefetch.memory),
-            pinned_for=self.device if self.device.type == "cuda" else None,
+            pinned_for=self.device,
             whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
             on_seek=self._ahead.seek if self._ahead is not None else None,
             share=self._share,
             run=None if lane is None else lane.run,
             names_samples=self._names_samples(),
+            gives_tensors=allocate is None or self._compiler.changes_batches,
         )
 
     def _names_samples(self) -> bool:
@@ -213,14 +218,22 @@ def order_of(config: PipelineConfig, source: Source) -> Order:
 
 def split_recipe(recipe: Recipe, whole: Assembly) -> tuple[Recipe, list[Stage]]:
     """What another process does, and the stages left to this one: those from a `transfer` to CUDA on."""
-    if whole.device.type != "cuda":
-        return recipe, []
     config = recipe.config
+    if whole.device is None:
+        stages = tuple(_on_cpu(stage) for stage in config.stages)
+        return replace(recipe, config=replace(config, stages=stages)), []
     described = [stage.kind for stage in config.stages].index("transfer")
     compiled = [stage.kind for stage in whole.stages].index("transfer")  # what DALI does is one stage there
     # `output` may name fields that the late stages make: the loader checks it again on every batch.
     ahead = replace(config, stages=config.stages[:described], output=None)
     return replace(recipe, config=ahead), whole.stages[compiled:]
+
+
+def _on_cpu(stage: StageConfig) -> StageConfig:
+    """The same where no GPU is looked for again."""
+    if not isinstance(stage.args, TransferArgs):
+        return stage
+    return replace(stage, args=stage.args.model_copy(update={"device": "cpu"}))
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.keyed import generator, uniforms
+from loaderkit.lazily import torch
+from loaderkit.native import kernels
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import (
@@ -55,14 +55,15 @@ class Compiler:
         self._border = [stage.kind for stage in config.stages].index("batch")
         self._sample_runs: list[Callable[[Chunk], Any]] = []
         self._limits: dict[str, TimeLimit] = {}  # by stage
-        self.device = torch.device("cpu")
+        self.device: torch.device | None = None  # where `transfer` brings batches; None: they stay on the CPU
         wanted = next((stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)), None)
-        if wanted is not None:
+        if wanted is not None and wanted.device != "cpu":
             try:
-                self.device = resolve_device(wanted.device)
+                found = resolve_device(wanted.device)
             except RuntimeError as error:
                 raise ConfigError(f"stages.transfer.device: {error}") from error
-        self.lane = Lane(self.device) if self.device.type == "cuda" else None
+            self.device = found if found.type == "cuda" else None
+        self.lane = None if self.device is None else Lane(self.device)
         self._in_graph: list[StageConfig] = []  # stages that DALI does, `decode` first
         self._lowered = next(
             (s for s in config.stages if isinstance(s.args, DecodeArgs) and s.args.device != "cpu"), None
@@ -76,6 +77,33 @@ class Compiler:
         return self.lane if self.graph is not None and self.graph.device is not None else None
 
     @property
+    def needs_torch(self) -> bool:
+        """Whether what is done as a rule is done with tensors: a process that never needs torch is not to import it. What
+        needs it against expectation imports it then."""
+        if kernels is None or self.graph is not None or isinstance(self._source, DatasetSource):
+            return True
+        makes_tensors = (
+            isinstance(self._source, ArraySource) and self._border > 1
+        )  # of records, for stages before `batch`
+        return makes_tensors or any(map(self._is_for_tensors, self._config.stages))
+
+    @property
+    def changes_batches(self) -> bool:
+        """Whether stages behind `batch` work on the tensors of whole batches."""
+        return any(map(self._is_for_tensors, self._config.stages[self._border + 1 :]))
+
+    def _is_for_tensors(self, stage: StageConfig) -> bool:
+        """Whether a stage works on tensors, and not on bytes and arrays alone."""
+        args = stage.args
+        if isinstance(args, TransferArgs):
+            return self.device is not None or shape(args) is not None
+        if isinstance(args, BatchArgs):
+            return bool(args.ragged)
+        if isinstance(args, NormalizeArgs):
+            return stage is not self._normalized_in_slots
+        return stage.kind in ("call", "color_jitter") or getattr(args, "interpolation", "bilinear") != "bilinear"
+
+    @property
     def cropping(self) -> str | None:
         """The stage that takes a piece of what `decode` gives, so that nothing else of a JPEG need be made into pixels."""
         for stage in self._config.stages:
@@ -87,7 +115,7 @@ class Compiler:
 
     def _find_slot_normalize(self) -> StageConfig | None:
         """The `normalize` that can work on slots chunk by chunk: float32 on the CPU with nothing but `transfer` before."""
-        is_there = self.device.type == "cpu"
+        is_there = self.device is None
         for stage in self._config.stages[self._border + 1 :]:
             if isinstance(stage.args, NormalizeArgs):
                 return stage if stage.args.dtype == "float32" and stage.args.fields is None else None
@@ -123,7 +151,7 @@ class Compiler:
                 raise ConfigError(f"stages.{behind.name}: {error}") from error
         batch = stages[self._border].args
         assert isinstance(batch, BatchArgs)
-        device = self.device.index if decoding.args.device == "gpu" else None
+        device = self.device.index if decoding.args.device == "gpu" and self.device is not None else None
         return Graph(tuple(described), finish, batch.size, device, self._num_dali_threads(decoding))
 
     def _num_dali_threads(self, decoding: StageConfig) -> int:
@@ -136,7 +164,7 @@ class Compiler:
 
     def _may_pass(self, stage: StageConfig) -> bool:
         """Whether DALI may do what stands behind a stage before that stage."""
-        is_elsewhere = self.device.type == "cuda" and self._config.prefetch.executor == "process"
+        is_elsewhere = self.device is not None and self._config.prefetch.executor == "process"
         return _keeps_values(stage) and not is_elsewhere
 
     def _check_gpu(self) -> None:
@@ -147,7 +175,7 @@ class Compiler:
                 f"{prefix}: torch {torch.__version__}, {built}, sees no CUDA device: use `cpu`, or `dali-cpu`, which runs the "
                 "same operators on the CPU"
             )
-        if self.device.type != "cuda":
+        if self.device is None:
             raise ConfigError(f"{prefix}: batches stay on the CPU: put `transfer: {{device: auto}}` behind `batch`")
         if self._config.prefetch.executor == "process":
             raise ConfigError(
@@ -228,7 +256,7 @@ class Compiler:
     def specs_of(self, sample: dict[str, Any], key: str) -> Mapping[str, FieldSpec]:
         args = self._config.stages[self._border].args
         assert isinstance(args, BatchArgs)
-        dtype = torch.float32 if self._normalized_in_slots is not None else None
+        dtype = "float32" if self._normalized_in_slots is not None else None
         try:
             specs = specs_of(sample, key, args.ragged, dtype)
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:

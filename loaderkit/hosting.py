@@ -40,7 +40,7 @@ def in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[di
         pools.append({"stages": late, "workers": prefetch.processes, "process": "trainer"})
     job = Job(
         remote,
-        preload="loaderkit.assembly",
+        preload=["torch", "loaderkit.assembly"] if assembly.needs_torch else ["loaderkit.assembly"],
         rows=assembly.rows(),
         pools=[pool["stages"] for pool in assembly.described_pools()],
         num_batches=prefetch.first_batches,

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-import torch
 
 from loaderkit.kernels import packed
+from loaderkit.lazily import is_tensor, torch
 from loaderkit.native import kernels
 from loaderkit.types import Image, Rendered, Sample
 
@@ -26,7 +26,7 @@ def as_image(value: Any) -> Image | None:
     """
     if type(value) is Image:
         return value
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         if value.dtype != torch.uint8 or value.ndim not in (2, 3) or value.is_cuda:
             return None
         value = (value.unsqueeze(0) if value.ndim == 2 else value).permute(1, 2, 0).numpy()
@@ -94,7 +94,7 @@ def describe(value: Any) -> str:
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         return f"image uint8 [{channels}, {height}, {width}]"
-    if isinstance(value, (Rendered, torch.Tensor)):
+    if isinstance(value, Rendered) or is_tensor(value):
         what, value = ("image", value.tensor[value.row]) if isinstance(value, Rendered) else ("tensor", value)
         return f"{what} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):

@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from loaderkit.lazily import torch
 from loaderkit.native import kernels
 
 Pixels = NDArray[np.uint8]
@@ -20,7 +20,6 @@ Factors = tuple[float, ...]
 Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # None: torch is older than these functions
 _HAS_AVX2 = kernels is not None and kernels.resample([])
 
 
@@ -41,13 +40,26 @@ def all_have_dtype(values: list[Any], dtype: Any) -> bool:
     return {*map(attrgetter("dtype"), values)} == {dtype}
 
 
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+_SHARED_DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
+
+
+def type_in_numpy(dtype: str) -> np.dtype[Any] | None:
+    """NumPy's type of the numbers that torch calls so, which it calls the same; None for those it lacks."""
+    return np.dtype(dtype) if dtype in _SHARED_DTYPES else None
+
+
+def num_bytes_of(dtype: str) -> int:
+    """The bytes of one number of a type, by torch's name."""
+    known = type_in_numpy(dtype)
+    size: int = getattr(torch, dtype).itemsize if known is None else known.itemsize
+    return size
+
+
 @cache
-def type_in_numpy(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """NumPy's name for a dtype; None for those it lacks."""
-    try:
-        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-    except TypeError:
-        return None
+def _exchange() -> Any:
+    """What the C module is given to look into tensors by; None: torch is older than these functions."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
@@ -56,9 +68,10 @@ def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
 
     64 tensors of one element take 5 us, and 14 in `torch.stack`, which converts what is of another dtype.
     """
-    if kernels is None or _EXCHANGE is None:
+    exchange = None if kernels is None else _exchange()
+    if exchange is None:
         return False
-    is_written: bool = kernels.stack(_EXCHANGE, torch.Tensor.is_neg, values, slots, first)
+    is_written: bool = kernels.stack(exchange, torch.Tensor.is_neg, values, slots, first)
     return is_written
 
 

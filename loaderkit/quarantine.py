@@ -150,7 +150,7 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
                 epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
             )
             destination.specs = plan.specs
-            destination.fields, destination.arrays = plan.slabs.take()
+            destination.fields = plan.slabs.take()
             destination.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
             chunk = Chunk(destination, 0, 1, line.epoch, indices)
             for stage in stages:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
-from torch.nn.functional import interpolate
 
 from loaderkit.images import to_tensor
 from loaderkit.kernels import Part, resampled_from
+from loaderkit.lazily import torch
 from loaderkit.types import Image
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
@@ -54,7 +54,7 @@ def resized(
     if part is not None:
         return Image(_with_pillow(pixels, part, size))
     mode = "nearest-exact" if image.mask or interpolation == "nearest" else interpolation
-    planes = interpolate(
+    planes = torch.nn.functional.interpolate(
         to_tensor(Image(pixels)).unsqueeze(0), size=size, mode=mode, antialias=antialias and mode != "nearest-exact"
     )
     return Image(planes[0].permute(1, 2, 0).contiguous().numpy(), image.mask)

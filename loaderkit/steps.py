@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+
+from loaderkit.lazily import torch
 
 
 class Crop(NamedTuple):

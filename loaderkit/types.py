@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
-
-if TYPE_CHECKING:
-    import torch
+from loaderkit.lazily import torch
 
 _ALIGNMENT = 64
 
@@ -294,10 +292,51 @@ class FieldSpec:
 
     kind: Literal["slab", "list", "pad", "ragged", "rendered"]
     shape: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
+    dtype: str | None = None  # torch's name
     image: bool = False
     example_key: str = ""
     num_bytes: int = 0  # of one sample, where it lies in no slab: what the first one took
+
+
+class Slots:
+    """One field of a batch, [B, ...], in memory given in advance. `dtype` is torch's name.
+
+    Stages write into it as an array; a tensor is made of it when somebody asks for one.
+    """
+
+    __slots__ = ("_base", "_tensor", "array", "dtype", "shape")
+
+    def __init__(self, base: NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
+        """`base` is of that shape and dtype, or uint8 [bytes] where NumPy has no such numbers; then `array` is None."""
+        self._base = base
+        self._tensor: torch.Tensor | None = None
+        self.array = base if dtype == "uint8" or base.dtype != np.uint8 else None
+        self.shape = shape
+        self.dtype = dtype
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes of all slots: uint8 [bytes]."""
+        return self._base.reshape(-1).view(np.uint8)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """[B, ...], over the same memory."""
+        tensor = self._tensor
+        if tensor is None:
+            tensor = torch.from_numpy(self._base)
+            if self.array is None:
+                tensor = tensor.view(getattr(torch, self.dtype)).view(self.shape)
+            self._tensor = tensor
+        return tensor
+
+    def part(self, slots: slice | NDArray[np.int64]) -> Slots:
+        """Some of the slots: a view of a slice, a copy of those that are listed."""
+        if self.array is not None:
+            rows = self._base[slots]
+            return Slots(rows, rows.shape, self.dtype)
+        rows = self._base.reshape(self.shape[0], -1)[slots]
+        return Slots(rows.reshape(-1), (len(rows), *self.shape[1:]), self.dtype)
 
 
 class Destination:
@@ -308,7 +347,6 @@ class Destination:
     """
 
     __slots__ = (
-        "arrays",
         "begin",
         "cancelled",
         "chunks",
@@ -352,8 +390,7 @@ class Destination:
         self.chunks: list[Chunk] = []
         self.num_pending = 0
         self.specs: Mapping[str, FieldSpec] = {}  # what its fields look like
-        self.fields: dict[str, torch.Tensor] = {}  # slab fields, [B, ...] each
-        self.arrays: dict[str, NDArray[Any]] = {}  # the same, but for dtypes that NumPy lacks: a view takes torch 2 us
+        self.fields: dict[str, Slots] = {}  # those that lie in a slab
         self.values: dict[str, list[Any]] = {}  # the other fields, one value a slot
         self.failures: list[SampleFailure] = []
         self.result: Any = None
@@ -370,7 +407,6 @@ class Destination:
     def let_go(self) -> None:
         """Nothing is to be written any more: the memory is for whoever has the batch, if anybody has."""
         self.fields = {}
-        self.arrays = {}
 
 
 class Chunk:

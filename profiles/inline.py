@@ -51,20 +51,20 @@ def stacked() -> Iterator[torch.Tensor]:
 
 def into_memory_that_is_reused() -> Iterator[dict[str, torch.Tensor]]:
     """The same into slabs of a pool, once nobody sees them any more."""
-    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
+    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), "float32")}, BATCH), num_kept=8)
     order = torch.randperm(len(DATA)).tolist()
     for begin in range(0, len(order), BATCH):
-        batch, _ = pool.take()
+        batch = {name: slots.tensor for name, slots in pool.take().items()}
         torch.stack([DATA[index] for index in order[begin : begin + BATCH]], out=batch["x"])
         yield batch
 
 
 def checked() -> Iterator[dict[str, torch.Tensor]]:
     """The same, and values of another type or shape are noticed instead of being converted."""
-    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
+    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), "float32")}, BATCH), num_kept=8)
     order = torch.randperm(len(DATA)).tolist()
     for begin in range(0, len(order), BATCH):
-        batch, _ = pool.take()
+        batch = {name: slots.tensor for name, slots in pool.take().items()}
         values = [DATA[index] for index in order[begin : begin + BATCH]]
         if {*map(type, values)} != {torch.Tensor} or {value.dtype for value in values} != {torch.float32}:
             raise TypeError("samples of several types")
@@ -74,11 +74,12 @@ def checked() -> Iterator[dict[str, torch.Tensor]]:
 
 def with_keys() -> Iterator[dict[str, Any]]:
     """The same in the reproducible order of (seed, epoch), with the keys of the samples."""
-    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), torch.float32)}, BATCH), num_kept=8)
+    pool = SlabPool(SlabLayout.of({"x": FieldSpec("slab", (1,), "float32")}, BATCH), num_kept=8)
     order = GlobalOrder(len(DATA), 0).indices(0, np.arange(len(DATA)))
     for begin in range(0, len(order), BATCH):
         indices = order[begin : begin + BATCH].tolist()
-        batch: dict[str, Any] = {**pool.take()[0], "__key__": [*map(str, indices)]}
+        batch: dict[str, Any] = {name: slots.tensor for name, slots in pool.take().items()}
+        batch["__key__"] = [*map(str, indices)]
         values = []
         for index in indices:
             try:

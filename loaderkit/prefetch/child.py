@@ -25,6 +25,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ except BaseException as error:
 may be too long for a command line. What keeps it from starting is sent as a text."""
 
 
-def main(numbers: Sequence[int], preload: str) -> NoReturn:
+def main(numbers: Sequence[int], preload: Sequence[str]) -> NoReturn:
     """Run until told to end. `numbers`: the trainer's pid, then the descriptors of the outbox (batches go there), of
-    the control socket, and of the arena; `preload`: a module to import while the job is on its way."""
+    the control socket, and of the arena; `preload`: modules to import while the job is on its way."""
     parent, outbox, control, arena = numbers
     _bind_to(parent)
     child = Child(
@@ -91,14 +92,21 @@ def _bind_to(parent: int) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _import(name: str) -> None:
-    """Import a module that brings torch along, in 0.2 s less of 2: without collecting garbage, of which imports make
+def _import_torch() -> ModuleType:
+    """Import torch in the thread that needs it: workers compute one at a time each, as where torch is there first."""
+    torch = _import("torch")
+    torch.set_num_threads(1)
+    return torch
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module that may bring torch along, in 0.2 s less of 2: without collecting garbage, of which imports make
     none, and without the plugins for other devices, which this process does not use."""
     given = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     gc.disable()
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     finally:
         gc.enable()
         if given is None:
@@ -119,13 +127,16 @@ class Child:
         self._courier: Courier | None = None
         self._early: list[tuple[Any, ...]] = []  # messages that came before there was a courier
 
-    def run(self, preload: str) -> NoReturn:
+    def run(self, preload: Sequence[str]) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
-            _import(preload)
+            for name in preload:
+                _import(name)
+            from loaderkit.lazily import load_torch_with
             from loaderkit.prefetch import wire
             from loaderkit.prefetch.courier import Courier
 
+            load_torch_with(_import_torch)
             job = self._jobs.get()
             self._forward_logs(job.pop("log_level"))
             courier = Courier(self._outbox, self._arena, **job)

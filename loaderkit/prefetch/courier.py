@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from loaderkit.errors import ClosedError, ConfigError, StageError
+from loaderkit.lazily import has_torch, torch
 from loaderkit.prefetch import stalls, tape, wire
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.share import Share
@@ -52,7 +51,8 @@ class Courier:
         self._arena = Arena(io.FileIO(descriptor, "r+"))
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
         make_engine, self._share, num_torch_threads = _open_job(job, self._arena)
-        torch.set_num_threads(num_torch_threads)
+        if has_torch():
+            torch.set_num_threads(num_torch_threads)
         self._engine = make_engine(self._allocator.allocate, self._share)
         self._lock = threading.Lock()
         self._generation = 0  # how many seeks the trainer has asked for

@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from loaderkit.errors import ClosedError
+from loaderkit.lazily import torch
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer

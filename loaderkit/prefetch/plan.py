@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from loaderkit.errors import ConfigError, StageError
+from loaderkit.lazily import torch
 from loaderkit.order import Order, Schedule
 from loaderkit.prefetch.free_memory import check_room
 from loaderkit.prefetch.runner import raise_store_failure
@@ -22,7 +22,7 @@ from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
 from loaderkit.stages.batch import pad, put_together
-from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
+from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Slots, Source
 
 
 class Plan(Protocol):
@@ -117,11 +117,13 @@ class BatchPlan:
         share: Share = WHOLE,
         run: Callable[..., Any] | None = None,
         names_samples: bool = True,
+        gives_tensors: bool = True,
     ) -> None:
         """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
         `num_batches` and `memory_bytes` are those of the share. `pinned_for`: the CUDA device that slabs are copied to.
         `run` calls what puts a batch together: `Lane.run` where stages have left parts of it on a GPU.
-        `names_samples`: somebody wants to know the samples' keys, which take as long to make as numbers take to be stacked."""
+        `names_samples`: somebody wants to know the samples' keys, which take as long to make as numbers take to be stacked.
+        `gives_tensors`: else a finished batch holds `Slots`, for whoever makes tensors of them in another process."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -139,6 +141,7 @@ class BatchPlan:
         self._share = share
         self._run = run
         self._names_samples = names_samples
+        self._gives_tensors = gives_tensors
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -279,7 +282,7 @@ class BatchPlan:
             epoch=epoch, step=step, positions=positions, indices=indices, wrapped=wrapped, begin=begin, end=self._end
         )
         destination.specs = self.specs
-        destination.fields, destination.arrays = self.slabs.take()
+        destination.fields = self.slabs.take()
         size = len(positions)
         for name in self._loose:
             destination.values[name] = [None] * size
@@ -325,28 +328,14 @@ class BatchPlan:
 
     def _gather(self, destination: Destination) -> dict[str, Any]:
         num_slots = len(destination)
-        slots: NDArray[np.int64] | None = None
-        if destination.failures:
-            destination.failures.sort(key=lambda failure: (failure.slot, failure.sample))
-            if self._shape.policy == "raise":
-                raise destination.failures[0].error
-        if self._shape.policy == "skip" and destination.failures:
-            bad = {failure.slot for failure in destination.failures}
-            slots = np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)
-            if not len(slots):
-                raise StageError(
-                    f"all {num_slots} samples of batch {destination.step} of epoch {destination.epoch} were bad, so nothing "
-                    f"is left to deliver; the first: {destination.failures[0].error}",
-                    stage=destination.failures[0].error.stage,
-                    epoch=destination.epoch,
-                ) from destination.failures[0].error.__cause__
+        slots = self._good_slots(destination) if destination.failures else None
         batch: dict[str, Any] = {}
         for name, spec in destination.specs.items():
             if spec.kind == "slab":
-                tensor = (
-                    destination.fields[name][:num_slots] if num_slots < self._shape.size else destination.fields[name]
-                )
-                batch[name] = tensor if slots is None else tensor[torch.from_numpy(slots)]
+                field = destination.fields[name]
+                if slots is not None or num_slots < self._shape.size:
+                    field = field.part(slice(num_slots) if slots is None else slots)
+                batch[name] = field.tensor if self._gives_tensors else field
                 continue
             values = destination.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
@@ -360,6 +349,27 @@ class BatchPlan:
             batch["__key__"] = self._keys(destination.indices if slots is None else destination.indices[slots])
         if self._schedule.world_size > 1 and not self._schedule.drop_last:
             wrapped = np.zeros(num_slots, np.bool_) if destination.wrapped is None else destination.wrapped
-            batch["__wrapped__"] = torch.from_numpy(wrapped if slots is None else wrapped[slots])
+            marks = wrapped if slots is None else wrapped[slots]
+            field = Slots(marks, marks.shape, "bool")
+            batch["__wrapped__"] = field.tensor if self._gives_tensors else field
         destination.let_go()
         return batch
+
+    def _good_slots(self, destination: Destination) -> NDArray[np.int64] | None:
+        """Those that are to be delivered; None for all, since the bad ones were replaced. Raises `StageError`."""
+        failures, num_slots = destination.failures, len(destination)
+        failures.sort(key=lambda failure: (failure.slot, failure.sample))
+        first = failures[0].error
+        if self._shape.policy == "raise":
+            raise first
+        if self._shape.policy == "replace":
+            return None
+        bad = {failure.slot for failure in failures}
+        if len(bad) == num_slots:
+            raise StageError(
+                f"all {num_slots} samples of batch {destination.step} of epoch {destination.epoch} were bad, so nothing is "
+                f"left to deliver; the first: {first}",
+                stage=first.stage,
+                epoch=destination.epoch,
+            ) from first.__cause__
+        return np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)

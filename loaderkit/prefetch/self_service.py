@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from statistics import median
 
-import torch
-
+from loaderkit.lazily import torch
 from loaderkit.prefetch.intake import Intake
 
 # Neither a batch nor what the loop does before it wants the next one may take longer: it might be late by more than a hand-over

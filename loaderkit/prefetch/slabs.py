@@ -16,14 +16,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from loaderkit.kernels import type_in_numpy
+from loaderkit.kernels import num_bytes_of, type_in_numpy
+from loaderkit.lazily import torch
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.schema import say_bytes
 from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
-from loaderkit.types import FieldSpec
+from loaderkit.types import FieldSpec, Slots
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ALIGNMENT = 64
@@ -35,7 +34,7 @@ class SlabLayout:
     """Where each field of a batch of `num_slots` samples lies in a slab."""
 
     num_slots: int
-    fields: tuple[tuple[str, int, int, tuple[int, ...], torch.dtype], ...]  # name, start, end, shape, dtype
+    fields: tuple[tuple[str, int, int, tuple[int, ...], str], ...]  # name, start, end, shape, dtype
     num_bytes: int
 
     @classmethod
@@ -46,18 +45,18 @@ class SlabLayout:
             if spec.kind == "slab":
                 assert spec.dtype is not None
                 shape = (num_slots, *spec.shape)
-                end = offset + prod(shape) * spec.dtype.itemsize
+                end = offset + prod(shape) * num_bytes_of(spec.dtype)
                 fields.append((name, offset, end, shape, spec.dtype))
                 offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         return cls(num_slots, tuple(fields), offset)
 
 
 class Slab(NamedTuple):
-    """The memory of one batch, and its fields: (name, how NumPy is told of it, and where NumPy has no such numbers and is told
-    of bytes, their shape and dtype)."""
+    """The memory of one batch, and its fields: (name, how NumPy is told of it, shape, dtype); NumPy is told of bytes where it
+    has no such numbers."""
 
     memory: Bytes
-    fields: list[tuple[str, dict[str, Any], tuple[tuple[int, ...], torch.dtype] | None]]
+    fields: list[tuple[str, dict[str, Any], tuple[int, ...], str]]
 
 
 class Lease:
@@ -103,11 +102,10 @@ class SlabPool:
         """Slabs in use: being filled, waiting to be delivered, or seen by the user."""
         return self.num_allocated - self._free.qsize()
 
-    def take(self) -> tuple[dict[str, torch.Tensor], dict[str, NDArray[Any]]]:
-        """Tensors over a free slab, [num_slots, ...] each, uninitialised, and the same as arrays, but for dtypes that NumPy
-        lacks."""
+    def take(self) -> dict[str, Slots]:
+        """The fields of a free slab, [num_slots, ...] each, uninitialised."""
         if not self.layout.fields:
-            return {}, {}
+            return {}
         while self._free.qsize() > self.num_kept:
             self._free.get()
             self.num_allocated -= 1
@@ -116,17 +114,11 @@ class SlabPool:
         except Empty:
             slab = self._allocate()
         lease = Lease(slab, self._free, slab.fields[0][1])
-        tensors, arrays = {}, {}
-        for name, interface, numbers in slab.fields:
+        found = {}
+        for name, interface, shape, dtype in slab.fields:
             lease.__array_interface__ = interface
-            array = np.asarray(lease)
-            tensor = torch.from_numpy(array)
-            if numbers is None:
-                tensors[name], arrays[name] = tensor, array
-            else:
-                shape, dtype = numbers
-                tensors[name] = tensor.view(dtype).view(shape)
-        return tensors, arrays
+            found[name] = Slots(np.asarray(lease), shape, dtype)
+        return found
 
     def _allocate(self) -> Slab:
         if self.num_allocated >= 2 * self.num_kept + 8 and not self._is_warned:
@@ -142,10 +134,8 @@ class SlabPool:
         for name, start, end, shape, dtype in self.layout.fields:
             part = memory[start:end]
             known = type_in_numpy(dtype)
-            if known is None:
-                slab.fields.append((name, part.__array_interface__, (shape, dtype)))
-            else:
-                slab.fields.append((name, part.view(known).reshape(shape).__array_interface__, None))
+            base = part if known is None else part.view(known).reshape(shape)
+            slab.fields.append((name, base.__array_interface__, shape, dtype))
         return slab
 
     def _new_memory(self, size: int) -> Bytes:

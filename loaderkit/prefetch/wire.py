@@ -16,14 +16,14 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from loaderkit.errors import StageError
+from loaderkit.lazily import is_tensor, torch
 from loaderkit.prefetch import faults
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stalls import Segment
-from loaderkit.types import FieldSpec, SampleFailure
+from loaderkit.types import FieldSpec, SampleFailure, Slots
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
 _INLINE_BODY = 8192  # what is longer travels through the arena: a socket holds only about 200 kB
@@ -48,14 +48,19 @@ def _open_storage(memory: Any) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _open_tensor(
-    storage: torch.Tensor, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
-) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage.untyped_storage(), 0, size, stride)
+def _open_tensor(storage: torch.Tensor, dtype: str, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    found = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    return found.set_(storage.untyped_storage(), 0, size, stride)
+
+
+def _open_slots(storage: torch.Tensor | None, dtype: str, size: tuple[int, ...]) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    return torch.empty(size, dtype=kind, device="cpu") if storage is None else storage.view(kind).view(size)
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by their memory instead of through torch's file format; objects that only `__main__` has are refused."""
+    """Tensors by their memory instead of through torch's file format, and slots as tensors; objects that only `__main__` has
+    are refused."""
 
     def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, 5, buffer_callback=callback)
@@ -66,7 +71,10 @@ class _Pickler(pickle.Pickler):
             if value.__module__ == "__main__":
                 raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__, which is not run again there")
             return NotImplemented
-        if type(value) is not torch.Tensor or not _is_plain(value):
+        if type(value) is Slots:
+            memory = value.memory
+            return _open_slots, (_Storage(memory) if memory.size else None, value.dtype, value.shape)
+        if not is_tensor(value) or type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
         # Of the storage only what the tensor spans: a view of something large must not bring all of it along.
         span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -76,7 +84,8 @@ class _Pickler(pickle.Pickler):
                 value.untyped_storage(), value.storage_offset(), (span,), (1,)
             )
             self._storages[place] = _Storage(flat.view(torch.uint8).numpy())
-        return _open_tensor, (self._storages[place], value.dtype, tuple(value.shape), value.stride())
+        dtype = str(value.dtype).removeprefix("torch.")
+        return _open_tensor, (self._storages[place], dtype, tuple(value.shape), value.stride())
 
 
 def _is_plain(value: torch.Tensor) -> bool:

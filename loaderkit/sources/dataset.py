@@ -10,13 +10,13 @@ import importlib
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
 from loaderkit.catalog import numbered
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
 from loaderkit.kernels import type_of_all
+from loaderkit.lazily import is_tensor
 from loaderkit.schema import SourceArgs
 from loaderkit.types import FieldRange, Sample
 
@@ -109,7 +109,7 @@ def _size_of(dataset: Any) -> int:
         ) from error
 
 
-_SINGLE = {torch.Tensor, np.ndarray, int, float, bytes}  # most items: to ask for bases of their types takes longer
+_SINGLE = {np.ndarray, int, float, bytes}  # most items: to ask for bases of their types takes longer
 
 
 class DatasetSource:
@@ -164,7 +164,11 @@ class DatasetSource:
         kind = type_of_all(items)
         if kind is tuple and len({*map(len, items)}) == 1:
             return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
-        is_single = kind in _SINGLE or not any(isinstance(item, (dict, tuple)) for item in items)
+        is_single = (
+            kind in _SINGLE
+            or (kind is not None and is_tensor(items[0]))
+            or not any(isinstance(item, (dict, tuple)) for item in items)
+        )
         return {self._single: items} if is_single and self._single is not None else None
 
     def _names(self, num: int) -> tuple[str, ...]:

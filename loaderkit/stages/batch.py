@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
-from loaderkit.kernels import all_have_dtype, stack, type_of_all, write_image
+from loaderkit.kernels import all_have_dtype, stack, type_in_numpy, type_of_all, write_image
+from loaderkit.lazily import is_tensor, torch
 from loaderkit.schema import StageArgs
-from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
+from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample, Slots
 
 
 class BatchArgs(StageArgs):
@@ -33,7 +33,7 @@ class BatchArgs(StageArgs):
 
 
 def specs_of(
-    sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: torch.dtype | None = None
+    sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: str | None = None
 ) -> dict[str, FieldSpec]:
     """What every field of a batch of such samples looks like. `image_dtype`: that of normalised images."""
     reserved = {"__key__", "__wrapped__", *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad")}
@@ -45,18 +45,21 @@ def specs_of(
     return {name: _spec_of(value, key, ragged.get(name), image_dtype) for name, value in sample.items()}
 
 
-def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype | None) -> FieldSpec:
+def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) -> FieldSpec:
     if ragged is not None:
         tensor = as_tensor(value)
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
-        return FieldSpec(kind, tuple(tensor.shape), tensor.dtype, example_key=key, num_bytes=tensor.nbytes)
+        return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), example_key=key, num_bytes=tensor.nbytes)
     if type(value) is Image:
         height, width, channels = value.pixels.shape
-        dtype = torch.uint8 if value.mask or image_dtype is None else image_dtype
+        dtype = "uint8" if value.mask or image_dtype is None else image_dtype
         return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
     if type(value) is Rendered:
         tensor = value.tensor[0]
-        return FieldSpec("rendered", tuple(tensor.shape), tensor.dtype, True, key, tensor.nbytes)
+        return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)
+    numbers = _numbers_in(value)
+    if numbers is not None:
+        return FieldSpec("slab", *numbers, example_key=key)
     try:
         tensor = as_tensor(value)
     except TypeError:
@@ -65,13 +68,26 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: torch.dtype 
         return FieldSpec("list", example_key=key, num_bytes=num_bytes)
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
-    return FieldSpec("slab", tuple(tensor.shape), tensor.dtype, example_key=key)
+    return FieldSpec("slab", tuple(tensor.shape), dtype_of(tensor), example_key=key)
+
+
+def _numbers_in(value: Any) -> tuple[tuple[int, ...], str] | None:
+    """The shape and dtype of the tensor that an array or a number would be; None where only torch can say."""
+    if type(value) is np.ndarray and type_in_numpy(value.dtype.name) is not None:
+        return value.shape, value.dtype.name
+    dtype = _NUMBERS.get(type(value))
+    return None if dtype is None or (dtype == "int64" and not _INT64.min <= value <= _INT64.max) else ((), dtype)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Torch's name of the type of its numbers."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def as_tensor(value: Any) -> torch.Tensor:
     """A number, array, tensor or image as a tensor (int64 for int, float64 for float, as torch's default_collate has
     it), or TypeError."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return value
     if type(value) is Image:
         return to_tensor(value)
@@ -118,24 +134,13 @@ def land(
         (_land_singly if specs[name].kind == "slab" else _keep)(chunk, name, specs[name], failed)
 
 
-class _Slots(NamedTuple):
-    """One field of a batch, [B, ...]: as a tensor, and as an array, where NumPy has its dtype."""
-
-    tensor: torch.Tensor
-    array: NDArray[Any] | None
-
-    @classmethod
-    def of(cls, chunk: Chunk, name: str) -> _Slots:
-        return cls(chunk.destination.fields[name], chunk.destination.arrays.get(name))
-
-
 def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) -> bool:
     """One field of all samples at once; False if that has to be done one by one."""
-    if spec.kind == "slab" and spec.image and spec.dtype != torch.uint8:
+    if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
         channels, height, width = spec.shape
         return type_of_all(values) is Image and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
-        return _land_together(values, spec, _Slots.of(chunk, name), chunk.lo)
+        return _land_together(values, spec, chunk.destination.fields[name], chunk.lo)
     if spec.kind == "list" and type_of_all(values) is bytes:
         chunk.destination.values[name][chunk.lo : chunk.hi] = values
         return True
@@ -178,7 +183,7 @@ def _land_singly(
     spec: FieldSpec,
     failed: Callable[[Chunk, int, Exception], None],
 ) -> None:
-    slots = _Slots.of(chunk, name)
+    slots = chunk.destination.fields[name]
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
@@ -187,13 +192,13 @@ def _land_singly(
                 failed(chunk, place, error)
 
 
-def _land_value(value: Any, name: str, spec: FieldSpec, slots: _Slots, slot: int) -> None:
+def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
     if type(value) is Landed:
         return
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
         if (channels, height, width) == spec.shape:
-            if spec.dtype == torch.uint8:
+            if spec.dtype == "uint8":
                 assert slots.array is not None
                 write_image(slots.array, slot, value.pixels)
             return
@@ -203,7 +208,7 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: _Slots, slot: int
         tensor = as_tensor(value)
     except (TypeError, OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(_misfit(value, name, spec)) from error
-    if spec.image or tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+    if spec.image or tensor.shape != spec.shape or dtype_of(tensor) != spec.dtype:
         raise ValueError(_misfit(value, name, spec))
     slots.tensor[slot].copy_(tensor.detach())
 
@@ -219,13 +224,15 @@ def _land_array(value: NDArray[Any], spec: FieldSpec, array: NDArray[Any] | None
 _SMALL_BYTES = 4096
 
 
-def _land_together(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
+def _land_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
     """Numbers, small tensors and small arrays of one type at once: a tenth of the time of one assignment a slot.
 
     False if they do not fit together: then one by one, to find which of them does not.
     """
     kind = type(values[0])
     write = _WRITERS.get(kind)
+    if write is None and is_tensor(values[0]) and kind is torch.Tensor:
+        write = _write_tensors
     if write is None or type_of_all(values) is not kind:
         return False
     try:
@@ -234,18 +241,18 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -
         return False
 
 
-def _write_tensors(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
+def _write_tensors(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
     tensor = slots.tensor
     if stack(values, tensor, lo):
         return True
-    fits: bool = values[0].shape == spec.shape and all_have_dtype(values, spec.dtype)
+    fits: bool = values[0].shape == spec.shape and all_have_dtype(values, slots.tensor.dtype)
     if fits:
         is_whole = len(values) == tensor.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1
         torch.stack(values, out=tensor if is_whole else tensor[lo : lo + len(values)])
     return fits
 
 
-def _write_arrays(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
+def _write_arrays(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
     array = slots.array
     if array is None or values[0].shape != spec.shape or not all_have_dtype(values, array.dtype):
         return False
@@ -255,7 +262,7 @@ def _write_arrays(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) ->
     return True
 
 
-def _write_numbers(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -> bool:
+def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
         assert slots.array is not None
@@ -263,9 +270,9 @@ def _write_numbers(values: list[Any], spec: FieldSpec, slots: _Slots, lo: int) -
     return fits
 
 
-_NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-_WRITERS: dict[type, Callable[[list[Any], FieldSpec, _Slots, int], bool]] = {
-    torch.Tensor: _write_tensors,
+_NUMBERS = {int: "int64", float: "float64", bool: "bool"}
+_INT64 = np.iinfo(np.int64)
+_WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, int], bool]] = {
     np.ndarray: _write_arrays,
     int: _write_numbers,
     float: _write_numbers,
@@ -274,8 +281,7 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, _Slots, int], bool]] = {
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
-    dtype = torch.uint8 if spec.image and spec.kind == "slab" else spec.dtype
-    wanted = f"{str(dtype).removeprefix('torch.')} {list(spec.shape)}"
+    wanted = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
     return (
         f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): give all "
         f"samples one shape and type, or say `ragged: {{{name}: list}}` (or pad) in `batch`"
@@ -285,7 +291,7 @@ def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
 def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
     """The value in memory of its own: what a stage reuses must not reach the user."""
     if spec.kind == "rendered":
-        if type(value) is not Rendered or value.tensor.shape[1:] != spec.shape or value.tensor.dtype != spec.dtype:
+        if type(value) is not Rendered or value.tensor.shape[1:] != spec.shape or dtype_of(value.tensor) != spec.dtype:
             raise ValueError(_misfit(value, name, spec))
         return value
     if spec.kind == "list":
@@ -295,8 +301,8 @@ def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
             return value.copy()
         return bytes(value) if isinstance(value, memoryview) else value
     tensor = as_tensor(value)
-    if spec.kind == "pad" and (tensor.dtype != spec.dtype or tensor.ndim != len(spec.shape)):
-        example = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+    if spec.kind == "pad" and (dtype_of(tensor) != spec.dtype or tensor.ndim != len(spec.shape)):
+        example = f"{spec.dtype} {list(spec.shape)}"
         raise ValueError(
             f"its field {name!r} is {describe(value)} and cannot be padded together with {example} (from sample "
             f"{spec.example_key!r}): give all samples one type and number of dimensions, or say `ragged: {{{name}: list}}`"

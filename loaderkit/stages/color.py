@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from loaderkit.images import image_fields, to_tensor
+from loaderkit.lazily import torch
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.steps import LUMA, Adjust, Steps
 from loaderkit.types import Sample

@@ -11,22 +11,16 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from loaderkit.images import describe
 from loaderkit.kernels import write_normalized
+from loaderkit.lazily import is_tensor, torch
 from loaderkit.schema import FieldNames, StageArgs
 from loaderkit.steps import Finish
 from loaderkit.types import Chunk, image_fields
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 
 Channels = Annotated[
     Annotated[tuple[float, ...], Field(min_length=1)] | Literal["imagenet"],
@@ -76,7 +70,7 @@ def finish_of(args: NormalizeArgs) -> Finish:
     return Finish(
         tuple(255 * value for value in (mean * 3 if len(mean) == 1 else mean)),
         tuple(255 * value for value in (std * 3 if len(std) == 1 else std)),
-        _DTYPES[args.dtype],
+        getattr(torch, args.dtype),
     )
 
 
@@ -87,7 +81,8 @@ def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
 
     def run(chunk: Chunk) -> None:
         for name in image_fields(chunk.destination.specs):
-            slots = chunk.destination.arrays[name]
+            slots = chunk.destination.fields[name].array
+            assert slots is not None
             scale, shift = factors(slots.shape[1])
             images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
             write_normalized(slots, chunk.lo, images, scale, shift)
@@ -97,12 +92,12 @@ def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
 
 def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], None]:
     """A batch stage `(batch, fields) -> None`; runs where the batch's tensors are."""
-    dtype = _DTYPES[args.dtype]
+    dtype = getattr(torch, args.dtype)
 
     def run(batch: dict[str, Any], fields: Iterable[str]) -> None:
         for name in fields:
             images = batch.get(name)
-            if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
+            if not is_tensor(images) or images.dtype != torch.uint8 or images.ndim != 4:
                 what = describe(images) if name in batch else "missing"
                 raise ValueError(f"the field {name!r} is {what}: only uint8 images [B, C, H, W] can be normalised")
             floats = images.to(torch.float32)

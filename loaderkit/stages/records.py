@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from loaderkit.errors import STORE_FAILURES
+from loaderkit.lazily import torch
 from loaderkit.ranges import bulk_method, gather_into
-from loaderkit.types import Chunk, Connector, Destination, RecordSource
+from loaderkit.types import Chunk, Connector, RecordSource
 
 
 def read_records(
@@ -32,18 +32,17 @@ def read_records(
     Otherwise every sample is {field: tensor}; with `reuse` the next chunk writes over them, else they can be kept.
     """
     records = source.records
-    dtype: torch.dtype = getattr(torch, records.dtype)
     gather = bulk_method(connector, "gather_into") or partial(gather_into, connector)
 
     def run(chunk: Chunk) -> int:
         if is_last and records.field in chunk.destination.fields:
             num_bytes = records.num_bytes
-            memory = _bytes_of(chunk.destination, records.field)
+            memory = chunk.destination.fields[records.field].memory
             return _fill(memory[chunk.lo * num_bytes : chunk.hi * num_bytes], chunk)
         size = len(chunk) * records.num_bytes
         memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)
         num_bytes = _fill(memory, chunk)
-        tensors = torch.from_numpy(memory).view(dtype).view(len(chunk), *records.shape).unbind()
+        tensors = torch.from_numpy(memory).view(getattr(torch, records.dtype)).view(len(chunk), *records.shape).unbind()
         for place, tensor in enumerate(tensors):
             if place not in chunk.failures:
                 chunk.samples[place] = {records.field: tensor}
@@ -79,14 +78,6 @@ def read_records(
         return num_bad
 
     return run
-
-
-def _bytes_of(destination: Destination, field: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The memory of all slots: uint8 [B * bytes of a record]."""
-    array = destination.arrays.get(field)
-    if array is None:  # NumPy lacks that type
-        array = destination.fields[field].view(torch.uint8).numpy()
-    return array.view(np.uint8).reshape(-1)
 
 
 def _fail_all(chunk: Chunk, error: Exception, failed: Callable[[Chunk, int, Exception], None]) -> int:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from loaderkit.errors import ConnectorError, FormatError
 from loaderkit.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
-from loaderkit.types import Bundle, ByteRange, Chunk, Connector, Encoded, FieldRange, Landed
+from loaderkit.types import Bundle, ByteRange, Chunk, Connector, Encoded, FieldRange, Landed, Slots
 
 LEAST_BYTES = 512 * 1024
 """Smaller arrays go the ordinary way: for them the second read costs more than the copy it saves. From the page cache, straight
@@ -70,8 +69,8 @@ class Straight:
             return None
         if header.data_start + header.num_bytes > where.length:
             return None
-        target = slots[slot].view(-1).view(torch.uint8).numpy().data
-        self._reader(where)(header.data_start, target)
+        memory = slots.memory[slot * header.num_bytes : (slot + 1) * header.num_bytes]
+        self._reader(where)(header.data_start, memory.data)
         return Landed(header.num_bytes)
 
     def _archive(self, chunk: Chunk, slot: int, where: ByteRange) -> Bundle | None:
@@ -104,13 +103,13 @@ class Straight:
             return False
         return _is_for(slots, parse_npy_header(member.head, member.size))
 
-    def _slots(self, chunk: Chunk, field: str) -> torch.Tensor | None:
+    def _slots(self, chunk: Chunk, field: str) -> Slots | None:
         """The slots [B, ...] of a field that nobody else writes to; none for images, which arrays are not."""
         spec = chunk.destination.specs.get(field)
         return None if spec is None or spec.image or field in self.touched else chunk.destination.fields.get(field)
 
 
-def _is_for(slots: torch.Tensor, header: NpyHeader) -> bool:
+def _is_for(slots: Slots, header: NpyHeader) -> bool:
     """Whether an array, as it lies in its file, is what the slots [B, ...] hold one of."""
     is_plain = header.dtype.isnative and header.dtype.names is None and header.is_c_order
-    return is_plain and header.shape == slots.shape[1:] and header.dtype.name == str(slots.dtype).removeprefix("torch.")
+    return is_plain and header.shape == slots.shape[1:] and header.dtype.name == slots.dtype

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from pydantic import Field
-from torch.nn.utils.rnn import PackedSequence
 
+from loaderkit.lazily import is_tensor, torch
 from loaderkit.schema import StageArgs
 
 logger = logging.getLogger("loaderkit")
@@ -70,13 +69,12 @@ def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with every tensor in it changed, also those in lists, tuples and dicts, whose types stay what they are; one in
     which nothing changes is returned itself."""
-    if isinstance(value, torch.Tensor):
+    if is_tensor(value):
         return change(value)
-    if isinstance(value, PackedSequence):
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
         data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
-        return PackedSequence(
-            data, value.batch_sizes, indices, inverse
-        )  # torch wants the sizes on the CPU, wherever the rest is
+        # Torch wants the sizes on the CPU, wherever the rest is.
+        return torch.nn.utils.rnn.PackedSequence(data, value.batch_sizes, indices, inverse)
     if isinstance(value, dict):
         changed = {name: _with_tensors(item, change) for name, item in value.items()}
         return value if all(changed[name] is item for name, item in value.items()) else _refilled(value, changed)
@@ -132,7 +130,7 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
             else (jagged.values(),)
         )
         return tuple(part for part in found if part is not None)
-    names = _DENSE_PARTS.get(tensor.layout)
+    names = _DENSE_PARTS.get(str(tensor.layout))
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
 
@@ -156,10 +154,10 @@ NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slo
 
 
 _DENSE_PARTS = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
 # What is smaller is on its way before a copy within memory would be made.
 _LEAST_PINNED = 64 * 2**10

@@ -20,15 +20,21 @@ from PIL import Image
 
 import loaderkit
 import profiles.memory
-from loaderkit import Pipeline, kernels
+from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.prefetch.slabs import SlabLayout, SlabPool
 from loaderkit.types import FieldSpec
 
 
 def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:
-    specs = {name: FieldSpec("slab", shape, dtype) for name, (shape, dtype) in fields.items()}
+    specs = {
+        name: FieldSpec("slab", shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in fields.items()
+    }
     return SlabPool(SlabLayout.of(specs, 4), num_kept=3)
+
+
+def take(pool: SlabPool) -> dict[str, torch.Tensor]:
+    return {name: slots.tensor for name, slots in pool.take().items()}
 
 
 INTERRUPTED = """
@@ -108,7 +114,7 @@ class TestLeases:
     )
     def test_a_slab_is_kept_by_anything_that_sees_it(self, kind: str) -> None:
         pool = make_pool(x=((3,), torch.float32), label=((), torch.int64))
-        tensors = pool.take()[0]
+        tensors = take(pool)
         held = self.views(tensors)[kind]
         del tensors
         gc.collect()
@@ -119,7 +125,7 @@ class TestLeases:
 
     def test_fields_share_a_slab_but_no_storage(self) -> None:
         pool = make_pool(x=((3,), torch.float32), y=((2, 2), torch.bfloat16), label=((), torch.int64))
-        tensors = pool.take()[0]
+        tensors = take(pool)
         assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {
             "x": ((4, 3), torch.float32),
             "y": ((4, 2, 2), torch.bfloat16),
@@ -143,18 +149,21 @@ class TestLeases:
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint32, torch.float16, torch.complex64])
     def test_arrays_are_the_tensors_memory(self, dtype: torch.dtype) -> None:
-        kernels.type_in_numpy.cache_clear()
         with torch.device("meta"):  # where tensors are made by default, as a model's are
             pool = make_pool(x=((3, 2), dtype), other=((2,), torch.bfloat16))
-            tensors, arrays = pool.take()
-        assert arrays.keys() == {"x"}, "NumPy lacks the other's type"
-        array = arrays["x"]
-        tensors["x"].zero_()
-        assert (array.shape, array.dtype) == (tuple(tensors["x"].shape), tensors["x"].numpy().dtype)
+            slots = pool.take()
+            tensor = slots["x"].tensor
+            assert slots["x"].tensor is tensor, "made once"
+        assert slots["other"].array is None, "NumPy lacks its type"
+        assert slots["other"].memory.size == slots["other"].tensor.nbytes
+        array = slots["x"].array
+        assert array is not None
+        tensor.zero_()
+        assert (array.shape, array.dtype) == (tuple(tensor.shape), tensor.numpy().dtype)
         array[...] = 1
-        assert tensors["x"].tolist() == np.ones_like(array).tolist()
-        assert tensors["x"].dtype == dtype
-        del tensors, arrays
+        assert tensor.tolist() == np.ones_like(array).tolist()
+        assert tensor.dtype == dtype
+        del tensor, slots
         gc.collect()
         assert pool.num_live == 1, "the array keeps the slab"
         del array
@@ -164,7 +173,7 @@ class TestLeases:
         pool = make_pool(x=((1000,), torch.float32))
         addresses = set()
         for _ in range(50):
-            addresses.add(pool.take()[0]["x"].data_ptr())
+            addresses.add(take(pool)["x"].data_ptr())
         assert len(addresses) == 1
         assert pool.num_allocated == 1
 

@@ -173,13 +173,13 @@ def test_images_are_planes_and_masks_one_channel() -> None:
     pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
     specs = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {})
     assert specs["image"].shape == (3, 4, 5)
-    assert specs["image"].dtype == torch.uint8
+    assert specs["image"].dtype == "uint8"
     assert specs["image"].image
     assert specs["mask"].shape == (1, 4, 5)
     assert not specs["mask"].image
-    normalised = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {}, torch.float32)
-    assert normalised["image"].dtype == torch.float32
-    assert normalised["mask"].dtype == torch.uint8
+    normalised = specs_of({"image": Image(pixels), "mask": Image(pixels[:, :, :1], mask=True)}, "k", {}, "float32")
+    assert normalised["image"].dtype == "float32"
+    assert normalised["mask"].dtype == "uint8"
     assert torch.equal(as_tensor(Image(pixels)), torch.from_numpy(pixels.transpose(2, 0, 1).copy()))
 
 

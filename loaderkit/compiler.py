@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
+from loaderkit.kernels import CAN_RESAMPLE, type_in_numpy
 from loaderkit.keyed import generator, uniforms
 from loaderkit.lazily import torch
-from loaderkit.native import kernels
 from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.limits import TimeLimit
 from loaderkit.prefetch.runner import (
@@ -78,14 +78,16 @@ class Compiler:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether what is done as a rule is done with tensors: a process that never needs torch is not to import it. What
-        needs it against expectation imports it then."""
-        if kernels is None or self.graph is not None or isinstance(self._source, DatasetSource):
+        """Whether anything uses torch as a rule: a process that never does need not import it. What uses it against
+        expectation imports it then."""
+        source = self._source
+        if not CAN_RESAMPLE or self.graph is not None or isinstance(source, DatasetSource):
             return True
-        makes_tensors = (
-            isinstance(self._source, ArraySource) and self._border > 1
-        )  # of records, for stages before `batch`
-        return makes_tensors or any(map(self._is_for_tensors, self._config.stages))
+        if getattr(self._config.source, "url", "").lower().startswith("s3:"):  # s3torchconnector imports it
+            return True
+        if isinstance(source, ArraySource) and (self._border > 1 or type_in_numpy(source.records.dtype) is None):
+            return True  # records are tensors for stages before `batch`, and where NumPy has no such numbers
+        return any(map(self._is_for_tensors, self._config.stages))
 
     @property
     def changes_batches(self) -> bool:
@@ -99,6 +101,8 @@ class Compiler:
             return self.device is not None or shape(args) is not None
         if isinstance(args, BatchArgs):
             return bool(args.ragged)
+        if isinstance(args, DecodeArgs):
+            return args.masks is not None
         if isinstance(args, NormalizeArgs):
             return stage is not self._normalized_in_slots
         return stage.kind in ("call", "color_jitter") or getattr(args, "interpolation", "bilinear") != "bilinear"

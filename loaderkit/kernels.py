@@ -20,7 +20,8 @@ Factors = tuple[float, ...]
 Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
-_HAS_AVX2 = kernels is not None and kernels.resample([])
+CAN_RESAMPLE = kernels is not None and kernels.resample([])
+"""Whether `resample` works here: with the C module, on a CPU with AVX2."""
 
 
 def type_of_all(values: list[Any]) -> type | None:
@@ -117,7 +118,7 @@ def packed(pixels: Pixels) -> Pixels:
 
 def resampled_from(pixels: Pixels) -> Pixels | None:
     """The pixels as `resample` takes them, with packed rows; None if it cannot: RGB, with the C module, on a CPU with AVX2."""
-    if kernels is None or not _HAS_AVX2 or pixels.shape[2] != 3:
+    if not CAN_RESAMPLE or pixels.shape[2] != 3:
         return None
     if _is_packed(pixels):
         return pixels

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
-from loaderkit.lazily import torch
+
+if TYPE_CHECKING:
+    import torch
+
+    from loaderkit.slots import Slots
 
 _ALIGNMENT = 64
 
@@ -296,47 +300,6 @@ class FieldSpec:
     image: bool = False
     example_key: str = ""
     num_bytes: int = 0  # of one sample, where it lies in no slab: what the first one took
-
-
-class Slots:
-    """One field of a batch, [B, ...], in memory given in advance. `dtype` is torch's name.
-
-    Stages write into it as an array; a tensor is made of it when somebody asks for one.
-    """
-
-    __slots__ = ("_base", "_tensor", "array", "dtype", "shape")
-
-    def __init__(self, base: NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
-        """`base` is of that shape and dtype, or uint8 [bytes] where NumPy has no such numbers; then `array` is None."""
-        self._base = base
-        self._tensor: torch.Tensor | None = None
-        self.array = base if dtype == "uint8" or base.dtype != np.uint8 else None
-        self.shape = shape
-        self.dtype = dtype
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The bytes of all slots: uint8 [bytes]."""
-        return self._base.reshape(-1).view(np.uint8)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """[B, ...], over the same memory."""
-        tensor = self._tensor
-        if tensor is None:
-            tensor = torch.from_numpy(self._base)
-            if self.array is None:
-                tensor = tensor.view(getattr(torch, self.dtype)).view(self.shape)
-            self._tensor = tensor
-        return tensor
-
-    def part(self, slots: slice | NDArray[np.int64]) -> Slots:
-        """Some of the slots: a view of a slice, a copy of those that are listed."""
-        if self.array is not None:
-            rows = self._base[slots]
-            return Slots(rows, rows.shape, self.dtype)
-        rows = self._base.reshape(self.shape[0], -1)[slots]
-        return Slots(rows.reshape(-1), (len(rows), *self.shape[1:]), self.dtype)
 
 
 class Destination:

@@ -92,6 +92,16 @@ def _bind_to(parent: int) -> None:
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
+def _import_all(names: Sequence[str]) -> None:
+    """Import modules, and torch only where it is one of them, or when it is needed."""
+    from loaderkit.lazily import put_torch_off
+
+    if "torch" not in names:
+        put_torch_off(_import_torch)
+    for name in names:
+        _import(name)
+
+
 def _import_torch() -> ModuleType:
     """Import torch in the thread that needs it: workers compute one at a time each, as where torch is there first."""
     torch = _import("torch")
@@ -130,13 +140,10 @@ class Child:
     def run(self, preload: Sequence[str]) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
-            for name in preload:
-                _import(name)
-            from loaderkit.lazily import load_torch_with
+            _import_all(preload)
             from loaderkit.prefetch import wire
             from loaderkit.prefetch.courier import Courier
 
-            load_torch_with(_import_torch)
             job = self._jobs.get()
             self._forward_logs(job.pop("log_level"))
             courier = Courier(self._outbox, self._arena, **job)

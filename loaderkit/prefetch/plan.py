@@ -21,8 +21,9 @@ from loaderkit.prefetch.runner import raise_store_failure
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
 from loaderkit.schema import say_bytes
+from loaderkit.slots import Slots
 from loaderkit.stages.batch import pad, put_together
-from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Slots, Source
+from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
 
 
 class Plan(Protocol):

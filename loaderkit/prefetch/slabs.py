@@ -21,8 +21,9 @@ from loaderkit.kernels import num_bytes_of, type_in_numpy
 from loaderkit.lazily import torch
 from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.schema import say_bytes
+from loaderkit.slots import Slots
 from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
-from loaderkit.types import FieldSpec, Slots
+from loaderkit.types import FieldSpec
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ALIGNMENT = 64

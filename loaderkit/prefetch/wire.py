@@ -23,7 +23,8 @@ from loaderkit.prefetch import faults
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stalls import Segment
-from loaderkit.types import FieldSpec, SampleFailure, Slots
+from loaderkit.slots import Slots
+from loaderkit.types import FieldSpec, SampleFailure
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
 _INLINE_BODY = 8192  # what is longer travels through the arena: a socket holds only about 200 kB

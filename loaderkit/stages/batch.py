@@ -11,14 +11,14 @@ from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from loaderkit.images import describe, to_tensor
 from loaderkit.kernels import all_have_dtype, stack, type_in_numpy, type_of_all, write_image
 from loaderkit.lazily import is_tensor, torch
 from loaderkit.schema import StageArgs
-from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample, Slots
+from loaderkit.slots import Slots
+from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
 
 
 class BatchArgs(StageArgs):
@@ -73,7 +73,7 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
 
 def _numbers_in(value: Any) -> tuple[tuple[int, ...], str] | None:
     """The shape and dtype of the tensor that an array or a number would be; None where only torch can say."""
-    if type(value) is np.ndarray and type_in_numpy(value.dtype.name) is not None:
+    if isinstance(value, np.ndarray) and type_in_numpy(value.dtype.name) is not None:
         return value.shape, value.dtype.name
     dtype = _NUMBERS.get(type(value))
     return None if dtype is None or (dtype == "int64" and not _INT64.min <= value <= _INT64.max) else ((), dtype)
@@ -202,7 +202,10 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int)
                 assert slots.array is not None
                 write_image(slots.array, slot, value.pixels)
             return
-    if isinstance(value, np.ndarray) and _land_array(value, spec, slots.array, slot):
+    if slots.array is not None and not spec.image and _numbers_in(value) == (spec.shape, spec.dtype):
+        np.copyto(
+            slots.array[slot, ...], value
+        )  # once, however an array lies in memory: swapped, reversed, at odd addresses
         return
     try:
         tensor = as_tensor(value)
@@ -211,14 +214,6 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int)
     if spec.image or tensor.shape != spec.shape or dtype_of(tensor) != spec.dtype:
         raise ValueError(_misfit(value, name, spec))
     slots.tensor[slot].copy_(tensor.detach())
-
-
-def _land_array(value: NDArray[Any], spec: FieldSpec, array: NDArray[Any] | None, slot: int) -> bool:
-    """Copy an array once, however it lies in memory: swapped, reversed, at odd addresses, read-only."""
-    if array is None or spec.image or value.shape != spec.shape or value.dtype.name != array.dtype.name:
-        return False
-    np.copyto(array[slot, ...], value)
-    return True
 
 
 _SMALL_BYTES = 4096

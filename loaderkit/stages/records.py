@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from loaderkit.errors import STORE_FAILURES
+from loaderkit.kernels import type_in_numpy
 from loaderkit.lazily import torch
 from loaderkit.ranges import bulk_method, gather_into
-from loaderkit.types import Chunk, Connector, RecordSource
+from loaderkit.types import Chunk, Connector, Records, RecordSource
 
 
 def read_records(
@@ -28,8 +29,9 @@ def read_records(
 ) -> Callable[[Chunk], int]:
     """A chunk stage that returns the number of bytes read.
 
-    `is_last`: only `batch` follows, so records go into their slots, where there are some, and `chunk.samples` stays empty.
-    Otherwise every sample is {field: tensor}; with `reuse` the next chunk writes over them, else they can be kept.
+    `is_last`: only `batch` follows, so records go into their slots, where there are some, and `chunk.samples` stays empty;
+    where there are none, samples are {field: array}. Otherwise every sample is {field: tensor}; with `reuse` the next chunk
+    writes over them, else they can be kept.
     """
     records = source.records
     gather = bulk_method(connector, "gather_into") or partial(gather_into, connector)
@@ -42,10 +44,10 @@ def read_records(
         size = len(chunk) * records.num_bytes
         memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)
         num_bytes = _fill(memory, chunk)
-        tensors = torch.from_numpy(memory).view(getattr(torch, records.dtype)).view(len(chunk), *records.shape).unbind()
-        for place, tensor in enumerate(tensors):
+        values = _numbers_in(memory, records, len(chunk), as_arrays=is_last)
+        for place in range(len(chunk)):
             if place not in chunk.failures:
-                chunk.samples[place] = {records.field: tensor}
+                chunk.samples[place] = {records.field: values[place, ...]}
         return num_bytes
 
     def _fill(memory: np.ndarray[Any, np.dtype[np.uint8]], chunk: Chunk) -> int:
@@ -78,6 +80,15 @@ def read_records(
         return num_bad
 
     return run
+
+
+def _numbers_in(memory: np.ndarray[Any, np.dtype[np.uint8]], records: Records, num: int, *, as_arrays: bool) -> Any:
+    """[num, ...], over the memory: an array, if that is wanted and NumPy has such numbers, else a tensor."""
+    known = type_in_numpy(records.dtype) if as_arrays else None
+    shape = (num, *records.shape)
+    if known is not None:
+        return memory.view(known).reshape(shape)
+    return torch.from_numpy(memory).view(getattr(torch, records.dtype)).view(shape)
 
 
 def _fail_all(chunk: Chunk, error: Exception, failed: Callable[[Chunk, int, Exception], None]) -> int:

@@ -16,7 +16,8 @@ import numpy as np
 
 from loaderkit.errors import ConnectorError, FormatError
 from loaderkit.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
-from loaderkit.types import Bundle, ByteRange, Chunk, Connector, Encoded, FieldRange, Landed, Slots
+from loaderkit.slots import Slots
+from loaderkit.types import Bundle, ByteRange, Chunk, Connector, Encoded, FieldRange, Landed
 
 LEAST_BYTES = 512 * 1024
 """Smaller arrays go the ordinary way: for them the second read costs more than the copy it saves. From the page cache, straight

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit.config import PipelineConfig, StageConfig
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
-from loaderkit.kernels import CAN_RESAMPLE, type_in_numpy
+from loaderkit.kernels import can_resample, type_in_numpy
 from loaderkit.keyed import generator, uniforms
 from loaderkit.lazily import torch
 from loaderkit.prefetch.cpus import num_cpus
@@ -81,9 +81,9 @@ class Compiler:
         """Whether anything uses torch as a rule: a process that never does need not import it. What uses it against
         expectation imports it then."""
         source = self._source
-        if not CAN_RESAMPLE or self.graph is not None or isinstance(source, DatasetSource):
+        if not can_resample() or self.graph is not None or isinstance(source, DatasetSource):
             return True
-        if getattr(self._config.source, "url", "").lower().startswith("s3:"):  # s3torchconnector imports it
+        if _imports_torch(self._connector):
             return True
         if isinstance(source, ArraySource) and (self._border > 1 or type_in_numpy(source.records.dtype) is None):
             return True  # records are tensors for stages before `batch`, and where NumPy has no such numbers
@@ -451,6 +451,17 @@ class Compiler:
 def _keeps_values(stage: StageConfig) -> bool:
     """Whether a stage may as well run after `normalize`."""
     return isinstance(stage.args, TransferArgs) and stage.args.dtype is None
+
+
+def _imports_torch(connector: Connector | None) -> bool:
+    """Whether a connector does, or may: ours of S3, by its client, and whatever is not ours. Torch that is imported by halves
+    in one thread while another wants a part of it is broken for good, so none is left to user's code."""
+    while connector is not None:
+        module = type(connector).__module__
+        if not module.startswith("loaderkit.") or module.startswith("loaderkit.connectors.s3"):
+            return True
+        connector = getattr(connector, "inner", None)
+    return False
 
 
 def _batch_error(stage: str, epoch: int, step: int, reason: str, keys: list[str] | None = None) -> StageError:

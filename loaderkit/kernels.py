@@ -20,8 +20,7 @@ Factors = tuple[float, ...]
 Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
-CAN_RESAMPLE = kernels is not None and kernels.resample([])
-"""Whether `resample` works here: with the C module, on a CPU with AVX2."""
+_HAS_AVX2 = kernels is not None and kernels.resample([])
 
 
 def type_of_all(values: list[Any]) -> type | None:
@@ -116,9 +115,14 @@ def packed(pixels: Pixels) -> Pixels:
     return target
 
 
+def can_resample() -> bool:
+    """Whether `resample` works here: with the C module, on a CPU with AVX2."""
+    return kernels is not None and _HAS_AVX2
+
+
 def resampled_from(pixels: Pixels) -> Pixels | None:
     """The pixels as `resample` takes them, with packed rows; None if it cannot: RGB, with the C module, on a CPU with AVX2."""
-    if not CAN_RESAMPLE or pixels.shape[2] != 3:
+    if not can_resample() or pixels.shape[2] != 3:
         return None
     if _is_packed(pixels):
         return pixels

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.lazily import torch
+
+
+def tensor_over(memory: torch.Tensor, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor from the first byte of `memory` on, by torch's name of its dtype. To autograd it is no view of that, so it may
+    be changed in place as any other."""
+    found = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    return found.set_(memory.untyped_storage(), 0, shape, strides)
+
+
+def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor without gaps, in numbers."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class Slots:
@@ -38,7 +51,7 @@ class Slots:
         if tensor is None:
             tensor = torch.from_numpy(self._base)
             if self.array is None:
-                tensor = tensor.view(getattr(torch, self.dtype)).view(self.shape)
+                tensor = tensor_over(tensor, self.dtype, self.shape, packed_strides(self.shape))
             self._tensor = tensor
         return tensor
 

@@ -23,7 +23,7 @@ from loaderkit.prefetch import faults
 from loaderkit.prefetch.arena import Allocator, Arena, Extent
 from loaderkit.prefetch.slabs import Bytes
 from loaderkit.prefetch.stalls import Segment
-from loaderkit.slots import Slots
+from loaderkit.slots import Slots, packed_strides, tensor_over
 from loaderkit.types import FieldSpec, SampleFailure
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
@@ -49,14 +49,10 @@ def _open_storage(memory: Any) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _open_tensor(storage: torch.Tensor, dtype: str, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    found = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-    return found.set_(storage.untyped_storage(), 0, size, stride)
-
-
-def _open_slots(storage: torch.Tensor | None, dtype: str, size: tuple[int, ...]) -> torch.Tensor:
-    kind = getattr(torch, dtype)
-    return torch.empty(size, dtype=kind, device="cpu") if storage is None else storage.view(kind).view(size)
+def _open_slots(storage: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if storage is None:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    return tensor_over(storage, dtype, shape, packed_strides(shape))
 
 
 class _Pickler(pickle.Pickler):
@@ -86,7 +82,7 @@ class _Pickler(pickle.Pickler):
             )
             self._storages[place] = _Storage(flat.view(torch.uint8).numpy())
         dtype = str(value.dtype).removeprefix("torch.")
-        return _open_tensor, (self._storages[place], dtype, tuple(value.shape), value.stride())
+        return tensor_over, (self._storages[place], dtype, tuple(value.shape), value.stride())
 
 
 def _is_plain(value: torch.Tensor) -> bool:

@@ -94,6 +94,8 @@ def as_tensor(value: Any) -> torch.Tensor:
     if type(value) is Rendered:
         return value.tensor[value.row]
     if isinstance(value, np.ndarray):
+        if type_in_numpy(value.dtype.name) is None:
+            raise TypeError(f"torch has no type for an array of {value.dtype}")
         if not value.dtype.isnative:
             value = value.astype(value.dtype.newbyteorder("="))
         if not (value.flags.writeable and value.flags.aligned) or any(stride < 0 for stride in value.strides):
@@ -202,11 +204,21 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int)
                 assert slots.array is not None
                 write_image(slots.array, slot, value.pixels)
             return
-    if slots.array is not None and not spec.image and _numbers_in(value) == (spec.shape, spec.dtype):
-        np.copyto(
-            slots.array[slot, ...], value
-        )  # once, however an array lies in memory: swapped, reversed, at odd addresses
+    array = slots.array
+    if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:
+        numbers: tuple[tuple[int, ...], str] | None = (value.shape, slots.dtype)  # to ask for its name takes 3 us
+    else:
+        numbers = _numbers_in(value)
+    if numbers is None:
+        _land_tensor(value, name, spec, slots, slot)
         return
+    if spec.image or numbers != (spec.shape, spec.dtype):
+        raise ValueError(_misfit(value, name, spec))
+    assert array is not None
+    np.copyto(array[slot, ...], value)  # once, however an array lies in memory: swapped, reversed, at odd addresses
+
+
+def _land_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
     try:
         tensor = as_tensor(value)
     except (TypeError, OverflowError, RuntimeError, ValueError) as error:

@@ -69,16 +69,18 @@ def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`value` with every tensor in it changed, also those in lists, tuples and dicts, whose types stay what they are; one in
     which nothing changes is returned itself."""
+    if isinstance(value, str):  # a batch has more keys than anything else
+        return value
     if is_tensor(value):
         return change(value)
-    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
-        # Torch wants the sizes on the CPU, wherever the rest is.
-        return torch.nn.utils.rnn.PackedSequence(data, value.batch_sizes, indices, inverse)
     if isinstance(value, dict):
         changed = {name: _with_tensors(item, change) for name, item in value.items()}
         return value if all(changed[name] is item for name, item in value.items()) else _refilled(value, changed)
     if isinstance(value, (list, tuple)):
+        if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+            data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
+            # Torch wants the sizes on the CPU, wherever the rest is.
+            return torch.nn.utils.rnn.PackedSequence(data, value.batch_sizes, indices, inverse)
         items = [_with_tensors(item, change) for item in value]
         return value if all(map(operator.is_, items, value)) else _refilled(value, items)
     return value

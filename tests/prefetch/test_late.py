@@ -37,7 +37,7 @@ def late_engine(
     recipe = Recipe(config, parts.source, None, parts.schedule, 2)
     job = Job(
         RemoteEngine.of(recipe),
-        preload="loaderkit.assembly",
+        preload=["loaderkit.assembly"],
         rows=Assembly(recipe, Share(of=num_processes)).rows(),
         pools=[["read", "batch"]],
         num_batches=4,

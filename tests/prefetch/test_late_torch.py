@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -20,7 +21,9 @@ from PIL import Image
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.compiler import Compiler
-from loaderkit.kernels import CAN_RESAMPLE
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.kernels import can_resample
+from loaderkit.prefetch.remote import Job
 
 NUM = 21  # so that the last batch of 8 is short
 
@@ -108,38 +111,81 @@ def contents(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batches(pipeline: Pipeline, **overrides: Any) -> tuple[list[dict[str, Any]], list[bool]]:
+def batches(pipeline: Pipeline, policy: str = "skip", **overrides: Any) -> tuple[list[dict[str, Any]], list[bool]]:
     """Two epochs of a rank that reads samples again, and which of the processes that load have torch in the end."""
-    settings: dict[str, Any] = {"errors.on_bad_sample": "skip", "order.seed": 3, **overrides}
+    settings: dict[str, Any] = {"errors.on_bad_sample": policy, "order.seed": 3, **overrides}
     with loaderkit.build(pipeline, overrides=settings, rank=1, world_size=2) as loader:
-        found = [contents(batch) for _ in range(2) for batch in loader]
+        found = []
+        for batch in [batch for _ in range(2) for batch in loader]:
+            found.append(contents(batch))
+            change_in_place(batch)
         is_elsewhere = settings.get("prefetch.executor") == "process"
         return found, [has_torch(pid) for pid in pids_of(loader)] if is_elsewhere else []
+
+
+def change_in_place(batch: dict[str, Any]) -> None:
+    """What a loop may do with its own tensors: none is a view, in which autograd would allow less."""
+    for value in batch.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.add_(torch.ones((), dtype=value.dtype, requires_grad=True))
+            value.detach_()
 
 
 def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.skipif(not CAN_RESAMPLE, reason="without the C module, or AVX2, torch resizes")
+@pytest.fixture
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether processes were told to import torch first."""
+    found: list[bool] = []
+
+    def job(*args: Any, **kwargs: Any) -> Job:
+        found.append("torch" in kwargs["preload"])
+        return Job(*args, **kwargs)
+
+    monkeypatch.setattr("loaderkit.hosting.Job", job)
+    return found
+
+
+@pytest.mark.skipif(not can_resample(), reason="without the C module, or AVX2, torch resizes")
 @pytest.mark.parametrize("executor", [PROCESS, TWO_PROCESSES], ids=["one", "two"])
+@pytest.mark.parametrize("policy", ["skip", "replace"])
 @pytest.mark.parametrize("kind", WITHOUT)
-def test_what_needs_no_torch_is_the_same_without_it(kind: str, executor: dict[str, Any], data: Path) -> None:
+def test_what_needs_no_torch_is_the_same_without_it(
+    kind: str, policy: str, executor: dict[str, Any], data: Path
+) -> None:
     pipeline = WITHOUT[kind](data)
-    expected, _ = batches(pipeline)
-    found, have_torch = batches(pipeline, **executor)
+    expected, _ = batches(pipeline, policy)
+    found, have_torch = batches(pipeline, policy, **executor)
     assert found == expected
     assert len(found) == 4
     assert not any(have_torch)
 
 
 @pytest.mark.parametrize("kind", WITH)
-def test_what_needs_torch_has_it_from_the_beginning(kind: str, data: Path) -> None:
+def test_what_needs_torch_has_it_from_the_beginning(kind: str, data: Path, preloaded: list[bool]) -> None:
     pipeline = WITH[kind](data)
     expected, _ = batches(pipeline)
-    found, have_torch = batches(pipeline, **PROCESS)
+    found, have_torch = batches(pipeline, "skip", **PROCESS)
     assert found == expected
     assert all(have_torch)
+    assert preloaded == [True]
+
+
+class TheirConnector(MemoryConnector):
+    """Somebody's own, whose module imports torch, as this one does."""
+
+
+def test_user_code_never_runs_where_torch_is_put_off(data: Path, preloaded: list[bool]) -> None:
+    """Torch that two threads import by halves is broken for good."""
+    objects = {path.name: path.read_bytes() for path in sorted((data / "photos").rglob("*.npy"))}
+    for make, is_theirs in ((MemoryConnector, False), (TheirConnector, True)):
+        pipeline = Pipeline.files("memory://", include="**/*.npy").read().decode().batch(8)
+        with loaderkit.build(pipeline, connectors={"memory": make(objects)}, overrides=PROCESS) as loader:
+            assert [len(batch["__key__"]) for batch in loader] == [8, 8, 5]
+            assert [has_torch(pid) for pid in pids_of(loader)] == [is_theirs]
+    assert preloaded == [False, True]
 
 
 @pytest.mark.parametrize("kind", WITH)
@@ -148,9 +194,26 @@ def test_what_needs_torch_unexpectedly_imports_it(kind: str, data: Path, monkeyp
     pipeline = WITH[kind](data)
     expected, _ = batches(pipeline)
     monkeypatch.setattr(Compiler, "needs_torch", False)
-    found, have_torch = batches(pipeline, **PROCESS)
+    found, have_torch = batches(pipeline, "skip", **PROCESS)
     assert found == expected
     assert all(have_torch)
+
+
+def test_threads_that_come_upon_torch_compute_alone() -> None:
+    code = (
+        "import threading\n"
+        "from loaderkit.lazily import put_torch_off\n"
+        "from loaderkit.prefetch.child import _import_torch\n"
+        "put_torch_off(_import_torch)\n"
+        "from loaderkit.lazily import torch\n"
+        "def note(): torch.zeros(1); print(end=f'{torch.get_num_threads()} ')\n"
+        "threads = [threading.Thread(target=note) for _ in range(4)]\n"
+        "[thread.start() for thread in threads]\n"
+        "[thread.join() for thread in threads]\n"
+    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "3"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
+    assert ran.stdout.split() == ["1"] * 4
 
 
 def test_the_engine_is_imported_without_torch() -> None:

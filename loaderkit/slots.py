@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from loaderkit.lazily import torch
 
-
 _UINT8 = np.dtype(np.uint8)  # to make one of the type takes NumPy 0.3 us
 
 

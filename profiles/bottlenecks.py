@@ -28,6 +28,7 @@ from loaderkit.config import PipelineConfig
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.loader import to_config
 from loaderkit.prefetch.engine import Engine
+from loaderkit.prefetch.stats import Stats
 from loaderkit.prefetch.stretch import Stretch, stretched
 from loaderkit.types import Connector
 
@@ -307,24 +308,32 @@ def _with_transfer(recipe: Recipe, run: Any) -> Engine:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Run a case, but for its beginning; what `stats().to_dict()` says of it, and how many CPUs other programs used
-    meanwhile, `others_cpus`: where those are short, the bottleneck that was built in may not be the real one."""
+    """Run a case: what `stats().to_dict()` says of it, and how many CPUs other programs used meanwhile, `others_cpus`: where
+    those are short, the bottleneck that was built in may not be the real one."""
+    stats, others_cpus = run(case)
+    return {**stats.to_dict(), "others_cpus": round(others_cpus, 2)}
+
+
+def run(case: Case, begun: Callable[[], None] | None = None) -> tuple[Stats, float]:
+    """Run a case, but for its beginning: its accounts, and how many CPUs other programs used meanwhile. `begun` is called
+    once it works."""
     size_factor = BATCH // 2 if case.bottleneck == "little memory" else 1
     loader, step_s = build(case)
     with loader:
         batches = (batch for _ in range(100) for batch in loader)
-        for _ in range(_NUM_WARM * size_factor):
+        for number in range(_NUM_WARM * size_factor):
             next(batches)
+            if begun is not None and number == 0:
+                begun()
         warm, cpu = loader.stats(), _cpu_seconds()
         for _ in range(_NUM_BATCHES * size_factor // (4 if step_s else 1)):
             next(batches)
             if step_s:
                 time.sleep(step_s)
-        found = loader.stats(since=warm).to_dict()
+        found = loader.stats(since=warm)
         all_s, own_s = (now - then for now, then in zip(_cpu_seconds(), cpu, strict=True))
-        found["others_cpus"] = round(max(0.0, all_s - own_s) / found["wall_s"], 2)
         batches.close()
-    return found
+    return found, max(0.0, all_s - own_s) / found.wall_s
 
 
 def _cpu_seconds() -> tuple[float, float]:

@@ -25,6 +25,7 @@
  *     Ledger                                                 a worker's time by state
  *     Pause                                                  the garbage collector is off as long as one lives
  *     delayed()                                              how long this thread has waited for a CPU
+ *     gil_wait(sleep_s)                                      how long a thread that wakes up waits for Python's lock
  *     attribute(begin, end, opened, marks, done, ...)        a wait by cause
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
@@ -82,6 +83,7 @@ PyObject *shared(PyObject *self, PyObject *args);
 PyObject *stack(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
+PyObject *gil_wait(PyObject *self, PyObject *arg);
 PyObject *attribute(PyObject *self, PyObject *args);
 
 PyObject *forget_pauses(PyObject *self, PyObject *args);

@@ -78,6 +78,21 @@ PyObject *delayed(PyObject *self, PyObject *args) {
     return PyFloat_FromDouble(delayed_so_far_s());
 }
 
+/* The wait for the lock alone: a thread that has woken up has its CPU, whatever else runs on this machine. */
+PyObject *gil_wait(PyObject *self, PyObject *arg) {
+    (void)self;
+    const double sleep_s = PyFloat_AsDouble(arg);
+    if (sleep_s < 0.0 || sleep_s >= 1.0) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "a sleep is shorter than 1 s");
+    }
+    const struct timespec sleep = {0, (long)(sleep_s * 1e9)};
+    PyThreadState *state = PyEval_SaveThread();
+    nanosleep(&sleep, NULL);
+    const double begin_s = seconds_of(CLOCK_MONOTONIC);
+    PyEval_RestoreThread(state);
+    return PyFloat_FromDouble(seconds_of(CLOCK_MONOTONIC) - begin_s);
+}
+
 static void mark(Ledger *self, double now, int state) {
     self->mark_s[self->num_marks % RING_LENGTH] = now;
     self->mark_state[self->num_marks % RING_LENGTH] = state;

@@ -25,6 +25,7 @@ static PyMethodDef methods[] = {
     {"forget_pauses", forget_pauses, METH_NOARGS, "forget_pauses(): in a fork's child, where nobody is inside"},
     {"decimals", decimals, METH_O, "decimals(numbers) -> list of str"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
+    {"gil_wait", gil_wait, METH_O, "gil_wait(sleep_s) -> s that this thread, woken up, waited for Python's lock"},
     {"attribute", attribute, METH_VARARGS, "attribute(begin, end, opened, marks, done, names, first, last) -> s by cause, or None"},
     {NULL, NULL, 0, NULL},
 };

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 WAITING = 0.25  # of the time: where workers wait less, nobody is held up
 SPARE = 0.6  # of their time: workers that are busy for less have time to spare
 _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs are what is short
+_IDLE = 0.5  # CPUs: with so many idle, there is one for whoever wants it
 _FULL = 0.8  # of the CPUs in use: so it is then
 _NUM_SURE = 8  # batches from which on an interval says as much as it ever will
 
@@ -129,10 +130,23 @@ class Case:
         return sum(row.cpu_s for row in self.stats.stages) / self.wall_s
 
     @property
+    def num_idle_cpus(self) -> float | None:
+        """CPUs that this process may use and that had nothing to run, on average; None: not known."""
+        idle_s = self.stats.host.idle_s
+        return None if idle_s is None else idle_s / self.stats.wall_s
+
+    @property
+    def has_idle_cpus(self) -> bool:
+        """Whether a thread that is ready to run could. On virtual machines it may wait behind another thread all the same, for
+        as long as that has the GIL: then it is the GIL that it waits for."""
+        return self.num_idle_cpus is not None and self.num_idle_cpus > _IDLE
+
+    @property
     def is_short_of_cpus(self) -> bool:
         rows = self.stats.stages
         delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
-        return delayed or (self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus)
+        is_full = self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus
+        return is_full or (delayed and not self.has_idle_cpus)
 
     def pool_of(self, row: StageStats) -> Pool:
         return next(pool for pool in self.pools if any(row is one for one in pool.rows))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+_MOST_BYTES = 2**17  # of /proc/stat: 80 a CPU, and those come first
 
 
 def num_cpus() -> int:
@@ -15,6 +19,26 @@ def num_cpus() -> int:
         if quota > 0 and period > 0:
             available = min(available, max(1, round(quota / period)))
     return available
+
+
+def idle_so_far_s() -> float | None:
+    """Seconds for which the CPUs this process may use have had nothing to run, added up; None if the kernel does not tell, or
+    if a quota keeps the process from using them."""
+    if _has_quota():
+        return None
+    available = os.sched_getaffinity(0)
+    try:
+        with io.FileIO("/proc/stat") as file:
+            rows = [row.split() for row in file.read(_MOST_BYTES).splitlines()]
+        idle = {int(row[0][3:]): int(row[4]) for row in rows if row[0].startswith(b"cpu") and row[0] != b"cpu"}
+        return sum(idle[cpu] for cpu in available) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, KeyError):
+        return None
+
+
+@cache  # to look takes twice as long as all the rest
+def _has_quota() -> bool:
+    return num_cpus() < len(os.sched_getaffinity(0))
 
 
 def cgroup_folders() -> Iterator[Path]:

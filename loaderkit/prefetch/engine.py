@@ -17,6 +17,7 @@ from loaderkit.lazily import torch
 from loaderkit.prefetch import stalls
 from loaderkit.prefetch.accounts import Account, Clock, States
 from loaderkit.prefetch.buffers import Buffer
+from loaderkit.prefetch.cpus import idle_so_far_s
 from loaderkit.prefetch.plan import Plan
 from loaderkit.prefetch.pools import PoolPlan
 from loaderkit.prefetch.slowest import SlowItems
@@ -100,6 +101,7 @@ class Engine(ABC):
         self.num_samples = 0
         self.num_self_served = 0  # made in the loop's thread, in a worker's place
         self.first_wait_s: float | None = None
+        self.first_idle_s: float | None = None  # for how long CPUs had been idle then
         self._tape_length = 0  # of what is recorded of each worker
         self._is_closed = False
         self._has_ended = False
@@ -169,7 +171,7 @@ class Engine(ABC):
         """The next destination in order, complete; its error, if it has one, is still in it."""
         begin = self.clock()
         if self.first_wait_s is None:
-            self.first_wait_s = begin
+            self.first_wait_s, self.first_idle_s = begin, idle_so_far_s()
         self.waits.begin(begin)
         try:
             self.start()

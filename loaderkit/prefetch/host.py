@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from loaderkit.prefetch.cpus import cgroup_folders
+from loaderkit.prefetch.cpus import cgroup_folders, idle_so_far_s
 
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 
@@ -27,6 +27,9 @@ class HostStats:
     throttled_s: float | None
     read_bytes: int | None  # by system calls of this process, from wherever
     disk_bytes: int | None  # of those, what the kernel had to fetch
+    idle_s: float | None = (
+        None  # for which the CPUs this process may use had nothing to run, added up, since the machine began
+    )
 
     def minus(self, earlier: HostStats) -> HostStats:
         """The counters between two moments."""
@@ -37,6 +40,7 @@ class HostStats:
             _difference(self.throttled_s, earlier.throttled_s),
             _difference(self.read_bytes, earlier.read_bytes),
             _difference(self.disk_bytes, earlier.disk_bytes),
+            _difference(self.idle_s, earlier.idle_s),
         )
 
     @property
@@ -57,8 +61,10 @@ def _difference(later: Number | None, earlier: Number | None) -> Number | None:
 
 
 def together(parts: Sequence[HostStats]) -> HostStats:
-    """The counters of several processes as those of one. Throttling is that of the cgroup they share: not a sum."""
+    """The counters of several processes as those of one. Throttling is that of the cgroup they share, and idle time
+    that of the machine: not sums."""
     throttled = [part.throttled_s for part in parts if part.throttled_s is not None]
+    idle = [part.idle_s for part in parts if part.idle_s is not None]
     return HostStats(
         sum(part.rss_bytes for part in parts),
         sum(part.rss_peak_bytes for part in parts),
@@ -66,6 +72,7 @@ def together(parts: Sequence[HostStats]) -> HostStats:
         max(throttled, default=None),
         _sum(part.read_bytes for part in parts),
         _sum(part.disk_bytes for part in parts),
+        max(idle, default=None),
     )
 
 
@@ -92,6 +99,7 @@ def host_stats() -> HostStats:
         throttled_s=max((_throttled_s(file) for file in _throttling_files()), default=None),
         read_bytes=io.get(b"rchar"),
         disk_bytes=io.get(b"read_bytes"),
+        idle_s=idle_so_far_s(),
     )
 
 

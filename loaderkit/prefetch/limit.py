@@ -73,7 +73,7 @@ class Limit:
     @property
     def waiting(self) -> float:
         """Of the time in which its workers could have had a CPU, how much they waited for something else."""
-        could_s = self.row.busy_s - self.row.delayed_s
+        could_s = self.row.busy_s - (0.0 if self.is_delayed_by_others else self.row.delayed_s)
         return max(0.0, 1 - self.row.cpu_s / could_s) if could_s > 0 else 0.0
 
     @property
@@ -104,7 +104,15 @@ class Limit:
     def together_waiting(self) -> float:
         """How much its workers waited when they were last side by side: if they take turns since, they wait no more."""
         waiting_share = self.pool.trial.waiting_share
-        return self.waiting if waiting_share is None else waiting_share
+        if waiting_share is None:
+            return self.waiting
+        # The trial takes every delay for the want of a CPU.
+        return max(waiting_share, self.waiting) if self.is_delayed_by_others else waiting_share
+
+    @property
+    def is_delayed_by_others(self) -> bool:
+        """Whether its workers were ready to run although CPUs were idle, and not only between two bursts of work."""
+        return self.case.has_idle_cpus and self.pool.total("blocked_s") < WAITING * self.pool.total("slot_s")
 
     @property
     def num_side_by_side(self) -> int:
@@ -214,7 +222,7 @@ class Limit:
         delayed = row.delayed_s / max(row.busy_s, 1e-9)
         evidence = f"{100 * self.cpu_share:.0f} % of that on a CPU"
         if delayed > 0.1:
-            evidence += f", {100 * delayed:.0f} % ready to run while no CPU was free"
+            evidence += f", {100 * delayed:.0f} % ready to run while {self._cpus_meanwhile}"
         evidence += f"; the workers use {case.cpus_used:.1f} CPUs"
         if case.num_cpus is not None:
             evidence += f" of {case.num_cpus}"
@@ -242,7 +250,9 @@ class Limit:
             f"for one another {100 * self.together_waiting:.0f} % of the time"
         )
         if self.pool.trial.holds_gil:
-            evidence += f", and {say_seconds(self.pool.trial.gil_wait_s or 0.0)} for Python's lock at every turn"
+            evidence += (
+                f"; Python's lock was taken {100 * (self.pool.trial.gil_taken or 0.0):.0f} % of the times one asked"
+            )
         if self.alone is not None:
             evidence += f"; {self._tried()}"
         change = (
@@ -290,6 +300,10 @@ class Limit:
         elif not case.is_inline:
             change += "; if the loop computes in Python, prefetch.executor: process"
         return self._say(kind, evidence, change, sure)
+
+    @property
+    def _cpus_meanwhile(self) -> str:
+        return f"{self.case.num_idle_cpus:.1f} CPUs were idle" if self.case.has_idle_cpus else "no CPU was free"
 
     @property
     def _sure_of_trial(self) -> float:

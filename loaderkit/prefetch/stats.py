@@ -92,7 +92,7 @@ class Stats:
     num_ready: int  # batches that are complete, at this moment
     num_open: int  # batches in the budget, complete or not, at this moment
     memory: dict[str, int]
-    host: HostStats  # of the processes in which the workers are
+    host: HostStats  # of the processes in which the workers are; `idle_s` since the first wait for a batch
     tuning: dict[str, Any]
     num_self_served: int = 0  # batches that the loop made itself, in a worker's place
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
@@ -188,6 +188,7 @@ class Stats:
             "host": {
                 "cpu_s": self.host.cpu_s,
                 "throttled_s": self.host.throttled_s,
+                "idle_s": self.host.idle_s,
                 "read_bytes": self.host.read_bytes,
                 "disk_bytes": self.host.disk_bytes,
                 "page_cache_hits": self.host.page_cache_hits,
@@ -241,7 +242,7 @@ def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
         num_ready=0,
         num_open=0,
         memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
-        host=replace(host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0),
+        host=replace(host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0, idle_s=None),
         tuning={},
     )
 
@@ -341,6 +342,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         # Inline, one account serves all pools; threads only ever enter their own pool's stages.
         add_accounts(rows, (first, last), list(pool.accounts), engine.states, now)
     host = host_stats()
+    idle_s = None if host.idle_s is None or engine.first_idle_s is None else host.idle_s - engine.first_idle_s
     return Stats(
         run=run,
         now_s=now,
@@ -357,7 +359,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
             **engine.plan.memory_stats(engine.num_open),
             "rss_peak_bytes": host.rss_peak_bytes,
         },
-        host=host,
+        host=replace(host, idle_s=idle_s),
         tuning=tuning,
         trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
         slowest={stage.name: engine.slow_items.kept(number) for number, stage in enumerate(engine.stages)},

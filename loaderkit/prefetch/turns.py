@@ -18,6 +18,7 @@ from statistics import fmean, median
 from time import thread_time
 from typing import NamedTuple
 
+from loaderkit.native import kernels
 from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 
 _WINDOW = 12  # chunks a way is tried for
@@ -30,14 +31,14 @@ _PATIENCE = 1000  # chunks until one worker alone is tried again
 _PATIENCE_S = 5.0  # until all are again: the store may have turned slow
 # Of the time it could have had a CPU, on one: more of it means that the GIL is not what is waited for.
 _BUSY_SHARE = 0.75
-# How long a thread that wakes up waits for the GIL says whether the others hold it. Waits are either short or as long as the
-# interpreter's switch interval, 5 ms, so it is their mean that tells, over many of them: beside one other program on two CPUs
-# 1.5 to 5 ms where two or four threads are in Python, 0.1 to 2 in a decoder. A shorter sleep ends before another one has
-# taken the GIL. Asked only where chunks take so long that it costs nothing.
+# Whether a thread that wakes up finds the GIL taken says whether the others hold it. It is asked many times: workers in Python
+# have it at 68 to 100 % of the times, workers in a decoder at 0 to 61 %, on two CPUs, alone and beside four other programs. A
+# shorter sleep ends before another one has taken the GIL. Asked only where chunks take long: there it costs nothing.
 _PROBE_S = 1e-3
-_HELD_S = 1.8e-3
-_SUSPECT_S = 0.9e-3
-_MOST_WAIT_S = 6e-3  # longer ones were for want of a CPU
+_TAKEN_S = 1e-4  # whoever waits longer than this for the GIL found it taken
+_TAKEN_OR_LATE_S = 3e-4  # as seen from Python, where the thread may have woken up late as well
+_HELD = 2 / 3
+_SUSPECT = 1 / 3
 _LONG_S = 2e-3
 _NUM_PROBES = 3
 _MOST_PROBES = 32
@@ -70,8 +71,8 @@ class Trial(NamedTuple):
     About 1: there is something that only one of them can use at a time. None: there was no reason to try."""
     waiting_share: float | None = None
     """Of the time in which workers that overlapped could have had a CPU, how much they waited for something else."""
-    gil_wait_s: float | None = None
-    """How long one that woke up waited for Python's lock, which others beside it may hold, on average."""
+    gil_taken: float | None = None
+    """Of the times that a worker woke up and wanted Python's lock, the share at which another thread had it."""
     num_inside: float | None = None
     """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
     slowdowns: Mapping[str, float] = {}
@@ -82,7 +83,7 @@ class Trial(NamedTuple):
     @property
     def holds_gil(self) -> bool | None:
         """Whether a worker keeps others from Python's lock; None: not known."""
-        return None if self.gil_wait_s is None else self.gil_wait_s > _HELD_S
+        return None if self.gil_taken is None else self.gil_taken > _HELD
 
 
 def merged_trials(trials: Sequence[Trial]) -> Trial:
@@ -92,7 +93,7 @@ def merged_trials(trials: Sequence[Trial]) -> Trial:
     return Trial(
         _mean(trial.alone_share for trial in trials),
         _mean(trial.waiting_share for trial in trials),
-        _mean(trial.gil_wait_s for trial in trials),
+        _mean(trial.gil_taken for trial in trials),
         _mean(trial.num_inside for trial in trials),
         {stage: fmean(trial.slowdowns[stage] for trial in trials if stage in trial.slowdowns) for stage in stages},
     )
@@ -153,7 +154,7 @@ class Turns:
         self._window_since_s = 0.0  # when the first chunk in it was begun
         self._longest_s = 0.0  # chunk of what is compared
         self._durations: deque[float] = deque(maxlen=_WINDOW)
-        self._gil_waits: deque[float] = deque(maxlen=_MOST_PROBES)
+        self._gil_taken: deque[bool] = deque(maxlen=_MOST_PROBES)  # whether it was, at the latest times
         self._next_probe_s = 0.0  # the earliest, while it is settled who works
         self._is_long = False  # chunks take so long that to ask for the GIL costs nothing
         self._num_at_work = 0  # workers inside with chunks that are measured, or long
@@ -171,12 +172,12 @@ class Turns:
 
     @property
     def trial(self) -> Trial:
-        """What came of the last one, and how long workers waited for Python's lock lately."""
-        return self._trial._replace(gil_wait_s=self._gil_wait_s())
+        """What came of the last one, and how often Python's lock was taken lately."""
+        return self._trial._replace(gil_taken=self._gil_taken_share())
 
-    def _gil_wait_s(self) -> float | None:
-        waits = list(self._gil_waits)  # at once: workers go on
-        return fmean(waits) if len(waits) >= _NUM_PROBES else None
+    def _gil_taken_share(self) -> float | None:
+        taken = list(self._gil_taken)  # at once: workers go on
+        return fmean(taken) if len(taken) >= _NUM_PROBES else None
 
     def wait(self, account: Account, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
         """Return when this worker may take a chunk; until then it is accounted as idle. `pass_on` wakes another worker that
@@ -204,7 +205,7 @@ class Turns:
         if self._is_long and self._num_at_work and not self.one_at_a_time:
             if not is_settled or self._clock() >= self._next_probe_s:
                 self._next_probe_s = self._clock() + _PROBE_EVERY_S
-                self._gil_waits.append(min(max(self._ask_for_gil(), 0.0), _MOST_WAIT_S))
+                self._gil_taken.append(self._finds_gil_taken())
         elif is_settled and not self._is_long:
             return None
         with self._lock:
@@ -278,11 +279,13 @@ class Turns:
         states_s, totals = account.summed([account], self._clock())
         return [seconds - delayed_s for seconds, (_, _, _, _, delayed_s, _) in zip(states_s, totals, strict=False)]
 
-    def _ask_for_gil(self) -> float:
-        """Sleep for a moment, and tell for how long the GIL was not to be had then, in s."""
+    def _finds_gil_taken(self) -> bool:
+        """Sleep for a moment, and tell whether another thread has the GIL then."""
+        if kernels is not None:
+            return bool(kernels.gil_wait(_PROBE_S) > _TAKEN_S)
         begin, delayed_s = self._clock(), self._delay_clock()
         time.sleep(_PROBE_S)
-        return self._clock() - begin - _PROBE_S - (self._delay_clock() - delayed_s)
+        return self._clock() - begin - _PROBE_S - (self._delay_clock() - delayed_s) > _TAKEN_OR_LATE_S
 
     def _note_overlap(self, now: float) -> None:
         """Count the time up to now, if workers overlapped, before their number changes. Under the lock.
@@ -324,7 +327,7 @@ class Turns:
 
     def _decide(self) -> None:
         if not self._is_long:
-            self._gil_waits.clear()  # nobody asks any more
+            self._gil_taken.clear()  # nobody asks any more
         # Medians: a chunk during which the whole process stood still says nothing of either way.
         speed, alone_speed, cpu_share = map(median, (self._speeds, self._undelayed_speeds, self._cpu_shares))
         if not self._is_trial():
@@ -335,7 +338,7 @@ class Turns:
             if not self.one_at_a_time:
                 speed = together.num_samples / max(self._overlap_s - together.overlap_begun_s, 1e-9)
             cpu_share = sums.cpu_s / sums.undelayed_s
-        is_waiting = cpu_share < _BUSY_SHARE or (self._gil_wait_s() or 0.0) > _SUSPECT_S
+        is_waiting = cpu_share < _BUSY_SHARE or (self._gil_taken_share() or 0.0) > _SUSPECT
         self._compare(alone_speed, Trial(None, 1 - cpu_share), is_waiting)
         self._forget()
         if self.one_at_a_time or not is_waiting:

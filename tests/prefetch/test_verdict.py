@@ -18,7 +18,8 @@ from loaderkit.prefetch.accounts import Histogram
 from loaderkit.prefetch.stats import StageStats, Stats, blank
 from loaderkit.prefetch.turns import Trial
 from loaderkit.prefetch.verdict import Verdict
-from profiles.bottlenecks import CASES, DOZEN, Case, is_right, measure
+from profiles.accounts import FOLDER, from_json, read, to_json
+from profiles.bottlenecks import CASES, is_right
 from profiles.verdicts import record, run
 
 KINDS = ("read", "decode", "call", "batch", "transfer", "normalize")
@@ -48,12 +49,15 @@ def stats(
     executor: str = "thread",
     processes: int | None = None,
     batches: int = 100,
+    idle_s: float | None = None,
 ) -> Stats:
     names = [one.name for one in rows]
     pools = [{"stages": [name]} for name in names] if apart else [{"stages": names}]
     several = {"processes": processes} if processes else {}
+    nothing = blank(rows, memory[0])
     return replace(
-        blank(rows, memory[0]),
+        nothing,
+        host=replace(nothing.host, idle_s=idle_s),
         wall_s=wall_s,
         num_batches=batches,
         stall_s=stall_s,
@@ -143,8 +147,20 @@ class TestOfAStage:
         assert self.verdict(taking_turns, trial=Trial(1.1, 0.5)).kind == "gil"
         assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
 
+    def test_who_is_ready_to_run_while_cpus_are_idle_waits_for_no_cpu(self) -> None:
+        """On some virtual machines a thread that waits for Python's lock counts as one that waits for a CPU."""
+        behind = row("call", 19, 8.7, delayed_s=9.5)
+        seen = Trial(None, 0.08)
+        assert self.verdict(behind, trial=seen, idle_s=9.5).kind == "gil"
+        assert self.verdict(behind, trial=seen, idle_s=1.0).kind == "computing", "other programs have the other CPU"
+        in_bursts = row("call", 19, 8.7, delayed_s=9.5, blocked_s=21)
+        assert self.verdict(in_bursts, trial=seen, idle_s=9.5).kind != "gil", "idle between the bursts"
+        found = self.verdict(row("decode", 19, 13, delayed_s=6), trial=Trial(None, 0.1, 0.2), idle_s=7.0)
+        assert found.kind == "computing"
+        assert "32 % ready to run while 0.7 CPUs were idle" in found.evidence
+
     def test_whether_the_lock_is_held_was_asked(self) -> None:
-        held, free = 3e-3, 0.5e-3
+        held, free = 0.9, 0.5
         assert self.verdict(row("call", 19, 9.2), trial=Trial(None, 0.1, held)).kind == "gil"
         assert self.verdict(row("call", 19, 9.2), trial=Trial(1.02, 0.5, free)).kind != "gil"
         # Beside another program one alone may seem slower; but where much of a CPU is idle, it is.
@@ -300,15 +316,22 @@ def test_it_is_in_the_statistics(executor: str) -> None:
     assert set(found) == {"stage", "percent", "confidence", "evidence", "change", "kind"}
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("case", DOZEN, ids=lambda case: case.name)
-def test_a_bottleneck_is_found(case: Case) -> None:
-    found: list[dict[str, Any]] = []
-    while len(found) < 3:  # a machine that is busy with something else may be the bottleneck just then
-        found.append(measure(case)["verdict"])
-        if is_right(case, found[-1]):
-            return
-    raise AssertionError(found)
+@pytest.mark.parametrize("machine", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_on_recorded_accounts(machine: Path) -> None:
+    """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py."""
+    wrong = {}
+    for case, recorded in read(machine):
+        found = recorded.verdict()
+        if not is_right(case, found._asdict()):
+            wrong[case.name] = found
+    assert not wrong
+
+
+def test_accounts_come_back_from_their_files() -> None:
+    with loaderkit.build(Pipeline.dataset(Numbers()).read().batch(8)) as loader:
+        list(loader)
+        seen = loader.stats()
+    assert from_json(json.loads(json.dumps(to_json(seen)))).verdict() == seen.verdict()
 
 
 @pytest.mark.prove

@@ -20,8 +20,7 @@ demo: venv
 	$(BIN)/loaderkit demo
 
 test: venv
-	$(BIN)/python -m pytest -m "not prove and not alone" -n auto --maxprocesses 8 --dist worksteal
-	$(BIN)/python -m pytest -m "alone and not prove"
+	$(BIN)/python -m pytest -m "not prove" -n auto --maxprocesses 8 --dist worksteal
 
 prove: SHELL := bash
 prove: venv

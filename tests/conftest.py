@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import random
 import signal
 import tarfile
 from collections.abc import Callable, Iterator
@@ -17,6 +19,41 @@ from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
 # What a shell begins in the background ignores Ctrl-C, and so would all that is begun here.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SEED = "LOADERKIT_TEST_SEED"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(2**32)))  # xdist's workers inherit it
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases are drawn with {SEED}={os.environ[SEED]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked `matrix(n)`, `make test` runs n, drawn anew each time; `make prove` runs all."""
+    if "not prove" not in config.option.markexpr:
+        return
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("prove"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for name, cases in matrices.items():
+        marker = cases[0].get_closest_marker("matrix")
+        assert marker is not None
+        drawn = random.Random(f"{os.environ[SEED]} {name}").sample(cases, min(marker.args[0], len(cases)))
+        left_out.update(set(cases) - set(drawn))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers that differ from run to run and from test to test; the run's header says what brings them back."""
+    return random.Random(f"{os.environ[SEED]} {request.node.nodeid}")
+
 
 # How busy a machine is decides no test.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

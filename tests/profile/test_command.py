@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from loaderkit.cli import main
-from loaderkit.profile.model import Report
+from loaderkit.profile.model import Rate, Report, Setting
+from loaderkit.profile.tuning import Tuned
 
 HERE = Path(__file__).parent
 
@@ -277,21 +278,39 @@ def test_predictions_and_the_verdict_are_checked(
     assert all(row.can_run == bool(row.settings) for row in rows.values())
 
 
-@pytest.mark.alone
+FASTER = Tuned(
+    settings=[Setting(key="prefetch.concurrency", before=1, value=8)],
+    before=Rate(samples_per_s=240.0, interval_percent=1.0, seconds=1.0, num_batches=60),
+    after=Rate(samples_per_s=1900.0, interval_percent=1.0, seconds=1.0, num_batches=480),
+    stall_before_percent=99.0,
+    stall_after_percent=90.0,
+    speedup=7.9,
+    interval=0.2,
+    decisions=[],
+    trials=[],
+    seconds=8.0,
+)
+NO_FASTER = FASTER.model_copy(update={"settings": [], "speedup": 1.01})
+
+
 class TestTune:
-    def run(self, path: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> Any:
-        assert main(["tune", str(path), "--seconds", "8", "--json", *options]) == 0
-        return json.loads(capsys.readouterr().out)
+    """What the command does with what a search has found. The searches are the profiler's."""
+
+    @pytest.fixture(autouse=True)
+    def _found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found = FASTER
+        monkeypatch.setattr("loaderkit.profile.tuning.tune", lambda *args, **options: self.found)
 
     def test_writes_what_is_faster_with_comments(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mode = waiting.stat().st_mode
-        found = self.run(waiting, "--write", capsys=capsys)
+        assert main(["tune", str(waiting), "--json", "--write"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["speedup"], told["written"]) == (7.9, True)
         text = waiting.read_text()
-        assert found["speedup"] > 1
-        assert yaml.safe_load(text)["prefetch"]["concurrency"] > 1
+        assert yaml.safe_load(text)["prefetch"]["concurrency"] == 8
         lines = text.splitlines()
         assert lines[0].startswith("# Tuned by `loaderkit tune` on ")
-        assert "#   prefetch.concurrency: " in text
+        assert "#   prefetch.concurrency: 8 (was 1)" in text
         assert {"# Tokens of the archive.", "  - read   # an item at a time"} <= set(lines)
         assert waiting.stat().st_mode == mode
         assert [path.name for path in waiting.parent.iterdir() if path.name.startswith(".")] == []
@@ -304,19 +323,38 @@ class TestTune:
 
     def test_shows_and_does_not_write(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
         before = waiting.read_text()
-        assert main(["tune", str(waiting), "--seconds", "8"]) == 0
+        assert main(["tune", str(waiting)]) == 0
         out = capsys.readouterr().out
-        assert "+  concurrency: " in out
+        assert "+  concurrency: 8" in out
         assert "--write puts this into the file" in out
         assert waiting.read_text() == before
 
-    def test_where_training_is_the_limit_the_file_stays(
-        self, pipeline: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_where_nothing_is_faster_the_file_stays(self, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.found = NO_FASTER
         before = pipeline.read_text()
-        assert main(["tune", str(pipeline), "--write", "--seconds", "6", "--step-time", "60ms"]) == 0
+        assert main(["tune", str(pipeline), "--write"]) == 0
         assert "the file stays as it is" in capsys.readouterr().out
         assert pipeline.read_text() == before
+
+
+def test_tune_searches(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From one end to the other; what it finds is this machine's."""
+    assert main(["tune", str(waiting), "--seconds", "5", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["before"]["num_batches"] > 0
+    assert told["after"]["num_batches"] > 0
+    assert not told["settings"] or told["speedup"] > 1
+
+
+@pytest.mark.prove
+@pytest.mark.alone
+def test_tune_finds_what_is_faster(waiting: Path, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", str(waiting), "--seconds", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["speedup"] > 1
+    assert {one["key"]: one["value"] for one in told["settings"]}["prefetch.concurrency"] > 1
+    assert main(["tune", str(pipeline), "--seconds", "6", "--step-time", "60ms", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == []
 
 
 def test_help_names_no_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,24 +17,33 @@ from profiles.predictions import look_at, pairs_of
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
-    return demo_data(tmp_path_factory.mktemp("demo"), 320)
+    return demo_data(tmp_path_factory.mktemp("demo"), 160)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
 def test_the_parts_sum_to_the_loops_own_time(data: DemoData, executor: str) -> None:
+    """As a clock around every `next` and every step has it, wherever something else gets the CPU in between."""
+    asks, gets = [], []
+    trained_s = 0.0
     with loaderkit.build(files_pipeline(data, 32), overrides={"prefetch.executor": executor}) as loader:
         trainer = Trainer(len(loader.classes or ()))
         with loader.profile() as report:
-            begin_s = time.perf_counter()
-            for batch in loader:
+            batches = iter(loader)
+            while True:
+                asks.append(time.perf_counter())
+                batch = next(batches, None)
+                gets.append(time.perf_counter())
+                if batch is None:
+                    break
                 trainer.step(batch)
-            loop_s = time.perf_counter() - begin_s
+                trained_s += time.perf_counter() - gets[-1]
         num_batches = len(loader)
     steps = report.result.steps
     assert report.num_batches == num_batches
-    assert steps.compute_s + steps.stall_s + steps.overhead_s == pytest.approx(loop_s, rel=0.01)
-    assert sum(report.stall.by_stage.values()) == pytest.approx(steps.stall_s, rel=0.01)
+    assert asks[-1] - gets[0] <= steps.compute_s + steps.stall_s + steps.overhead_s <= gets[-1] - asks[0]
+    assert steps.stall_s + steps.overhead_s <= sum(gets) - sum(asks)
+    assert steps.compute_s >= trained_s
+    assert sum(report.stall.by_stage.values()) == pytest.approx(steps.stall_s)
     for row in report.stages:
         assert row.busy_s + row.starved_s + row.blocked_s + row.idle_s == pytest.approx(row.slot_s)
     assert min(steps.compute_s, steps.stall_s, steps.overhead_s) >= 0

@@ -517,7 +517,7 @@ class TestClosing:
             with intake._room:  # workers look at the clock again
                 intake.num_open -= 1
                 intake._room.notify_all()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while ours() and time.monotonic() < deadline:
                 threading.Event().wait(0.01)
         finally:

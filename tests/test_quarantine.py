@@ -20,7 +20,7 @@ from loaderkit.quarantine import Quarantined, places_of, read_quarantine
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)

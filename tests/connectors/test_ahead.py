@@ -167,7 +167,7 @@ class TestReading:
         etag = inner.stat("a").etag
         connector = made(inner, blocks_of("a", etag, 1000, 100), memory_bytes=3000)
         assert read(connector, "a", 0, 1000, etag) == DATA[:1000]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while connector.counters()["ahead_bytes"] < 4000:  # the next three: no room for more
             assert time.monotonic() < deadline
         connector.seek(0, 50)

@@ -16,6 +16,8 @@ import loaderkit
 from loaderkit import Loader, Pipeline
 from loaderkit.errors import ClosedError, StageError, TooManyBadSamplesError
 
+pytestmark = pytest.mark.matrix(3)
+
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},
     "one thread": {"prefetch.concurrency": 1},

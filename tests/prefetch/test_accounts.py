@@ -441,7 +441,7 @@ class TestVerdicts:
         consumer = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
         consumer.start()
         assert entered.wait(30)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while loader.stats().to_dict()["stall"]["by_stage"].get("call", 0.0) < 0.05:
             assert time.monotonic() < deadline
         assert loader.stats().to_dict()["stall"]["percent"] > 90

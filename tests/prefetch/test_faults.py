@@ -25,6 +25,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ClosedError, LoaderkitError
 
+pytestmark = pytest.mark.matrix(3)
+
 HERE = Path(__file__).parent
 
 

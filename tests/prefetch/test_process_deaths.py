@@ -24,6 +24,8 @@ from loaderkit.errors import WorkerDiedError
 from loaderkit.prefetch import child
 from loaderkit.prefetch.deaths import describe_death
 
+pytestmark = pytest.mark.matrix(4)
+
 # ------------------------------------------------------------------------------------------------ deaths
 
 

@@ -18,6 +18,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 
+pytestmark = pytest.mark.matrix(4)
+
 
 class Crowd:
     """Items that can be held up, to see how many threads are inside."""

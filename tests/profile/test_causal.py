@@ -55,6 +55,8 @@ def make_from(pipeline: Pipeline, given: Mapping[str, Any]) -> Any:
     return make
 
 
+@pytest.mark.prove
+@pytest.mark.alone
 def test_a_true_verdict_holds() -> None:
     pipeline = Pipeline.dataset(Waiting(4e-3)).read().batch(4)
     given = {"prefetch.concurrency": 2}
@@ -66,6 +68,8 @@ def test_a_true_verdict_holds() -> None:
     assert found.expected_percent > 40
 
 
+@pytest.mark.prove
+@pytest.mark.alone
 def test_a_false_verdict_does_not() -> None:
     pipeline = Pipeline.dataset(Waiting(4e-3)).read().call(lambda sample: None).batch(4)
     given = {"prefetch.concurrency": 2}
@@ -79,6 +83,8 @@ def test_a_false_verdict_does_not() -> None:
     assert found.agrees is not True
 
 
+@pytest.mark.prove
+@pytest.mark.alone
 def test_in_the_loops_own_thread_loading_and_training_add_up() -> None:
     pipeline = Pipeline.dataset(Waiting(2e-3)).read().batch(4)
     given = {"prefetch.executor": "inline"}
@@ -93,6 +99,8 @@ def test_in_the_loops_own_thread_loading_and_training_add_up() -> None:
     assert found.agrees is not False
 
 
+@pytest.mark.prove
+@pytest.mark.alone
 def test_where_training_is_the_limit_a_slower_stage_changes_nothing(photos: Path) -> None:
     pipeline = Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8).batch(4)
     report = report_of(pipeline)

@@ -263,8 +263,8 @@ def test_cold_says_why_it_cannot(waiting: Path, capsys: pytest.CaptureFixture[st
 def test_predictions_and_the_verdict_are_checked(
     waiting: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaderkit.cli.profiling._VERIFY_S", 10.0)
-    monkeypatch.setattr("loaderkit.cli.profiling._CHECK_S", 4.0)
+    monkeypatch.setattr("loaderkit.cli.profiling._VERIFY_S", 4.0)
+    monkeypatch.setattr("loaderkit.cli.profiling._CHECK_S", 2.0)
     assert main(["profile", str(waiting), "--steps", "30", "--what-if", "--verify", "--json", "-"]) == 0
     report = Report.from_json(capsys.readouterr().out)
     assert report.verdict.check is not None

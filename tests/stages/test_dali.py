@@ -26,6 +26,8 @@ from loaderkit.stages.dali import Renderer
 from loaderkit.steps import Crop, Flip, Scale, size_after
 from loaderkit.types import Chunk, Image
 
+pytestmark = pytest.mark.matrix(6)
+
 Chain = Callable[[Pipeline], Pipeline]
 
 CHAINS: dict[str, Chain] = {

@@ -30,6 +30,8 @@ from loaderkit.errors import (
     TooManyBadSamplesError,
 )
 
+pytestmark = pytest.mark.matrix(8)
+
 NUM = 24
 THREADS = ["inline", "thread"]
 

@@ -111,6 +111,7 @@ def test_the_whole_demo(data: DemoData, place: Path, capsys: pytest.CaptureFixtu
     assert captured.err == ""
 
 
+@pytest.mark.prove
 def test_the_demo_as_json_keeps_checkpoints(
     data: DemoData, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

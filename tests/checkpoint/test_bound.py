@@ -11,6 +11,8 @@ import torch
 from of_files import is_out_of_the_page_cache
 from of_states import save_dcp
 
+pytestmark = pytest.mark.matrix(1)
+
 # `ru_maxrss` of a process that was just started is that of the one that started it, where that was larger; VmHWM is its own.
 PROGRAM = """
 import re, sys

@@ -17,7 +17,7 @@ from of_states import save_dcp
 from loaderkit.checkpoint.laying import Limits
 from loaderkit.checkpoint.segments import Interval, divided, overlap
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(1)]
 
 
 def check_resharding(folder: Path, num_saving: int, sizes: Sequence[int], scale: int, kind: str = "tensors") -> None:

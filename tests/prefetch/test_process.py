@@ -25,6 +25,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ClosedError, ConfigError
 
+pytestmark = pytest.mark.matrix(1)
+
 
 class TestLiving:
     def test_it_outlives_the_thread_that_started_it(self) -> None:

@@ -21,6 +21,8 @@ from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, RemoteError, SourceError, StageError
 
+pytestmark = pytest.mark.matrix(2)
+
 
 def scale(batch: dict[str, Any]) -> None:
     batch["scaled"] = batch["filling"] * 2.0

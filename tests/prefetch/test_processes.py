@@ -30,6 +30,8 @@ from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.stats import StageStats, blank, merged
 from loaderkit.prefetch.turns import Trial
 
+pytestmark = pytest.mark.matrix(2)
+
 
 def plan_of(recipe: Recipe, share: Share = WHOLE) -> BatchPlan:
     plan = Assembly(recipe, share).make_plan()

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from of_numbers import PROCESS, Numbers, hang
+from of_numbers import PROCESS, Numbers, hang, wait_for
 
 import loaderkit
-from loaderkit import Pipeline
+from loaderkit import Loader, Pipeline
 from loaderkit.errors import LoaderkitError, StallTimeout
 from loaderkit.prefetch.watch import Patience, Report
 
@@ -89,10 +89,16 @@ def test_a_sample_that_hangs_in_another_process_is_named() -> None:
     pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
     overrides = {**PROCESS, "prefetch.timeout": "5s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
-        batches = iter(loader)
+        begin(loader)
         with pytest.raises(StallTimeout) as caught:
-            list(batches)
+            list(loader)
         assert (caught.value.stage, caught.value.key) == ("call", "20")
+
+
+def begin(loader: Loader) -> None:
+    """Start the process and wait for a batch: how long that takes says nothing of a hang."""
+    loader.start()
+    wait_for(lambda: loader.stats().num_ready > 0)
 
 
 class Complaining(Numbers):
@@ -107,9 +113,10 @@ class Complaining(Numbers):
 
 def test_messages_of_the_other_process_are_no_sign_of_a_batch() -> None:
     pipeline = Pipeline.dataset(Complaining()).shuffle("none").read().batch(8)
-    overrides = {**PROCESS, "prefetch.timeout": "9s", "prefetch.on_timeout": "raise"}
+    overrides = {**PROCESS, "prefetch.timeout": "5s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
-        closer = threading.Timer(40, loader.close)  # else it would never end
+        begin(loader)
+        closer = threading.Timer(120, loader.close)  # else it would never end
         closer.start()
         try:
             with pytest.raises(StallTimeout) as caught:

@@ -26,6 +26,8 @@ from loaderkit.stages import decode as decoding
 from loaderkit.steps import Crop, Need
 from loaderkit.types import Chunk, Destination, Encoded
 
+pytestmark = pytest.mark.matrix(6)
+
 jpeg = native.jpeg
 needs_libjpeg = pytest.mark.skipif(jpeg is None, reason="built without libjpeg-turbo")
 Box = tuple[int, int, int, int]

@@ -81,7 +81,7 @@ class Limit:
         """Whether its workers hold one another up: side by side an item takes plainly longer, and one worker alone gets more
         than its share done, or as much as all, as where one has an unfair lock again and again while the others wait."""
         if self.pool.takes_turns:
-            return True
+            return self.needs_cpu <= _COMPUTING  # else one alone is faster for another reason than a lock: caches, say
         if self.alone is None or self.waiting <= WAITING:
             return False
         does_all = self.alone > _ALL_ALONE and self.num_inside > _SEVERAL
@@ -231,6 +231,8 @@ class Limit:
             change = f"{self._by_workers('so that it is done beside training')}; or {cheaper}"
         elif case.is_short_of_cpus:
             change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
+        elif self.pool.takes_turns:
+            change = f"{cheaper}; more workers would not help: one alone was faster"
         else:
             change = f"{self._more_workers()}; or {cheaper}"
         if not case.is_short_of_cpus:

@@ -33,7 +33,7 @@ _PATIENCE_S = 5.0  # until all are again: the store may have turned slow
 _BUSY_SHARE = 0.75
 # Whether a thread that wakes up finds the GIL taken says whether the others hold it. It is asked many times: workers in Python
 # have it at 68 to 100 % of the times, workers in a decoder at 0 to 61 %, on two CPUs, alone and beside four other programs. A
-# shorter sleep ends before another one has taken the GIL. Asked only where chunks take long: there it costs nothing.
+# shorter sleep ends before another one has taken the GIL. Asked of short chunks only while it is not settled who works.
 _PROBE_S = 1e-3
 _TAKEN_S = 1e-4  # whoever waits longer than this for the GIL found it taken
 _TAKEN_OR_LATE_S = 3e-4  # as seen from Python, where the thread may have woken up late as well
@@ -42,7 +42,11 @@ _SUSPECT = 1 / 3
 _LONG_S = 2e-3
 _NUM_PROBES = 3
 _MOST_PROBES = 32
-_PROBE_EVERY_S = 0.1  # while it is settled who works
+_FEW_PROBES = 8
+_PROBE_SOON_S, _PROBE_EVERY_S = (
+    5e-3,
+    0.1,
+)  # the first few, and then; of long chunks every one while it is not settled who works
 _GAIN = 1.05
 _LEAST = 3  # chunks after which a trial that plainly loses is given up
 _HOPELESS = 0.7
@@ -202,12 +206,11 @@ class Turns:
     def begin(self, account: Account) -> Ticket | None:
         """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
         is_settled = self._num_left > _WINDOW
-        if self._is_long and self._num_at_work and not self.one_at_a_time:
-            if not is_settled or self._clock() >= self._next_probe_s:
-                self._next_probe_s = self._clock() + _PROBE_EVERY_S
-                self._gil_taken.append(self._finds_gil_taken())
-        elif is_settled and not self._is_long:
+        if is_settled and not self._is_long:
             return None
+        if self._num_at_work and not self.one_at_a_time and self._clock() >= self._next_probe_s:
+            self._gil_taken.append(self._finds_gil_taken())
+            self._next_probe_s = self._clock() + self._until_next_probe_s(is_settled)
         with self._lock:
             self._num_at_work += 1
             if is_settled:
@@ -287,6 +290,11 @@ class Turns:
         time.sleep(_PROBE_S)
         return self._clock() - begin - _PROBE_S - (self._delay_clock() - delayed_s) > _TAKEN_OR_LATE_S
 
+    def _until_next_probe_s(self, is_settled: bool) -> float:
+        if self._is_long and not is_settled:
+            return 0.0
+        return _PROBE_SOON_S if len(self._gil_taken) < _FEW_PROBES else _PROBE_EVERY_S
+
     def _note_overlap(self, now: float) -> None:
         """Count the time up to now, if workers overlapped, before their number changes. Under the lock.
 
@@ -326,8 +334,6 @@ class Turns:
             self._change.notify_all()
 
     def _decide(self) -> None:
-        if not self._is_long:
-            self._gil_taken.clear()  # nobody asks any more
         # Medians: a chunk during which the whole process stood still says nothing of either way.
         speed, alone_speed, cpu_share = map(median, (self._speeds, self._undelayed_speeds, self._cpu_shares))
         if not self._is_trial():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 
-def seeds(name: str = "LOADERKIT_SEED") -> int:
+def new_seed(name: str = "LOADERKIT_SEED") -> int:
     """A new seed for each run, which is printed: with the environment variable `name` set to it, the run is repeated."""
     seed = int(os.environ.get(name) or int.from_bytes(os.urandom(4), "little"))
     print(f"{name}={seed}")
@@ -30,13 +30,13 @@ def change_header(data: bytes, rng: np.random.Generator) -> bytes:
     """Bytes of the first few hundred become those that lengths, sizes and counts are misunderstood by."""
     found = bytearray(data)
     for place in rng.integers(min(len(data), int(rng.choice([32, 128, 700]))), size=rng.integers(1, 4)):
-        found[place] = rng.choice([0, 1, 2, 0x7F, 0x80, 0xFE, 0xFF, rng.integers(256)])
+        found[place] = rng.choice([0, 1, 2, 0x7F, 0x80, 0xFE, 0xFF, int(rng.integers(256))])
     return bytes(found)
 
 
 def run_of_one(data: bytes, rng: np.random.Generator) -> bytes:
-    start, end = sorted(rng.integers(len(data) + 1, size=2))
-    return data[:start] + bytes([rng.choice([0, 0, 0xFF])]) * (end - start) + data[end:]
+    start, end = sorted(int(place) for place in rng.integers(len(data) + 1, size=2))
+    return data[:start] + bytes([int(rng.choice([0, 0, 0xFF]))]) * (end - start) + data[end:]
 
 
 def splice(data: bytes, rng: np.random.Generator) -> bytes:

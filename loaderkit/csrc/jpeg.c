@@ -25,7 +25,7 @@
 typedef struct {
     struct jpeg_error_mgr manager; /* first: libjpeg knows the whole by it */
     jmp_buf where;
-    volatile int is_cut; /* a scan ended before its blocks had come */
+    volatile int is_cut; /* a scan ended before its blocks had come, or the file before its end marker */
 } Errors;
 
 typedef struct {
@@ -40,8 +40,9 @@ static void give_up(j_common_ptr decoder) {
 }
 
 static void count_warning(j_common_ptr decoder, int level) {
+    const int code = decoder->err->msg_code;
     decoder->err->num_warnings += level < 0;
-    ((Errors *)decoder->err)->is_cut |= level < 0 && decoder->err->msg_code == JWRN_HIT_MARKER;
+    ((Errors *)decoder->err)->is_cut |= level < 0 && (code == JWRN_HIT_MARKER || code == JWRN_JPEG_EOF);
 }
 
 /* Whether the piece lies in the picture, and is worth looking for: chroma that is sampled in another way than cameras and
@@ -209,9 +210,9 @@ static PyObject *decode(PyObject *self, PyObject *given) {
     return found;
 }
 
-/* Whether some blocks of a file are missing, wherever it says so: libjpeg fills them with grey. Not where it gives up: others
- * have to say what they make of that. */
-static int lacks_blocks(const uint8_t *data, size_t size) {
+/* Whether a file lacks blocks, which libjpeg fills with grey, or its end marker. Where it gives up, others have to say what they
+ * make of the rest. */
+static int lacks_its_end(const uint8_t *data, size_t size) {
     struct jpeg_decompress_struct decoder;
     Errors errors = {.is_cut = 0};
     decoder.err = jpeg_std_error(&errors.manager);
@@ -228,6 +229,7 @@ static int lacks_blocks(const uint8_t *data, size_t size) {
         while (decoder.output_scanline < decoder.output_height) {
             jpeg_read_scanlines(&decoder, &row, 1);
         }
+        jpeg_finish_decompress(&decoder);
     }
     jpeg_destroy_decompress(&decoder);
     return errors.is_cut;
@@ -242,7 +244,7 @@ static PyObject *is_cut(PyObject *self, PyObject *object) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;
-    found = lacks_blocks(data.buf, (size_t)data.len);
+    found = lacks_its_end(data.buf, (size_t)data.len);
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&data);
     return PyBool_FromLong(found);
@@ -250,7 +252,7 @@ static PyObject *is_cut(PyObject *self, PyObject *object) {
 
 static PyMethodDef methods[] = {
     {"decode", decode, METH_O, "decode([(data, step, (top, left, height, width), buffer, ...), ...]) -> list of (first column, columns, seconds)"},
-    {"is_cut", is_cut, METH_O, "is_cut(data) -> whether blocks of a JPEG are missing"},
+    {"is_cut", is_cut, METH_O, "is_cut(data) -> whether a JPEG lacks blocks or its end marker"},
     {NULL, NULL, 0, NULL},
 };
 

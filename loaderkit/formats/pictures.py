@@ -83,7 +83,7 @@ def decode_picture(
         except Exception as error:
             raise _damaged(data, kind, size, error) from error
         if kind in ("JPEG", "MPO") and _is_cut(data, image.mode):
-            raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: its data ends early, the rest would be grey)")
+            raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: it ends early, and the rest would be grey)")
         if upright:
             image = _upright(image)
         return Image(_labels(image) if is_mask else _rgb(image, kind), is_mask)
@@ -130,12 +130,12 @@ def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
 
 def _damaged(data: memoryview, kind: str, size: str, error: Exception) -> ValueError:
     reason = str(error) if " " in str(error) else repr(error)
-    what = "truncated" if "truncated" in reason or "premature" in reason.lower() else "damaged"
+    what = "truncated" if re.search("truncated|premature", reason, re.IGNORECASE) else "damaged"
     return ValueError(f"{what} {kind} ({len(data)} bytes{size}: {reason:.200})")
 
 
 def _is_cut(data: memoryview, mode: str) -> bool:
-    """Whether a JPEG was cut and closed again: Pillow fills what is missing with grey and says nothing."""
+    """Whether a JPEG was cut, and then closed again or filled up: Pillow says nothing of what is missing, and makes it grey."""
     if jpeg is not None:
         found: bool = jpeg.is_cut(data)
         return found

@@ -71,8 +71,8 @@ def decode_picture(
         image: Pillow.Image = Pillow.open(io.BytesIO(data), formats=_available(formats))
     except UnidentifiedImageError:
         raise ValueError(_refusal(data, formats)) from None
-    except Pillow.DecompressionBombError as error:
-        raise ValueError(f"more than max_pixels can be ({len(data)} bytes): {error}") from None
+    except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
+        raise ValueError(f"too large an image for Pillow ({len(data)} bytes): {error}") from None
     except Exception as error:
         raise _damaged(data, (_looks_like(data) or "picture").upper(), "", error) from error
     with image:
@@ -117,7 +117,9 @@ def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
     """Why Pillow finds none of the formats in it."""
     name, allowed = _looks_like(data), ", ".join(formats)
     if name is None:
-        return f"not an image of a known format ({len(data)} bytes, beginning {bytes(data[:8])!r}): {allowed} are opened"
+        return (
+            f"not an image of a known format ({len(data)} bytes, beginning {bytes(data[:8])!r}): {allowed} are opened"
+        )
     seems = f"not an image that may be opened: it seems to be {name} ({len(data)} bytes)"
     if name not in FORMATS:
         return f"{seems}, and only {allowed} are: convert it, or leave it out"

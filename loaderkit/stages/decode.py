@@ -2,8 +2,8 @@
 
 JPEG goes through libjpeg-turbo, with the same DCT and upsampling as Pillow's: where a crop comes next, only its pixels are
 made (`loaderkit._jpeg`, if that was built), else all of them (simplejpeg). Everything that these refuse (CMYK, odd markers),
-and every other image format, goes through Pillow. What Pillow calls truncated is an error on every way, wherever the crop
-lies; warnings that leave the picture whole are not.
+and every other image format, goes through Pillow (`formats/pictures.py`). A truncated JPEG is an error on every way, wherever
+the crop lies; warnings that leave the picture whole are not.
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ class DecodeArgs(StageArgs):
 
     An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
     without padding, comes next, no more of a JPEG is made into pixels than it will show.
+
+    Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
+    program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
+    counts. A damaged image is a bad sample, with an error that says what is wrong with it.
+
+    A JPEG that lacks blocks or its end marker is truncated, wherever it was cut and whatever crop comes next. Pillow reads some
+    of these: cut and closed again by an end marker (it makes the rest grey), or without an end marker and with other bytes
+    in its place. What nobody can tell from a whole one is read, as by Pillow: arithmetic coding that was cut and closed again,
+    and a progressive file closed between two scans. Bytes behind the end, EXIF that cannot be read and other warnings of
+    libjpeg's are harmless.
     """
 
     device: Literal["cpu", "gpu", "dali-cpu"] = Field(

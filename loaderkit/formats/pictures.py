@@ -6,7 +6,9 @@ The other formats that Pillow knows stay shut, whatever a file is called: the on
 from __future__ import annotations
 
 import io
+import math
 import re
+import struct
 from functools import cache
 from typing import Literal, get_args
 
@@ -79,6 +81,8 @@ def decode_picture(
         check_size(image.height, image.width, max_pixels)
         kind, size = image.format or "", f", {image.width} x {image.height}"
         try:
+            if kind == "JPEG2000":
+                _check_tiles(data, image.height * image.width)
             image.load()
         except Exception as error:
             raise _damaged(data, kind, size, error) from error
@@ -95,6 +99,15 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
         raise ValueError(
             f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
         )
+
+
+def _check_tiles(data: memoryview, num_pixels: int) -> None:
+    """Raise ValueError for a JPEG 2000 of tiny tiles: OpenJPEG takes 12 kB for each, also for those that are not there."""
+    at = bytes(data).find(b"\xff\x4f\xff\x51")
+    right, bottom, _, _, width, height, left, top = struct.unpack_from(">8I", data, at + 8)
+    num_tiles = math.ceil((right - left) / width) * math.ceil((bottom - top) / height)
+    if num_tiles > 4096 + num_pixels // 1024:
+        raise ValueError(f"its header cuts it into {num_tiles} tiles")
 
 
 @cache

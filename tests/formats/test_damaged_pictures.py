@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import warnings
 import zlib
 from pathlib import Path
@@ -182,6 +183,20 @@ def run(num_each: int, seed: int) -> None:
 def test_whole_ones_are_read() -> None:
     for name, data in PICTURES.items():
         assert isinstance(outcome(DECODERS["whole"], data), Image) != (name == "TIFF, float"), name
+
+
+@pytest.mark.parametrize(("size", "tile", "is_read"), [(255, 1, False), (500, 4, False), (500, 8, True), (60, 1, True)])
+@pytest.mark.parametrize("name", ["JPEG 2000", "JPEG 2000, bare"])
+def test_tiny_tiles_take_no_memory(name: str, size: int, tile: int, is_read: bool) -> None:
+    """65,025 tiles would take 800 MB."""
+    data = bytearray(PICTURES[name])
+    at = data.index(b"\xff\x4f\xff\x51")
+    data[at + 8 : at + 16] = struct.pack(">2I", size, size)
+    data[at + 24 : at + 32] = struct.pack(">2I", tile, tile)
+    if name == "JPEG 2000":
+        at = data.index(b"ihdr")
+        data[at + 4 : at + 12] = struct.pack(">2I", size, size)
+    assert check(name, bytes(data)) != is_read
 
 
 def test_some_hundred_damaged_ones() -> None:

@@ -245,7 +245,7 @@ def _fingerprint(config: PipelineConfig, source: Source) -> dict[str, str]:
             args = {
                 name: value
                 for name, value in stage.args
-                if name not in ("workers", "name", "timeout", "max_pixels", "device")
+                if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device")
                 and value != type(stage.args).model_fields[name].default
             }
             found[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"

@@ -16,7 +16,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from loaderkit.native import kernels
 from loaderkit.types import ObjectInfo
 
-IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
+IMAGE_EXTENSIONS = frozenset(
+    {"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif", "jp2", "j2k"}
+)
 _MAX_PATTERNS = 1_000_000
 
 # ---------------------------------------------------------------------------------------------------- tables

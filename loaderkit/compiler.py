@@ -215,6 +215,7 @@ class Compiler:
             self.graph,
             name=decoding.name,
             fields=decoding.args.fields,
+            takes_jpegs="jpeg" in decoding.args.formats,
             max_pixels=decoding.args.max_pixels,
             draws=lambda name, chunk: uniforms(keys[name][chunk.epoch], chunk.indices, counts[name]),
             decode=self._sample_run(on_cpu),

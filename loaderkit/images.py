@@ -22,7 +22,7 @@ def as_image(value: Any) -> Image | None:
     """`value` as an image if it is one, else None.
 
     Taken for images: `Image`, torch uint8 [C, H, W] or [H, W], NumPy uint8 [H, W, C] or [H, W] (C = 1 or 3), and
-    Pillow's images. No pixel is copied unless Pillow's.
+    Pillow's images. No pixel is copied unless Pillow's. Raises ValueError for one of Pillow's that is damaged.
     """
     if type(value) is Image:
         return value
@@ -33,7 +33,10 @@ def as_image(value: Any) -> Image | None:
     elif not isinstance(value, np.ndarray):
         if not _is_pillow(value):
             return None
-        value = np.asarray(value if value.mode in ("L", "RGB") else value.convert("RGB"))
+        try:  # what was opened and not loaded yet is decoded here
+            value = np.asarray(value if value.mode in ("L", "RGB") else value.convert("RGB"))
+        except Exception as error:
+            raise ValueError(f"Pillow's image cannot be loaded: {error!r:.200}") from error
     if value.dtype != np.uint8 or value.ndim not in (2, 3):
         return None
     pixels = value[:, :, None] if value.ndim == 2 else value
@@ -84,7 +87,7 @@ def jpeg_size(data: memoryview) -> tuple[int, int] | None:
         return found
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
+    except Exception:  # KeyError, too: it does not know every sampling of chroma
         return None
     return None if colorspace in ("CMYK", "YCCK") else (height, width)
 

@@ -137,7 +137,13 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
         stages.append(
             {
                 "decode": draw(
-                    some(masks=FIELDS, fields=FIELDS, exif_orientation=st.booleans(), max_pixels=st.integers(1, 10**8))
+                    some(
+                        masks=FIELDS,
+                        fields=FIELDS,
+                        exif_orientation=st.booleans(),
+                        max_pixels=st.integers(1, 10**8),
+                        formats=st.lists(st.sampled_from(["jpeg", "png", "avif"]), min_size=1),
+                    )
                 )
             }
         )

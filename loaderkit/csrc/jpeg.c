@@ -11,6 +11,8 @@
 
 #include <jpeglib.h>
 
+#include <jerror.h>
+
 #if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
 #error "libjpeg-turbo 2.1 or later is needed"
 #endif
@@ -23,6 +25,7 @@
 typedef struct {
     struct jpeg_error_mgr manager; /* first: libjpeg knows the whole by it */
     jmp_buf where;
+    volatile int is_cut; /* a scan ended before its blocks had come, or the file before its end marker */
 } Errors;
 
 typedef struct {
@@ -37,7 +40,9 @@ static void give_up(j_common_ptr decoder) {
 }
 
 static void count_warning(j_common_ptr decoder, int level) {
+    const int code = decoder->err->msg_code;
     decoder->err->num_warnings += level < 0;
+    ((Errors *)decoder->err)->is_cut |= level < 0 && (code == JWRN_HIT_MARKER || code == JWRN_JPEG_EOF);
 }
 
 /* Whether the piece lies in the picture, and is worth looking for: chroma that is sampled in another way than cameras and
@@ -103,7 +108,7 @@ static int read_rows(struct jpeg_decompress_struct *decoder, Piece *piece) {
 /* Whether the piece could be had from a file that libjpeg has nothing to say against. */
 static int decode_piece(const uint8_t *data, size_t size, Piece *piece) {
     struct jpeg_decompress_struct decoder;
-    Errors errors;
+    Errors errors = {.is_cut = 0};
     volatile int is_done = 0;
     decoder.err = jpeg_std_error(&errors.manager);
     errors.manager.error_exit = give_up;
@@ -205,8 +210,49 @@ static PyObject *decode(PyObject *self, PyObject *given) {
     return found;
 }
 
+/* Whether a file lacks blocks, which libjpeg fills with grey, or its end marker. Where it gives up, others have to say what they
+ * make of the rest. */
+static int lacks_its_end(const uint8_t *data, size_t size) {
+    struct jpeg_decompress_struct decoder;
+    Errors errors = {.is_cut = 0};
+    decoder.err = jpeg_std_error(&errors.manager);
+    errors.manager.error_exit = give_up;
+    errors.manager.emit_message = count_warning;
+    if (setjmp(errors.where) == 0) {
+        jpeg_create_decompress(&decoder);
+        jpeg_mem_src(&decoder, data, size);
+        jpeg_read_header(&decoder, TRUE);
+        decoder.scale_denom = 8; /* every code is read, and hardly a pixel made */
+        jpeg_start_decompress(&decoder);
+        const JDIMENSION row_size = decoder.output_width * (JDIMENSION)decoder.output_components;
+        JSAMPROW row = (*decoder.mem->alloc_large)((j_common_ptr)&decoder, JPOOL_IMAGE, row_size);
+        while (decoder.output_scanline < decoder.output_height) {
+            jpeg_read_scanlines(&decoder, &row, 1);
+        }
+        jpeg_finish_decompress(&decoder);
+    }
+    jpeg_destroy_decompress(&decoder);
+    return errors.is_cut;
+}
+
+/* is_cut(data) -> bool */
+static PyObject *is_cut(PyObject *self, PyObject *object) {
+    Py_buffer data;
+    int found;
+    (void)self;
+    if (PyObject_GetBuffer(object, &data, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS;
+    found = lacks_its_end(data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS;
+    PyBuffer_Release(&data);
+    return PyBool_FromLong(found);
+}
+
 static PyMethodDef methods[] = {
     {"decode", decode, METH_O, "decode([(data, step, (top, left, height, width), buffer, ...), ...]) -> list of (first column, columns, seconds)"},
+    {"is_cut", is_cut, METH_O, "is_cut(data) -> whether a JPEG lacks blocks or its end marker"},
     {NULL, NULL, 0, NULL},
 };
 

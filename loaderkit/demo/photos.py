@@ -128,7 +128,7 @@ class _Photograph:
 def _open_photograph(package: str, folder: str, file: str) -> Image.Image:
     try:
         path = resources.files(package).joinpath(folder, file)
-        with path.open("rb") as opened, Image.open(opened) as image:
+        with path.open("rb") as opened, Image.open(opened, formats=("JPEG", "PNG")) as image:
             return image.convert("RGB")
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise MissingExtraError(

@@ -88,7 +88,8 @@ class _Job(NamedTuple):
 
 
 class Renderer:
-    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`.
+    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`;
+    without `takes_jpegs` all images are left to `decode`, which refuses them.
 
     `draws(name, chunk)` gives a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes what is
     left, `plain(chunk)` does the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; what
@@ -101,6 +102,7 @@ class Renderer:
         *,
         name: str = "decode",
         fields: tuple[str, ...] | None,
+        takes_jpegs: bool = True,
         max_pixels: int,
         draws: Callable[[str, Chunk], NDArray[np.float64]],
         decode: Callable[[Chunk], Any],
@@ -111,6 +113,7 @@ class Renderer:
         self._graph = graph
         self._name = name
         self._fields = fields
+        self._extensions = _JPEG_EXTENSIONS if takes_jpegs else frozenset[str]()
         self._max_pixels = max_pixels
         self._draws = draws
         self._decode = decode
@@ -167,7 +170,7 @@ class Renderer:
 
     def _job(self, place: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
         """What an image goes through; None where the CPU has to look at it."""
-        size = jpeg_size(value.data) if value.extension.rpartition(".")[2] in _JPEG_EXTENSIONS else None
+        size = jpeg_size(value.data) if value.extension.rpartition(".")[2] in self._extensions else None
         if size is None or size[0] * size[1] > self._max_pixels or not is_well_formed(value.data):
             return None
         job = _Job(place, np.frombuffer(value.data, np.uint8), [], [])

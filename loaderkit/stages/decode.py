@@ -2,28 +2,26 @@
 
 JPEG goes through libjpeg-turbo, with the same DCT and upsampling as Pillow's: where a crop comes next, only its pixels are
 made (`loaderkit._jpeg`, if that was built), else all of them (simplejpeg). Everything that these refuse (CMYK, odd markers),
-and every other image format, goes through Pillow. What Pillow calls truncated is an error on every way, wherever the crop
-lies; warnings that leave the picture whole are not.
+and every other image format, goes through Pillow (`formats/pictures.py`). A truncated JPEG is an error on every way, wherever
+the crop lies; warnings that leave the picture whole are not.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image as Pillow
-from PIL import ImageOps, UnidentifiedImageError
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from loaderkit.catalog import IMAGE_EXTENSIONS
 from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.formats.npy import view_npy, view_npz
+from loaderkit.formats.pictures import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
 from loaderkit.images import as_image, describe, jpeg_size
 from loaderkit.native import jpeg
 from loaderkit.resizing import reduced_box
@@ -32,8 +30,6 @@ from loaderkit.steps import EVERYTHING, Crop, Needs
 from loaderkit.types import Bundle, Chunk, Encoded, Image, Landed, Rendered, Sample
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
-_EXIF_ORIENTATION = 0x0112
-_MOST_PIXELS = 178_956_970
 
 
 class DecodeArgs(StageArgs):
@@ -41,6 +37,16 @@ class DecodeArgs(StageArgs):
 
     An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
     without padding, comes next, no more of a JPEG is made into pixels than it will show.
+
+    Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
+    program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
+    counts. A damaged image is a bad sample, with an error that says what is wrong with it.
+
+    A JPEG that lacks blocks or its end marker is truncated, wherever it was cut and whatever crop comes next. Pillow reads some
+    of these: cut and closed again by an end marker (it makes the rest grey), or without an end marker and with other bytes
+    in its place. What nobody can tell from a whole one is read, as by Pillow: arithmetic coding that was cut and closed again,
+    and a progressive file closed between two scans. Bytes behind the end, EXIF that cannot be read and other warnings of
+    libjpeg's are harmless.
     """
 
     device: Literal["cpu", "gpu", "dali-cpu"] = Field(
@@ -54,11 +60,21 @@ class DecodeArgs(StageArgs):
         description="decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows shrinks them "
         "further: faster, and pixels differ by a few levels",
     )
-    exif_orientation: bool = Field(False, description="turn images upright as their EXIF tag says")
+    formats: Annotated[
+        tuple[Format, ...],
+        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+        Field(min_length=1),
+    ] = Field(
+        FORMATS, description="open only these, told by a file's bytes, not its name; Pillow's other formats stay shut"
+    )
+    exif_orientation: bool = Field(
+        False,
+        description="turn images upright as their EXIF tag says; TIFF always is, and EXIF that cannot be read says nothing",
+    )
     max_pixels: int = Field(
-        _MOST_PIXELS,
+        MOST_PIXELS,
         ge=1,
-        le=_MOST_PIXELS,
+        le=MOST_PIXELS,
         description="refuse larger images (decompression bombs); Pillow allows no more",
     )
 
@@ -105,6 +121,7 @@ class Decoder:
         self._needs = needs
         self._needed = needed
         self._masks = frozenset(args.masks or ())
+        self._takes_jpegs = "jpeg" in args.formats
         self._is_upright = args.exif_orientation
         self._max_pixels = args.max_pixels
 
@@ -125,7 +142,7 @@ class Decoder:
                     sample[field] = value
                 if type(value) is Bundle:
                     _open_bundle(sample, field, value, scratch)
-            except _UNREADABLE as error:
+            except ValueError as error:
                 raise _named(sample, field, error) from error
         return left
 
@@ -159,7 +176,7 @@ class Decoder:
         try:
             sample[piece.field] = self._whole(piece.data, piece.field, piece.size, piece.step, piece.memory)
         except USER_ERRORS as error:
-            failed(chunk, place, _named(sample, piece.field, error) if isinstance(error, _UNREADABLE) else error)
+            failed(chunk, place, _named(sample, piece.field, error) if isinstance(error, ValueError) else error)
         return perf_counter() - begin_s
 
     def _encoded(self, value: Encoded, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
@@ -191,12 +208,12 @@ class Decoder:
     ) -> Image | Piece:
         if not data.nbytes:
             raise ValueError("the file is empty (0 bytes)")
-        is_plain = is_jpeg and field not in self._masks and not self._is_upright
+        is_plain = is_jpeg and self._takes_jpegs and field not in self._masks and not self._is_upright
         size = jpeg_size(data) if is_plain else None
         if size is None:
             return self._with_pillow(data, field)
         height, width = size
-        _check_size(height, width, self._max_pixels)
+        check_size(height, width, self._max_pixels)
         memory = None if scratch is None else scratch.setdefault(field, {})
         need = EVERYTHING
         if self._needs is not None and (self._needed is None or field in self._needed):
@@ -216,8 +233,13 @@ class Decoder:
         return self._with_pillow(data, field) if image is None else image
 
     def _with_pillow(self, data: memoryview, field: str) -> Image:
-        is_mask = field in self._masks
-        return _decode_with_pillow(data, is_mask=is_mask, upright=self._is_upright, max_pixels=self._max_pixels)
+        return decode_picture(
+            data,
+            formats=self._args.formats,
+            is_mask=field in self._masks,
+            upright=self._is_upright,
+            max_pixels=self._max_pixels,
+        )
 
 
 def _named(sample: Sample, field: str, error: Exception) -> ValueError:
@@ -234,7 +256,7 @@ def _whole_jpeg(data: memoryview, size: tuple[int, int], step: int, memory: dict
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
             data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
         )
-    except ValueError as error:
+    except Exception as error:  # KeyError, too: it does not know every sampling of chroma
         if "premature end" in str(error).lower():
             raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
         return None
@@ -250,67 +272,6 @@ def _memory(num_bytes: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8]
     if kept is None or kept.size < num_bytes:
         kept = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
     return kept[:num_bytes]
-
-
-_UNREADABLE = (ValueError, OSError, SyntaxError, Pillow.DecompressionBombError)
-
-
-def _check_size(height: int, width: int, max_pixels: int) -> None:
-    if height * width > max_pixels:
-        raise ValueError(
-            f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
-        )
-
-
-def _decode_with_pillow(data: memoryview, *, is_mask: bool, upright: bool, max_pixels: int) -> Image:
-    try:
-        image: Pillow.Image = Pillow.open(io.BytesIO(data))
-    except UnidentifiedImageError:
-        head = bytes(data[:8])
-        raise ValueError(f"not an image Pillow knows ({len(data)} bytes, beginning {head!r})") from None
-    with image:
-        _check_size(image.height, image.width, max_pixels)
-        kind = image.format
-        try:
-            image.load()
-            if kind == "JPEG":
-                _check_whole(data)
-            if upright and image.getexif().get(_EXIF_ORIENTATION, 1) != 1:
-                image = ImageOps.exif_transpose(image)
-            pixels = _labels(image) if is_mask else _rgb(image)
-        except (OSError, SyntaxError) as error:
-            what = "truncated" if "truncated" in str(error) or "premature" in str(error).lower() else "damaged"
-            raise ValueError(f"{what} {kind} ({len(data)} bytes, {image.width} x {image.height}: {error})") from None
-    return Image(pixels, is_mask)
-
-
-def _check_whole(data: memoryview) -> None:
-    """Raise OSError for a JPEG that was cut and closed again: Pillow fills what is missing with grey and says nothing."""
-    try:
-        colorspace = simplejpeg.decode_jpeg_header(data)[2]
-        simplejpeg.decode_jpeg(data, {"YCbCr": "RGB", "Gray": "GRAY", "YCCK": "CMYK"}.get(colorspace, colorspace))
-    except ValueError as error:
-        if "premature end" in str(error).lower():
-            raise OSError(f"truncated: {error}") from None
-
-
-def _rgb(image: Pillow.Image) -> NDArray[np.uint8]:
-    """[H, W, 3]. Of 16 bits the upper 8 count, for grey as Pillow does for colour; its own conversion of 16-bit grey
-    clips at 255 and so turns most of a picture white."""
-    if image.mode.startswith("I"):
-        values = np.asarray(image)
-        upper = (values >> 8 if values.dtype.itemsize == 2 or values.max(initial=0) > 255 else values).astype(np.uint8)
-        return np.repeat(upper[:, :, None], 3, axis=2)
-    if image.mode == "F":
-        raise ValueError("a picture of floating-point numbers has no RGB: store it as .npy")
-    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
-
-
-def _labels(image: Pillow.Image) -> NDArray[np.uint8]:
-    """[H, W, 1]: palette indices and grey values as they are."""
-    if image.mode not in ("P", "L", "1"):
-        raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}")
-    return np.array(image).astype(np.uint8)[:, :, None]
 
 
 def _read_npy(data: memoryview, scratch: dict[str, Any] | None) -> NDArray[Any]:
@@ -337,16 +298,29 @@ def _open_bundle(sample: Sample, field: str, bundle: Bundle, scratch: dict[str, 
 
 
 def _read_class(data: memoryview) -> int:
-    text = bytes(data[:64])
     try:
-        return int(text)
+        return int(bytes(data))
     except ValueError:
-        raise ValueError(f"a class is a whole number, not {text!r}") from None
+        raise ValueError(f"a class is a whole number, not {bytes(data[:64])!r} ({len(data)} bytes)") from None
+
+
+def _read_text(data: memoryview) -> str:
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text is UTF-8, and these {len(data)} bytes are not: {error}") from None
+
+
+def _read_json(data: memoryview) -> Any:
+    try:
+        return json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
+        raise ValueError(f"not JSON that can be read ({len(data)} bytes): {error}") from None
 
 
 _READERS: dict[str, Callable[[memoryview], Any]] = {
     "cls": _read_class,
-    "txt": lambda data: bytes(data).decode(),
-    "text": lambda data: bytes(data).decode(),
-    "json": lambda data: json.loads(bytes(data)),
+    "txt": _read_text,
+    "text": _read_text,
+    "json": _read_json,
 }

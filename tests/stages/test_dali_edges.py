@@ -170,6 +170,15 @@ class TestOddJpegs:
         )
         assert len(found) == len(files)
 
+    @pytest.mark.parametrize("end", [b"", b"\xff", bytes(99)], ids=["none", "half", "zeros"])
+    def test_without_an_end_marker_they_are_truncated(self, end: bytes) -> None:
+        message = assert_same(
+            Pipeline.files("memory://", include="*.jpg"),
+            lambda p: p.random_resized_crop(24).batch(1),
+            connectors={"memory": MemoryConnector({"a.jpg": self.make()[:-2] + end})},
+        )
+        assert "truncated JPEG" in message
+
     def test_four_channels_are_known_without_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(images, "kernels", None)
         assert images.jpeg_size(memoryview(ycck())) is None

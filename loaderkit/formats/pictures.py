@@ -1,0 +1,192 @@
+"""Pictures, through Pillow: of a closed list of formats, and whatever it raises of one is a ValueError that says what is wrong.
+
+The other formats that Pillow knows stay shut, whatever a file is called: the one for PostScript starts Ghostscript.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import struct
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image as Pillow
+from PIL import UnidentifiedImageError, features
+
+from loaderkit.native import jpeg
+from loaderkit.types import Image
+
+Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
+"""A format that may be opened: Pillow's own name, in lower case. "jpeg" is MPO as well, of which the first picture counts."""
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+MOST_PIXELS = 178_956_970
+"""Of a picture: Pillow opens none that has more."""
+
+_OPTIONAL = {"webp": "webp", "avif": "avif", "jpeg2000": "jpg_2000"}  # what Pillow can be built without
+_BEGINNINGS: dict[str, re.Pattern[bytes]] = {
+    name: re.compile(pattern, re.DOTALL)
+    for name, pattern in {
+        "jpeg": rb"\xff\xd8",
+        "png": rb"\x89PNG",
+        "webp": rb"RIFF....WEBP",
+        "gif": rb"GIF8",
+        "bmp": rb"BM",
+        "tiff": rb"II[*+]\0|MM\0[*+]",
+        "ppm": rb"P[1-7Ff]\s",
+        "avif": rb"....ftypavi[fs]",
+        "jpeg2000": rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  ",
+        "PostScript": rb"%!PS|\xc5\xd0\xd3\xc6",
+        "PDF": rb"%PDF",
+        "SVG or XML": rb"\s*<(\?xml|svg)",
+        "a web page": rb"\s*<(!doctype|!DOCTYPE|html|HTML)",
+        "HEIC": rb"....ftyp(hei|hev|mif1)",
+        "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
+        "a Photoshop file": rb"8BPS",
+        "an icon": rb"\0\0[\x01\x02]\0",
+        "a ZIP archive": rb"PK\x03\x04",
+        "gzip": rb"\x1f\x8b",
+    }.items()
+}
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Pillow.Transpose.FLIP_LEFT_RIGHT,
+    3: Pillow.Transpose.ROTATE_180,
+    4: Pillow.Transpose.FLIP_TOP_BOTTOM,
+    5: Pillow.Transpose.TRANSPOSE,
+    6: Pillow.Transpose.ROTATE_270,
+    7: Pillow.Transpose.TRANSVERSE,
+    8: Pillow.Transpose.ROTATE_90,
+}
+
+
+def decode_picture(
+    data: memoryview, *, formats: tuple[Format, ...], is_mask: bool, upright: bool, max_pixels: int
+) -> Image:
+    """A picture of one of the `formats`, told by its bytes. Raises ValueError."""
+    try:
+        image: Pillow.Image = Pillow.open(io.BytesIO(data), formats=_available(formats))
+    except UnidentifiedImageError:
+        raise ValueError(_refusal(data, formats)) from None
+    except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
+        raise ValueError(f"too large an image for Pillow ({len(data)} bytes): {error}") from None
+    except Exception as error:
+        raise _damaged(data, (_looks_like(data) or "picture").upper(), "", error) from error
+    with image:
+        check_size(image.height, image.width, max_pixels)
+        kind, size = image.format or "", f", {image.width} x {image.height}"
+        try:
+            if kind == "JPEG2000":
+                _check_tiles(data, image.height * image.width)
+            image.load()
+        except Exception as error:
+            raise _damaged(data, kind, size, error) from error
+        if kind in ("JPEG", "MPO") and _is_cut(data, image.mode):
+            raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: it ends early, and the rest would be grey)")
+        if upright:
+            image = _upright(image)
+        return Image(_labels(image) if is_mask else _rgb(image, kind), is_mask)
+
+
+def check_size(height: int, width: int, max_pixels: int) -> None:
+    """Raise ValueError for a picture with more pixels than that."""
+    if height * width > max_pixels:
+        raise ValueError(
+            f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
+        )
+
+
+def _check_tiles(data: memoryview, num_pixels: int) -> None:
+    """Raise ValueError for a JPEG 2000 of tiny tiles: OpenJPEG takes 12 kB for each, also for those that are not there."""
+    at = bytes(data).find(b"\xff\x4f\xff\x51")
+    right, bottom, _, _, width, height, left, top = struct.unpack_from(">8I", data, at + 8)
+    num_tiles = math.ceil((right - left) / width) * math.ceil((bottom - top) / height)
+    if num_tiles > 4096 + num_pixels // 1024:
+        raise ValueError(f"its header cuts it into {num_tiles} tiles")
+
+
+@cache
+def _available(formats: tuple[Format, ...]) -> tuple[Format, ...]:
+    """Those that this Pillow was built with."""
+    Pillow.init()
+    return tuple(
+        name
+        for name in formats
+        if name.upper() in Pillow.OPEN and (name not in _OPTIONAL or features.check(_OPTIONAL[name]))
+    )
+
+
+def _looks_like(data: memoryview) -> str | None:
+    head = bytes(data[:32])
+    return next((name for name, pattern in _BEGINNINGS.items() if pattern.match(head)), None)
+
+
+def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
+    """Why Pillow finds none of the formats in it."""
+    name, allowed = _looks_like(data), ", ".join(formats)
+    if name is None:
+        return (
+            f"not an image of a known format ({len(data)} bytes, beginning {bytes(data[:8])!r}): {allowed} are opened"
+        )
+    seems = f"not an image that may be opened: it seems to be {name} ({len(data)} bytes)"
+    if name not in FORMATS:
+        return f"{seems}, and only {allowed} are: convert it, or leave it out"
+    if name not in formats:
+        return f"{seems}, and `formats` allows only {allowed}: add {name} to them, or leave it out"
+    if name not in _available(formats):
+        return f"{seems}, and this Pillow was built without: install one that has it"
+    return f"damaged {name.upper()} ({len(data)} bytes: its header cannot be read)"
+
+
+def _damaged(data: memoryview, kind: str, size: str, error: Exception) -> ValueError:
+    reason = str(error) if " " in str(error) else repr(error)
+    what = "truncated" if re.search("truncated|premature", reason, re.IGNORECASE) else "damaged"
+    return ValueError(f"{what} {kind} ({len(data)} bytes{size}: {reason:.200})")
+
+
+def _is_cut(data: memoryview, mode: str) -> bool:
+    """Whether a JPEG was cut, and then closed again or filled up: Pillow says nothing of what is missing, and makes it grey."""
+    if jpeg is not None:
+        found: bool = jpeg.is_cut(data)
+        return found
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY" if mode == "L" else mode)
+    except Exception as error:  # of which it tells only the first, and it does not know every sampling of chroma
+        return "premature end" in str(error).lower()
+    return False
+
+
+def _upright(image: Pillow.Image) -> Pillow.Image:
+    """Turned as its EXIF says; where that cannot be read, it says nothing."""
+    try:
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+    except Exception:
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def _rgb(image: Pillow.Image, kind: str) -> NDArray[np.uint8]:
+    """[H, W, 3]. Of 16 bits the upper 8 count, for grey as Pillow does for colour; its own conversion of 16-bit grey
+    clips at 255 and so turns most of a picture white."""
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        upper = (values >> 8 if values.dtype.itemsize == 2 or values.max(initial=0) > 255 else values).astype(np.uint8)
+        return np.repeat(upper[:, :, None], 3, axis=2)
+    if image.mode == "F":
+        raise ValueError("a picture of floating-point numbers has no RGB: store it as .npy")
+    try:
+        return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+    except Exception as error:
+        raise ValueError(f"a {kind} of mode {image.mode} cannot be made RGB: {error}") from error
+
+
+def _labels(image: Pillow.Image) -> NDArray[np.uint8]:
+    """[H, W, 1]: palette indices and grey values as they are."""
+    if image.mode not in ("P", "L", "1"):
+        raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}")
+    return np.array(image).astype(np.uint8)[:, :, None]

@@ -20,7 +20,7 @@ from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-SEED = "LOADERKIT_TEST_SEED"
+SEED = "LOADERKIT_SEED"
 
 
 def pytest_configure(config: pytest.Config) -> None:

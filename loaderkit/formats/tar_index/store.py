@@ -65,11 +65,15 @@ def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
     where = connector.describe(key)
     try:
         beside = connector.stat(key)
-        data = bytearray(beside.size)
+        # A member's name stands in the archive once and twice in the index, and its header is longer than its numbers.
+        is_too_long = beside.size > 2 * info.size
+        data = bytearray(0 if is_too_long else beside.size)
         connector.read_into(key, 0, memoryview(data), etag=beside.etag)
     except (ObjectNotFoundError, AccessDeniedError):  # a store may answer "denied" for what does not exist
         return None
     try:
+        if is_too_long:
+            raise FormatError(f"it has {beside.size} bytes, and that of {info.size} bytes of archive has fewer")
         index = parse_wds_index(data.decode("utf-8", "surrogateescape"), where)
         if index is None:
             return None

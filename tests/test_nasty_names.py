@@ -20,8 +20,11 @@ from conftest import make_photo
 from rich.text import Text
 from safetensors.torch import save_file
 
+from loaderkit.checkpoint import latest
 from loaderkit.cli import console, main
-from loaderkit.errors import FormatError, StageError, printable
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.errors import CheckpointError, FormatError, StageError, printable
+from loaderkit.formats.tar_index import load_index
 from loaderkit.report import PlainConsole, table_of
 
 SEED = int(os.environ.get("NASTY_SEED") or random.SystemRandom().randrange(2**32))
@@ -138,6 +141,29 @@ def test_commands(
     out, err = capfd.readouterr()
     assert "\\x" in out + err or "\\u" in out + err
     for text in (out, err, *(record.getMessage() for record in caplog.records)):
+        assert not OBEYED.search(text), text
+
+
+def test_what_the_library_logs_and_warns_of(
+    rng: random.Random, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / nasty(rng)
+    for number, data in enumerate((b"x", b"y" * 600)):
+        place = folder / f"{nasty(rng)}{number}"
+        place.mkdir(parents=True)
+        (place / f"{nasty(rng)}.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        latest(folder)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", errors="surrogateescape") as tar:
+        tar.addfile(tarfile.TarInfo("0.jpg"))
+    connector = MemoryConnector({f"{folder}/a.tar": archive.getvalue()[:512], f"{folder}/a.idx": b"v1.2 0\n"})
+    with pytest.warns(UserWarning, match="does not fit its archive|ends without the mark") as warned:
+        load_index(connector, connector.stat(f"{folder}/a.tar"), None)
+    assert len(warned) == 2
+    said = [str(caught.value), *(record.getMessage() for record in caplog.records), *(str(w.message) for w in warned)]
+    assert len(said) == 5
+    for text in said:
         assert not OBEYED.search(text), text
 
 

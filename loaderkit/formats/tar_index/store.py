@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
 from loaderkit.formats.tar_index.index import TarIndex, sample_key_and_extension
 from loaderkit.formats.tar_index.scan import TarScanner, scan_tar
 from loaderkit.formats.tar_index.wds import parse_wds_index, wds_index_key
@@ -83,8 +83,10 @@ def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
     if misfit is None:
         return index
     warnings.warn(
-        f"the index {where} is not used, since it does not fit its archive: {misfit}; create or delete it anew "
-        "(`loaderkit index`)",
+        printable(
+            f"the index {where} is not used, since it does not fit its archive: {misfit}; create or delete it anew "
+            "(`loaderkit index`)"
+        ),
         stacklevel=3,
     )
     return None

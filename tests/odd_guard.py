@@ -341,6 +341,7 @@ def main(folder: Path, report: Path, *what: str) -> None:
         ways.failures.clear()
         ways.raw.clear()
         guard.arm()
+        shutil.copytree(folder / "good", folder / "odd", dirs_exist_ok=True)  # a batch of bad samples alone is an error
         ways.all(folder / "odd")
     guard.is_on = False
     report.write_text(json.dumps({"seen": guard.seen, "failures": ways.failures, "raw": ways.raw}))

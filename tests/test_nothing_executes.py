@@ -66,12 +66,12 @@ def check(folder: Path, num: int) -> None:
     found = guarded(folder, files)
     assert not found["seen"], "\n".join([f"{len(found['seen'])} events", *list(found["seen"])[:20]])
     assert not found["called"], found["called"]
-    assert {path.name: path.read_bytes() for path in (folder / "work" / "odd").iterdir()} == before
+    assert {path.name: path.read_bytes() for path in (folder / "work" / "odd").glob("[0-9]*")} == before
     assert not [*folder.rglob("*escaped*"), *folder.parent.glob("*escaped*")]
     assert not Path(OUTSIDE).exists()
     assert not found["raw"], found["raw"]
     assert sum(found["failures"].values()) > num  # they were looked at, and refused
-    assert len((folder / "work" / "bad.jsonl").read_text().splitlines()) > num / 5
+    assert len((folder / "work" / "bad.jsonl").read_text().splitlines()) > num / 3
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:

@@ -40,16 +40,22 @@ USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 
 class LoaderkitError(Exception):
-    """Base of all errors raised by loaderkit on purpose. What they say can be printed and logged, whatever bytes the names
-    of files have."""
+    """Base of all errors raised by loaderkit on purpose. What they say can be printed and logged, whatever characters the
+    names of files have; see `printable`."""
 
     def __init__(self, *values: object) -> None:
-        super().__init__(*(_printable(value) if isinstance(value, str) else value for value in values))
+        super().__init__(*(printable(value) if isinstance(value, str) else value for value in values))
 
 
-def _printable(text: str) -> str:
-    """Lone surrogates stand for bytes that are no UTF-8, and no handler of logs that writes UTF-8 takes them."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def printable(text: str) -> str:
+    """Text for a terminal or a log: all but line ends and tabs that `repr` would escape is escaped as it does.
+
+    A terminal obeys control characters (it moves the cursor, changes its title, answers as if somebody typed), and lone
+    surrogates, which stand for bytes that are no UTF-8, are refused by whatever writes UTF-8.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
     if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
         from loaderkit.connectors.fsspec import FsspecConnector
 
+        if "::" in rest and not scheme.startswith("fsspec+"):  # else a folder's name might lead to another store
+            raise ConfigError(
+                f"source.url: '::' in a URL chains several stores of fsspec: write fsspec+{scheme}://... if that is meant"
+            )
         found = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
         return with_retries(found, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
     raise ConfigError(

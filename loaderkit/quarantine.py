@@ -19,7 +19,7 @@ import numpy as np
 
 from loaderkit.assembly import Assembly, Recipe
 from loaderkit.config import ErrorsArgs
-from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError
+from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.types import Chunk, Delivery, Destination, Source
 
 _BLOCK = 65_536  # keys looked through at a time
@@ -187,7 +187,7 @@ def places_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, int
             "%d of the samples %s in another place: %s, ...; what has the same key here is taken to be the same sample",
             len(elsewhere),
             "was" if len(elsewhere) == 1 else "were",
-            elsewhere[0],
+            printable(elsewhere[0]),
         )
     return {line: found[line][1] for line in lines if line in found}
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from loaderkit.errors import printable
+
+
+class PlainConsole(Console):
+    """Shows what it is given: names in brackets, or between colons, are names, and control characters are escaped."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Here rather than below, so that a table's columns have room for it."""
+        return super().render_str(printable(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The same for what was made into `Text` already."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def print_summary(console: Console, stats: Mapping[str, Any]) -> None:
@@ -81,7 +100,7 @@ def _sentence(text: str) -> str:
 def as_text(found: RenderableType, width: int = 80) -> str:
     """What a terminal of so many columns shows, without colour; no line ends in blanks."""
     file = StringIO()
-    Console(file=file, width=width, markup=False, highlight=False, no_color=True, color_system=None).print(found)
+    PlainConsole(file=file, width=width, no_color=True, color_system=None).print(found)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().rstrip().splitlines())
 
 

@@ -223,6 +223,7 @@ class TestExitCodes:
             (["check", "P", "--set", "source.include=*.bmp"], "no file below"),
             (["explain", "P", "--set", "source.url=nowhere"], "nowhere"),
             (["run", "P", "--resume", "P"], "holds no state"),
+            (["run", "P", "--resume", "deep.json"], "holds no state"),
             (["run", "P", "--resume", "other.json"], "belongs to another data set"),
             (["index", "nothing.tar"], "nothing.tar"),
         ],
@@ -232,6 +233,7 @@ class TestExitCodes:
     ) -> None:
         with build(pipeline, overrides={"source.limit": 10}) as loader:
             Path("other.json").write_text(json.dumps(loader.state_dict()))
+        Path("deep.json").write_text("[" * 100_000)
         assert main([str(pipeline) if word == "P" else word for word in arguments]) == 1
         captured = capsys.readouterr()
         assert captured.out == ""

@@ -31,6 +31,7 @@ from loaderkit.errors import (
     ExpiredCredentialsError,
     FormatError,
     ObjectNotFoundError,
+    printable,
 )
 from loaderkit.types import ByteRange, Connector, ObjectInfo
 
@@ -126,7 +127,7 @@ def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch)
         is_there = any(item.key == key for item in found.objects.values())
         if verify is True or is_there or isinstance(error, ExpiredCredentialsError):
             raise
-        logger.warning("%s is taken to have no manifest, so nothing is compared: %s", place.url, error)
+        logger.warning("%s is taken to have no manifest, so nothing is compared: %s", printable(place.url), error)
         return {}
     if info.size > _MAX_MANIFEST:
         raise FormatError(f"{place.connector.describe(key)}: {info.size} bytes are too many for a manifest")

@@ -12,7 +12,7 @@ from loaderkit.checkpoint.filling import fetch_of
 from loaderkit.checkpoint.manifest import NAME, Verify, read_manifest
 from loaderkit.checkpoint.opening import open_checkpoint
 from loaderkit.checkpoint.places import Place, open_place
-from loaderkit.errors import CheckpointError, ConnectorError, FormatError
+from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 from loaderkit.types import Connector
 
 logger = logging.getLogger("loaderkit")
@@ -47,7 +47,7 @@ def latest(
                 inside.close()
         except (CheckpointError, FormatError, ConnectorError) as error:
             if not isinstance(error, CheckpointError) or "holds no checkpoint" not in str(error):
-                logger.warning("%s is skipped: %s", url, error)
+                logger.warning("%s is skipped: %s", printable(url), error)
                 skipped.append(f"{name}: {error}")
         else:
             return url

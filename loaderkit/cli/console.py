@@ -1,4 +1,5 @@
-"""Results go to stdout, everything else to stderr, so that a pipe gets the result alone."""
+"""Results go to stdout, everything else to stderr, so that a pipe gets the result alone. Names from data may hold anything:
+none of them is markup here, or an order to the terminal."""
 
 from __future__ import annotations
 
@@ -8,31 +9,34 @@ from typing import Any
 
 from rich.console import Console
 
+from loaderkit.errors import printable
+from loaderkit.report import PlainConsole
+
 
 class Interrupted(Exception):  # noqa: N818 - not an error of anyone's
     """Ctrl-C came, and was dealt with; the message says how far the work had got."""
 
 
 def stdout() -> Console:
-    """For results. Names in brackets are names, not markup."""
-    return Console(markup=False, highlight=False, soft_wrap=False)
+    """For results."""
+    return PlainConsole(soft_wrap=False)
 
 
 def stderr() -> Console:
     """For progress."""
-    return Console(stderr=True, markup=False, highlight=False)
+    return PlainConsole(stderr=True)
 
 
 def say(message: str) -> None:
     """One line on stderr, never wrapped."""
     if sys.stderr is not None:  # it may be closed
-        sys.stderr.write(f"{message}\n")
+        sys.stderr.write(f"{printable(message)}\n")
         sys.stderr.flush()
 
 
 def tell(message: str = "") -> None:
     """One line of the result on stdout, never wrapped."""
-    sys.stdout.write(f"{message}\n")
+    sys.stdout.write(f"{printable(message)}\n")
 
 
 def tell_json(document: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json:
         texts[outputs.html] = to_html(report)
     _write(texts)
     if patch is not None and outputs.folder is not None:
-        console.say(f"to apply the change: patch {pipeline} < {stem}.patch")
+        console.say(f"to apply the change: patch {shlex.quote(str(pipeline))} < {shlex.quote(f'{stem}.patch')}")
 
 
 def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> None:

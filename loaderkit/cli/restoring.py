@@ -161,7 +161,7 @@ def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[slow]}"),
+        TextColumn("{task.fields[slow]}", markup=False),
     )
     with Progress(*columns, console=screen, transient=True) as bar:
         task = bar.add_task("", total=now().total_bytes, slow="")

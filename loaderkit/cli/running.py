@@ -227,7 +227,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{path} holds no state, which is JSON as written by --save-state: {error}") from error
     if not isinstance(state, dict):
         raise StateError(f"{path} holds no state as written by --save-state, but {type(state).__name__}")

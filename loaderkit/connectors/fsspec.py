@@ -52,7 +52,8 @@ class FsspecConnector:
     """The objects below a URL, through the filesystem that fsspec has for its scheme. Made in each process when first used.
 
     An object is checked against its etag before and after it is read, as far as its store has any: fsspec cannot ask for a
-    range of a certain version. Raises MissingExtraError if fsspec, or what it needs for the scheme, is not installed.
+    range of a certain version. Raises MissingExtraError if fsspec, or what it needs for the scheme, is not installed, and
+    ConfigError for `reference://`.
     """
 
     is_remote = True
@@ -62,6 +63,11 @@ class FsspecConnector:
         self._scheme = url.partition("://")[0].lower()
         self._is_web = self._scheme in ("http", "https")
         self.store = _USER.sub(r"\1", url)
+        if any(link.partition("://")[0].lower() == "reference" for link in url.split("::")):
+            raise ConfigError(
+                f"source.url {self.store!r}: a reference file is data, and would say which other stores, and files of this "
+                "machine, are read: name the places themselves"
+            )
         self._lock = threading.Lock()
         self._system: Any = None
         self._root = ""
@@ -87,7 +93,7 @@ class FsspecConnector:
             raise self._translated(prefix, error) from None
         infos, bare = [], []
         for path, details in found.items():
-            key = path[len(root) + 1 :] if root else path.lstrip("/")
+            key = _key_below(root, path)
             if details.get("type", "file") != "file" or not key.startswith(prefix) or not key or key.endswith("/"):
                 continue
             if details.get("size") is not None:
@@ -257,6 +263,13 @@ class FsspecConnector:
         with self._lock:
             self._num_requests += 1
             self._fetched_bytes += num_bytes
+
+
+def _key_below(root: str, path: str) -> str:
+    """The key of a path; nothing for one that is not below `root`, as the links of a web page may be."""
+    if not root:
+        return path.lstrip("/")
+    return path[len(root) + 1 :] if path.startswith(f"{root}/") else ""
 
 
 def _status_of(error: Exception) -> int:

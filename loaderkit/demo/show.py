@@ -141,7 +141,7 @@ def _train(
 
 def _resume(folder: Path) -> dict[str, Any]:
     done = subprocess.run(  # noqa: S603 - our own module, in the interpreter that runs this one
-        [sys.executable, "-m", "loaderkit.demo.resume", str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "loaderkit.demo.resume", str(folder)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise LoaderkitError(f"the process that was to resume failed:\n{done.stderr.rstrip()}")

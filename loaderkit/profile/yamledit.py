@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
             return None
     except ConfigError:
         return None
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    lines = difflib.unified_diff(old, new, str(path), str(path))
+    # Lines as `patch` has them: str.splitlines would also cut at characters that may stand in a comment.
+    lines = difflib.unified_diff([*StringIO(before)], [*StringIO(after)], str(path), str(path))
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,49 @@ def test_unknown_schemes() -> None:
     for url in ("nonsense://x", "fsspec+nonsense://x"):
         with pytest.raises((ConfigError, MissingExtraError), match="nonsense"):
             loaderkit.build({"source": {"kind": "files", "url": url}, "stages": ["read", {"batch": {"size": 1}}]})
+
+
+def test_a_chain_of_stores_has_to_be_meant(photos: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as packed:
+        for path in photos.rglob("*.jpg"):
+            packed.write(path, path.relative_to(photos))
+    system.put(str(tmp_path / "photos.zip"), "/photos.zip")
+    source = {"kind": "files", "include": "**/*.jpg", "label": "parent"}
+    wanted = epoch_of({**source, "url": str(photos)})[0]
+    assert epoch_of({**source, "url": "fsspec+zip://::memory://photos.zip"})[0] == wanted
+    system.rm("/photos.zip")
+    for url in (f"http://host/x::file://{photos}", f"gs://b/::simplecache::file://{photos}", "https://u:secret@h/a::b"):
+        with pytest.raises(ConfigError, match=r"write fsspec\+\w+://") as caught:
+            loaderkit.build({"source": {**source, "url": url}, "stages": ["read", {"batch": {"size": 1}}]})
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("chain", ["reference://", "reference://::memory://", "simplecache::reference://::memory://"])
+def test_reference_files_are_refused(chain: str, tmp_path: Path) -> None:
+    """They are data, and would say what is read: here a file of this machine."""
+    import fsspec
+
+    (tmp_path / "secret").write_bytes(b"mine")
+    system = fsspec.filesystem("memory")
+    system.pipe("/refs.json", json.dumps({"a.jpg": [f"file://{tmp_path}/secret"]}).encode())
+    with pytest.raises(ConfigError, match="a reference file is data"):
+        FsspecConnector(f"{chain}refs.json" if chain.endswith("memory://") else f"{chain}?fo=refs.json")
+    system.rm("/refs.json")
+
+
+def test_what_is_not_below_the_url_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of links may lead anywhere; cut to size such a name would be that of another object."""
+    connector = FsspecConnector("memory://below")
+    connector.write("a/b.jpg", b"abc")
+    system, _ = connector._open()
+    found = system.find("/below", detail=True)
+    (details,) = found.values()
+    monkeypatch.setattr(system, "find", lambda *_, **__: {**found, "/other/b.jpg": details, "/belowx/b.jpg": details})
+    assert [info.key for info in connector.list("")] == ["a/b.jpg"]
+    connector.delete("a/b.jpg")
 
 
 def test_users_and_passwords_stay_inside() -> None:

@@ -356,6 +356,21 @@ def test_text_index_is_interchangeable(form: str) -> None:
     assert list(load_index(connector, connector.stat("a/s.tar"), None, use_wds_index=False)) == by_tarfile(data)
 
 
+def test_an_index_longer_than_any_is_not_read() -> None:
+    """Longest is one of long names that are nearly all extension."""
+    names = [f"{number}.{'x' * 3000}" for number in range(20)]
+    data = archive([(name, b"") for name in names], "gnu")
+    text = write_wds_index(scanned(data))
+    assert len(data) < len(text) < 2 * len(data)
+    connector = Recording({"s.tar": data, "s.idx": text.encode()})
+    assert load_index(connector, connector.stat("s.tar"), None).names() == names
+    assert ("s.idx", 0, len(text)) in connector.reads
+    connector = Recording({"s.tar": data, "s.idx": text.encode() + b" " * (2 * len(data))})
+    with pytest.warns(UserWarning, match="does not fit its archive: it has .* bytes"):
+        assert load_index(connector, connector.stat("s.tar"), None).names() == names
+    assert not any(length for key, _, length in connector.reads if key == "s.idx")
+
+
 @pytest.mark.parametrize(
     ("key", "index_key"),
     [

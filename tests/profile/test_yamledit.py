@@ -137,6 +137,17 @@ def test_a_patch_of_a_file_without_an_end_of_line(text: str, tmp_path: Path) -> 
     assert (prefetch.executor, prefetch.processes) == ("process", 3)
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85"])
+def test_a_patch_of_a_file_with_other_ends_of_lines_in_it(mark: str, tmp_path: Path) -> None:
+    """YAML takes them in comments and texts; `patch` knows one end of a line."""
+    path = tmp_path / "p.yaml"
+    path.write_text(BLOCK.replace("# few", f"# few{mark}"))
+    found = diff_of(path, [Setting(key="prefetch.executor", value="inline")])
+    assert found is not None
+    subprocess.run(["patch", "--quiet", str(path)], input=found, text=True, check=True)
+    assert parse(yaml.safe_load(path.read_text())).prefetch.executor == "inline"
+
+
 class Nameless:
     """An object that no pipeline's file could name."""
 

@@ -15,7 +15,7 @@ from zlib import adler32
 
 import numpy as np
 
-from loaderkit.errors import FormatError
+from loaderkit.errors import FormatError, printable
 from loaderkit.formats.tar_index.index import TarIndex
 from loaderkit.formats.tar_index.window import Run, Window
 from loaderkit.types import Connector, ObjectInfo
@@ -212,7 +212,7 @@ class TarScanner:
 
     def _warn(self, message: str) -> None:
         self.has_odd_end = True
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(printable(message), stacklevel=4)
 
     def _fail_as_no_header(self, position: int, found: bytes | bytearray) -> NoReturn:
         if position == 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
+from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
 from loaderkit.formats.tar_index.index import TarIndex, sample_key_and_extension
 from loaderkit.formats.tar_index.scan import TarScanner, scan_tar
 from loaderkit.formats.tar_index.wds import parse_wds_index, wds_index_key
@@ -65,11 +65,15 @@ def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
     where = connector.describe(key)
     try:
         beside = connector.stat(key)
-        data = bytearray(beside.size)
+        # A member's name stands in the archive once and twice in the index, and its header is longer than its numbers.
+        is_too_long = beside.size > 2 * info.size
+        data = bytearray(0 if is_too_long else beside.size)
         connector.read_into(key, 0, memoryview(data), etag=beside.etag)
     except (ObjectNotFoundError, AccessDeniedError):  # a store may answer "denied" for what does not exist
         return None
     try:
+        if is_too_long:
+            raise FormatError(f"it has {beside.size} bytes, and that of {info.size} bytes of archive has fewer")
         index = parse_wds_index(data.decode("utf-8", "surrogateescape"), where)
         if index is None:
             return None
@@ -79,8 +83,10 @@ def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
     if misfit is None:
         return index
     warnings.warn(
-        f"the index {where} is not used, since it does not fit its archive: {misfit}; create or delete it anew "
-        "(`loaderkit index`)",
+        printable(
+            f"the index {where} is not used, since it does not fit its archive: {misfit}; create or delete it anew "
+            "(`loaderkit index`)"
+        ),
         stacklevel=3,
     )
     return None

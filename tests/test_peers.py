@@ -78,6 +78,7 @@ def test_results_are_complete_and_a_failing_contestant_costs_only_itself(place: 
     assert workers(place) == []
 
 
+@pytest.mark.prove
 def test_works_of_the_same_day_are_joined(place: Path) -> None:
     for work in ("dataset", "first-batch"):
         done, found, table = run(

@@ -26,7 +26,7 @@ from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import CheckpointError, ConnectorError, TemporaryError
 from loaderkit.stores import RetryArgs, S3Args
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(2)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(1)]
 NUMBERS = itertools.count()
 
 

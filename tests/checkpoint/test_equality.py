@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import loaderkit
 from loaderkit.connectors.memory import MemoryConnector
 
+pytestmark = pytest.mark.matrix(4)
+
 warnings.filterwarnings("ignore", module="torch.distributed")
 TREES = st.recursive(
     st.integers() | st.text(max_size=4) | st.none() | st.booleans() | st.floats(allow_nan=False) | tensors(),

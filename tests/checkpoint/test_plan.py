@@ -33,6 +33,8 @@ from loaderkit.retries import RetryPolicy
 from loaderkit.stores import CacheArgs, S3Args, StoreArgs
 from loaderkit.types import Connector
 
+pytestmark = pytest.mark.matrix(1)
+
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -16,7 +16,7 @@ import loaderkit
 from loaderkit import Loader, Pipeline
 from loaderkit.errors import ClosedError, StageError, TooManyBadSamplesError
 
-pytestmark = pytest.mark.matrix(3)
+pytestmark = pytest.mark.matrix(2)
 
 EXECUTORS: dict[str, dict[str, Any]] = {
     "inline": {"prefetch.executor": "inline"},

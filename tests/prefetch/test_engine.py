@@ -24,6 +24,8 @@ from loaderkit.prefetch.cpus import num_cpus
 from loaderkit.prefetch.pools import plan_pools
 from loaderkit.types import Stage
 
+pytestmark = pytest.mark.matrix(2)
+
 
 class Numbers:
     """Sample i is the number i."""

@@ -25,7 +25,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ClosedError, LoaderkitError
 
-pytestmark = pytest.mark.matrix(3)
+pytestmark = pytest.mark.matrix(1)
 
 HERE = Path(__file__).parent
 

@@ -25,7 +25,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.kernels import can_resample
 from loaderkit.prefetch.remote import Job
 
-pytestmark = pytest.mark.matrix(5)
+pytestmark = pytest.mark.matrix(2)
 
 NUM = 21  # so that the last batch of 8 is short
 

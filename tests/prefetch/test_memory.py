@@ -25,6 +25,8 @@ from loaderkit.errors import ConfigError
 from loaderkit.prefetch.slabs import SlabLayout, SlabPool
 from loaderkit.types import FieldSpec
 
+pytestmark = pytest.mark.matrix(2)
+
 
 def make_pool(**fields: tuple[tuple[int, ...], torch.dtype]) -> SlabPool:
     specs = {

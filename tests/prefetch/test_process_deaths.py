@@ -24,7 +24,7 @@ from loaderkit.errors import WorkerDiedError
 from loaderkit.prefetch import child
 from loaderkit.prefetch.deaths import describe_death
 
-pytestmark = pytest.mark.matrix(4)
+pytestmark = pytest.mark.matrix(1)
 
 # ------------------------------------------------------------------------------------------------ deaths
 

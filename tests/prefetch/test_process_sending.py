@@ -21,7 +21,7 @@ from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, RemoteError, SourceError, StageError
 
-pytestmark = pytest.mark.matrix(2)
+pytestmark = pytest.mark.matrix(1)
 
 
 def scale(batch: dict[str, Any]) -> None:

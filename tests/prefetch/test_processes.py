@@ -30,7 +30,7 @@ from loaderkit.prefetch.share import WHOLE, Share
 from loaderkit.prefetch.stats import StageStats, blank, merged
 from loaderkit.prefetch.turns import Trial
 
-pytestmark = pytest.mark.matrix(2)
+pytestmark = pytest.mark.matrix(1)
 
 
 def plan_of(recipe: Recipe, share: Share = WHOLE) -> BatchPlan:

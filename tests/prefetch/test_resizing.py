@@ -18,7 +18,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 
-pytestmark = pytest.mark.matrix(4)
+pytestmark = pytest.mark.matrix(2)
 
 
 class Crowd:

@@ -19,6 +19,8 @@ from loaderkit.profile.charts import charts
 from loaderkit.profile.model import Headspace, Measured, Rate, Report, WhatIf
 from loaderkit.profile.page import to_html, why_no_html
 
+pytestmark = pytest.mark.matrix(1)
+
 NASTY = ("<img src=x onerror=boom()>.jpg", "x<", "{{ 7 * 7 }} 'quoted\" & more.jpg", "<!--<script>boom().jpg")
 
 

@@ -26,7 +26,7 @@ from loaderkit.stages.dali import Renderer
 from loaderkit.steps import Crop, Flip, Scale, size_after
 from loaderkit.types import Chunk, Image
 
-pytestmark = pytest.mark.matrix(6)
+pytestmark = pytest.mark.matrix(3)
 
 Chain = Callable[[Pipeline], Pipeline]
 

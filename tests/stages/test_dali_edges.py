@@ -26,7 +26,7 @@ from loaderkit.stages.dali import Graph, Renderer
 from loaderkit.stages.geometry import ResizeArgs, resize_steps
 from loaderkit.types import Chunk, Destination, Encoded, Rendered
 
-pytestmark = pytest.mark.matrix(6)
+pytestmark = pytest.mark.matrix(3)
 
 Chain = Callable[[Pipeline], Pipeline]
 

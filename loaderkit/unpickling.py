@@ -40,7 +40,7 @@ def shown(value: Any) -> str:
     of a long number it fails.)"""
     if isinstance(value, (str, bytes)):
         return repr(value[:100])
-    if value is None or (isinstance(value, int) and abs(value) < 2**100):
+    if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**100):
         return repr(value)
     if isinstance(value, (list, tuple)) and len(value) <= 64 and all(type(item) in (int, str) for item in value):
         return f"[{', '.join(map(shown, value))}]"[:100]

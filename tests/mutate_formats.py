@@ -10,6 +10,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mutate import OPERATORS as PLAIN
 
 Rng = np.random.Generator
 Operator = Callable[[bytes, Rng], bytes]
+MOST_BYTES = 2**19  # what has become longer is not damaged further
 NUMBERS = (0, 1, 2, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, -1, -(2**31), -(2**63))
 
 
@@ -58,7 +60,7 @@ def json_value(data: bytes, rng: Rng) -> bytes:
     """A value, or the name of one, becomes another of any type."""
     try:
         tree = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return data
     places: list[tuple[Any, Any]] = []
     todo = [tree]
@@ -228,24 +230,26 @@ def zip_number(data: bytes, rng: Rng) -> bytes:
     return put(data, place, (number % 256**size).to_bytes(size, "little"))[: len(data)]
 
 
+@cache
+def _zeros(num_mb: int) -> bytes:
+    """So many MB of zeros, packed to a thousandth."""
+    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    return b"".join([*(packer.compress(bytes(10**6)) for _ in range(num_mb)), packer.flush()])
+
+
 def zip_bomb(data: bytes, rng: Rng) -> bytes:
     """A member of 300 MB of zeros in 300 kB: behind its header, or as all of it; the directory may deny it."""
-    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    num_blocks = 300
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             name = pick(rng, archive.namelist())
             head = archive.read(name) if rng.random() < 0.7 else b""
     except Exception:
         return data
-    block = bytes(10**6)
-    packed = packer.compress(head) + b"".join(packer.compress(block) for _ in range(num_blocks)) + packer.flush()
-    size = len(head) + num_blocks * len(block)
+    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    packed = packer.compress(head) + packer.flush(zlib.Z_SYNC_FLUSH) + _zeros(300)
+    size = len(head) + 300 * 10**6
     said = pick(rng, (size, size, len(head), len(packed)))
-    crc = zlib.crc32(head)
-    for _ in range(num_blocks):
-        crc = zlib.crc32(block, crc)
-    fields = (20, 0, 8, 0, 33, crc, len(packed), said, len(name), 0)
+    fields = (20, 0, 8, 0, 33, 0, len(packed), said, len(name), 0)
     local = struct.pack("<4s5H3L2H", b"PK\3\4", *fields) + name.encode()
     entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, *fields, 0, 0, 0, 0, 0) + name.encode()
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, len(entry), len(local) + len(packed), 0)
@@ -258,7 +262,7 @@ def zip_twice(data: bytes, rng: Rng) -> bytes:
     first = data.find(b"PK\1\2")
     if first < 0 or end < first:
         return data
-    times = pick(rng, (2, 30, 1000))
+    times = pick(rng, (2, 30, 300))
     entries = data[first:end] * times
     count, length = struct.unpack_from("<HL", data, end + 10)
     tail = put(data[end:], 8, struct.pack("<HHL", count * times % 2**16, count * times % 2**16, length * times))
@@ -369,6 +373,6 @@ NPY_VALUES = (
 def damaged(data: bytes, operators: tuple[Operator, ...], rng: Rng) -> bytes:
     """The data damaged in one way, in two or in three."""
     for _ in range(int(pick(rng, (1, 1, 1, 2, 3)))):
-        if data:
+        if 0 < len(data) <= MOST_BYTES:
             data = pick(rng, operators)(data, rng)
     return data

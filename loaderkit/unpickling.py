@@ -230,8 +230,8 @@ _ARGUMENTS = tuple(map(_argument_of, range(256)))
 
 
 def _check(data: bytes) -> None:
-    """Raise FormatError for what ends the process before the unpickler could refuse it: an object stored at a place so high that
-    the table for it takes all memory (nine bytes are enough), and tuples nested more deeply than they can be hashed.
+    """Raise FormatError for what ends the process before the unpickler could refuse it: an object stored at a place so high
+    that the table for it takes all memory (nine bytes are enough), and tuples nested more deeply than they can be hashed.
 
     80 ns an opcode: a twentieth of what it takes to restore many small tensors.
     """
@@ -255,9 +255,11 @@ def _check(data: bytes) -> None:
             line_end = data.find(b"\n", at)
             if kind == _PLACE_LINE:
                 _check_place(data[at:line_end], 10, end)
-            elif kind == _TWO_LINES:
+            elif kind == _TWO_LINES and line_end >= 0:
                 line_end = data.find(b"\n", line_end + 1)
-            at = line_end + 1 or end
+            at = line_end + 1 or end  # without an end of line there is nothing more
+    else:
+        raise FormatError("it ends in the middle of its pickle: it was cut short, or is damaged")
     if num_tuples > _MOST_TUPLES:
         _check_nesting(data)
 
@@ -268,7 +270,9 @@ def _check_place(digits: str | bytes, base: int, num_bytes: int) -> None:
     except ValueError:  # the unpickler says so, too
         return
     if place > num_bytes:  # every object takes a byte at least
-        raise FormatError(f"it stores an object at place {place:.4g}, and has {num_bytes} bytes: it is damaged, or a bomb")
+        raise FormatError(
+            f"it stores an object at a place that {num_bytes} bytes cannot need: it is damaged, or a bomb"
+        )
 
 
 def _check_nesting(data: bytes) -> None:
@@ -283,7 +287,7 @@ def _check_nesting(data: bytes) -> None:
         elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
             stored[len(stored) if argument is None else int(argument)] = stack[-1]
         elif "GET" in opcode.name:
-            stack.append(stored[int(argument)])
+            stack.append(stored[int(argument or 0)])
         elif opcode.name == "DUP":
             stack.append(stack[-1])
         elif opcode.name == "POP" and marks and marks[-1] == len(stack):
@@ -339,8 +343,8 @@ def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
 
 
 class Table(OrderedDict[Any, Any]):
-    """Stands for an OrderedDict, and is none: its attributes are not set, such as the `_metadata` of a module's state. Else a pickle
-    could put something in the place of its `items`."""
+    """Stands for an OrderedDict. Attributes, such as the `_metadata` of a module's state, are not set: else a pickle could put
+    anything in the place of `items`."""
 
     __slots__ = ()
 

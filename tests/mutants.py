@@ -33,8 +33,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mutate import OPERATORS as PLAIN
-from mutate_formats import JSON, PICKLE, TAR, ZIP, Operator, Rng, damaged, pick
-from mutate_formats import behind_length, behind_npy_length, of_member, whole_number, zip_bomb
+from mutate_formats import (
+    JSON,
+    PICKLE,
+    TAR,
+    ZIP,
+    Operator,
+    Rng,
+    behind_length,
+    behind_npy_length,
+    damaged,
+    of_member,
+    pick,
+    whole_number,
+    zip_bomb,
+)
 
 IS_SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 MOST_CPU_S = 30 if IS_SANITIZED else 5  # of one file: the process's CPU time, which others do not add to
@@ -46,8 +59,8 @@ SHARE_USED = 0.06
 
 
 class Kind(NamedTuple):
-    """A kind of file: a valid one, how it is damaged, and what reads it. `parse` is what all ways to read it go through, in less
-    than a millisecond; `use` what a user calls, which a few of the files are given to."""
+    """A kind of file: a valid one, how it is damaged, and what reads it. `parse` is what all ways to read it go through, in
+    less than a millisecond; `use` what a user calls, which a few of the files are given to."""
 
     name: str
     data: bytes
@@ -131,7 +144,14 @@ def array_kinds() -> Iterator[Kind]:
             array.copy()
 
     of_npy = (*PLAIN, whole_number, behind_npy_length, behind_npy_length, behind_npy_length)
-    yield Kind("npy", npy.getvalue(), of_npy, lambda data: view_npy(memoryview(data)).copy(), (as_file("x.npy"), as_records), FormatError)
+    yield Kind(
+        "npy",
+        npy.getvalue(),
+        of_npy,
+        lambda data: view_npy(memoryview(data)).copy(),
+        (as_file("x.npy"), as_records),
+        FormatError,
+    )
     of_npz = (*ZIP, of_member(".npy", of_npy), of_member(".npy", of_npy), zip_bomb)
     for name, file in (("npz", npz), ("npz-packed", packed)):
         yield Kind(name, file.getvalue(), of_npz, every_array, (as_file("x.npz"),), FormatError)
@@ -171,7 +191,11 @@ def tar_kinds() -> Iterator[Kind]:
             if not {*codes} <= {0, 1} or "--debug" in said.getvalue():
                 raise AssertionError(f"exit codes {codes}: {said.getvalue()}")
 
-    variants = {"tar": tar_of(), "tar-gnu": tar_of(tarfile.GNU_FORMAT, True), "tar-pax": tar_of(tarfile.PAX_FORMAT, True)}
+    variants = {
+        "tar": tar_of(),
+        "tar-gnu": tar_of(tarfile.GNU_FORMAT, True),
+        "tar-pax": tar_of(tarfile.PAX_FORMAT, True),
+    }
     for name, data in variants.items():
         yield Kind(name, data, TAR, scan, (read, index), FormatError)
 
@@ -242,15 +266,16 @@ def filled(objects: dict[str, bytes], name: str) -> None:
 
 def through_torch(objects: dict[str, bytes], name: str) -> None:
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     from loaderkit.checkpoint import StreamReader
 
     given = {"model.w": torch.zeros(3, 4)}
     reader = StreamReader(f"memory://{name}", connectors={"memory": memory(objects)})
     try:
-        dcp.load(given, storage_reader=reader, no_dist=True)
-    except (dcp.api.CheckpointException, RuntimeError, KeyError, ValueError) as error:
+        load(given, storage_reader=reader, no_dist=True)
+    except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
         _raise_ours(error)
     finally:
         reader.reset()
@@ -267,7 +292,9 @@ def _raise_ours(error: BaseException) -> None:
             raise failure
 
 
-def checkpoint_uses(objects: Callable[[bytes], dict[str, bytes]], name: str = "c") -> tuple[Callable[[bytes], object], ...]:
+def checkpoint_uses(
+    objects: Callable[[bytes], dict[str, bytes]], name: str = "c"
+) -> tuple[Callable[[bytes], object], ...]:
     """What reads a checkpoint `name` that consists of `objects(data)`."""
     import loaderkit
     from loaderkit.checkpoint import latest
@@ -368,7 +395,7 @@ class Guard:
     """Ends the process if one file takes too long, and says what is left of it: memory, threads, processes, descriptors."""
 
     def __init__(self) -> None:
-        self._handlers = faulthandler.register(signal.SIGPROF, chain=True)  # says where it was; then the signal kills it
+        faulthandler.register(signal.SIGPROF, chain=True)  # says where it was; then the signal kills it
         if not IS_SANITIZED:  # which takes 20 TB of addresses itself
             resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + ROOM,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -410,7 +437,9 @@ def kinds(only: str | None) -> list[Kind]:
     return [kind for kind in made if only in (None, kind.name)]
 
 
-def mutation(found: list[Kind], seed: int, number: int) -> tuple[Kind, bytes, Callable[[bytes], object], type[Exception]]:
+def mutation(
+    found: list[Kind], seed: int, number: int
+) -> tuple[Kind, bytes, Callable[[bytes], object], type[Exception]]:
     from loaderkit.errors import LoaderkitError
 
     rng: Rng = np.random.default_rng([seed, number])
@@ -427,11 +456,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     failures: list[dict[str, Any]] = []
     at = Path(options.at) if options.at else None
     for number in range(*options.numbers):
-        kind, data, read, errors = mutation(found, options.seed, number)
         if at:
-            at.write_text(f"{number} {kind.name}")  # if this is the end, it says whose
+            at.write_text(f"{number} {found[number % len(found)].name}")  # if this is the end, it says whose
+        kind, data, read, errors = mutation(found, options.seed, number)
         guard.begin()
-        raised = None
+        raised: BaseException | None = None
         try:
             read(data)
             outcome = "read"

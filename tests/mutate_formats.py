@@ -1,7 +1,8 @@
-"""Ways to damage a file of a certain format, so that it is refused late: behind the checksum, inside the JSON, by the number."""
+"""Ways to damage a file of a certain format, so that it is refused late: behind the checksum, in the JSON, by the number."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickletools
@@ -9,20 +10,21 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mutate import OPERATORS as PLAIN
 
+T = TypeVar("T")
 Rng = np.random.Generator
 Operator = Callable[[bytes, Rng], bytes]
 MOST_BYTES = 2**19  # what has become longer is not damaged further
 NUMBERS = (0, 1, 2, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**62, 2**63 - 1, -1, -(2**31), -(2**63))
 
 
-def pick(rng: Rng, values: Any) -> Any:
+def pick(rng: Rng, values: Sequence[T]) -> T:
     return values[int(rng.integers(len(values)))]
 
 
@@ -35,7 +37,7 @@ def whole_number(data: bytes, rng: Rng) -> bytes:
     place = int(rng.integers(min(len(data), pick(rng, (16, 64, 512, len(data)))) or 1))
     size = pick(rng, (2, 4, 8))
     number = pick(rng, NUMBERS) % 256**size
-    return put(data, place, number.to_bytes(size, pick(rng, ("little", "big"))))[: len(data)]
+    return put(data, place, number.to_bytes(size, "little" if rng.random() < 0.5 else "big"))[: len(data)]
 
 
 def number_in_text(data: bytes, rng: Rng) -> bytes:
@@ -44,7 +46,9 @@ def number_in_text(data: bytes, rng: Rng) -> bytes:
     if not found:
         return data
     match = pick(rng, found)
-    new = pick(rng, (*(str(n).encode() for n in NUMBERS), b"9" * 5000, b"1e999", b"1.5", b"NaN", b"", b"0x" + b"f" * 9000))
+    new = pick(
+        rng, (*(str(n).encode() for n in NUMBERS), b"9" * 5000, b"1e999", b"1.5", b"NaN", b"", b"0x" + b"f" * 9000)
+    )
     return data[: match.start()] + new + data[match.end() :]
 
 
@@ -112,32 +116,41 @@ JSON: tuple[Operator, ...] = (json_value, json_value, json_value, json_twice, js
 NAMES = (
     b"torch\nFloatStorage", b"torch\nSize", b"torch\nTensor", b"torch\nfloat32", b"torch._utils\n_rebuild_tensor_v2",
     b"torch._utils\n_rebuild_parameter", b"torch._tensor\n_rebuild_from_type_v2", b"collections\nOrderedDict",
-    b"collections\ndefaultdict", b"collections\nCounter", b"builtins\nset", b"builtins\nfrozenset", b"builtins\ncomplex",
+    b"collections\ndefaultdict", b"collections\nCounter", b"builtins\nset", b"builtins\nfrozenset",
+    b"builtins\ncomplex",
     b"builtins\nbytearray", b"numpy\ndtype", b"numpy\nndarray", b"numpy._core.multiarray\n_reconstruct",
     b"numpy._core.multiarray\nscalar", b"_codecs\nencode", b"posix\nsystem", b"builtins\neval", b"a\nb",
     b"torch.distributed.checkpoint.metadata\nMetadata", b"torch.distributed.checkpoint.metadata\nMetadataIndex",
-    b"torch.distributed.checkpoint.metadata\nTensorStorageMetadata", b"torch.distributed.checkpoint.filesystem\n_StorageInfo",
+    b"torch.distributed.checkpoint.metadata\nTensorStorageMetadata",
+    b"torch.distributed.checkpoint.filesystem\n_StorageInfo",
 )  # fmt: skip
 PIECES = (
-    b"N", b"]", b"}", b")", b"(", b"0", b"1", b"2", b"R", b"b", b"a", b"e", b"s", b"u", b"t", b"l", b"d", b"o", b"Q", b".", b"]2\x86",
-    b"\x81", b"\x85", b"\x86", b"\x87", b"\x88", b"\x8f", b"\x90", b"\x91", b"\x92", b"\x93", b"\x94", b"\x97", b"\x98",
-    b"K\x01", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", b"G\x7f\xf8\0\0\0\0\0\0", b"\x8a\x09" + b"\xff" * 8 + b"\x7f", b"I01\n",
-    b"L" + b"9" * 5000 + b"L\n", b"\x8b\xff\xff\xff\x7f", b"\x8b\0\x08\0\0" + b"\x7f" * 2048, b"X\xff\xff\xff\xff", b"X\x01\0\0\0\xff",
-    b"T\xff\xff\xff\xff", b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x7f", b"\x8e\0\0\0\0\x04\0\0\0", b"\x96" + b"\xff" * 7 + b"\x7f",
-    b"\x96\0\0\0\0\x04\0\0\0", b"\x95" + b"\xff" * 8, b"\x95\0\0\0\0\0\0\0\0", b"r\xff\xff\xff\xff", b"r\0\0\0\x20", b"r\0\0\x01\0",
-    b"j\xff\xff\xff\xff", b"h\0", b"h\x05", b"q\0", b"p4000000000\n", b"p99999999999999999999\n", b"g0\n", b"Px\n", b"S'x'\n", b"V\\ud800\n",
-    b"\x8c\x02\xed\xa0", b"\x85" * 5000, b"]a" * 300, b"2\x86" * 60, b"\x8c\x05items", b"\x8c\x09__class__", b"\x8c\x0c__setstate__",
-    b"}\x8c\x05itemsNsb", b"}\x8c\x08__dict__}sb", b"}\x8c\x04keysK\x01sb", b"NN}\x8c\x05shapeX\x01\0\0\0xs\x86b", b"(KKKKKtb", b"\x82\x01",
+    b"N", b"]", b"}", b")", b"(", b"0", b"1", b"2", b"R", b"b", b"a", b"e", b"s", b"u", b"t", b"l", b"d", b"o",
+    b"Q", b".", b"]2\x86",
+    b"\x81", b"\x85", b"\x86", b"\x87", b"\x88", b"\x8f", b"\x90", b"\x91", b"\x92", b"\x93", b"\x94", b"\x97",
+    b"\x98",
+    b"K\x01", b"J\xff\xff\xff\xff", b"J\xff\xff\xff\x7f", b"G\x7f\xf8\0\0\0\0\0\0",
+    b"\x8a\x09" + b"\xff" * 8 + b"\x7f", b"I01\n",
+    b"L" + b"9" * 5000 + b"L\n", b"\x8b\xff\xff\xff\x7f", b"\x8b\0\x08\0\0" + b"\x7f" * 2048,
+    b"X\xff\xff\xff\xff", b"X\x01\0\0\0\xff",
+    b"T\xff\xff\xff\xff", b"\x8d" + b"\xff" * 8, b"\x8e" + b"\xff" * 7 + b"\x7f", b"\x8e\0\0\0\0\x04\0\0\0",
+    b"\x96" + b"\xff" * 7 + b"\x7f",
+    b"\x96\0\0\0\0\x04\0\0\0", b"\x95" + b"\xff" * 8, b"\x95\0\0\0\0\0\0\0\0", b"r\xff\xff\xff\xff",
+    b"r\0\0\0\x20", b"r\0\0\x01\0",
+    b"j\xff\xff\xff\xff", b"h\0", b"h\x05", b"q\0", b"p4000000000\n", b"p99999999999999999999\n", b"g0\n",
+    b"Px\n", b"S'x'\n", b"V\\ud800\n",
+    b"\x8c\x02\xed\xa0", b"\x85" * 5000, b"]a" * 300, b"2\x86" * 60, b"\x8c\x05items", b"\x8c\x09__class__",
+    b"\x8c\x0c__setstate__",
+    b"}\x8c\x05itemsNsb", b"}\x8c\x08__dict__}sb", b"}\x8c\x04keysK\x01sb", b"NN}\x8c\x05shapeX\x01\0\0\0xs\x86b",
+    b"(KKKKKtb", b"\x82\x01",
 )  # fmt: skip
 
 
 def _operations(data: bytes) -> list[tuple[int, int]]:
     """[start, end) of every operation, as far as they can be told."""
     starts: list[int] = []
-    try:
+    with contextlib.suppress(Exception):
         starts += (place for _, _, place in pickletools.genops(data) if place is not None)
-    except Exception:
-        pass
     return [*zip(starts, [*starts[1:], len(data)], strict=True)] if starts else [(0, len(data))]
 
 
@@ -199,7 +212,9 @@ def _repacked(data: bytes, change: Callable[[str, bytes], bytes], *, packing: in
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
         for info in old.infolist():
-            new.writestr(info.filename, change(info.filename, old.read(info)), packing if packing else info.compress_type)
+            new.writestr(
+                info.filename, change(info.filename, old.read(info)), packing if packing else info.compress_type
+            )
     return file.getvalue()
 
 
@@ -260,9 +275,9 @@ def zip_twice(data: bytes, rng: Rng) -> bytes:
     """Entries of the directory stand there many times: members that share their bytes."""
     end = data.rfind(b"PK\5\6")
     first = data.find(b"PK\1\2")
-    if first < 0 or end < first:
+    if first < 0 or end <= first or end + 22 > len(data):
         return data
-    times = pick(rng, (2, 30, 300))
+    times = min(pick(rng, (2, 30, 300)), 2**20 // (end - first))
     entries = data[first:end] * times
     count, length = struct.unpack_from("<HL", data, end + 10)
     tail = put(data[end:], 8, struct.pack("<HHL", count * times % 2**16, count * times % 2**16, length * times))
@@ -273,7 +288,19 @@ ZIP: tuple[Operator, ...] = (zip_number, zip_number, zip_number, zip_twice, *PLA
 
 # ------------------------------------------------------------------------------------------------------------- tar
 
-_FIELDS = ((0, 100), (100, 8), (108, 8), (116, 8), (124, 12), (136, 12), (156, 1), (157, 100), (257, 8), (329, 8), (345, 155))
+_FIELDS = (
+    (0, 100),
+    (100, 8),
+    (108, 8),
+    (116, 8),
+    (124, 12),
+    (136, 12),
+    (156, 1),
+    (157, 100),
+    (257, 8),
+    (329, 8),
+    (345, 155),
+)
 
 
 def with_sum(header: bytes) -> bytes:
@@ -297,8 +324,10 @@ def tar_field(data: bytes, rng: Rng) -> bytes:
     new = pick(
         rng,
         (
-            b"%o" % abs(number), b"%011o" % (abs(number) % 8**11), b"\x80" + (abs(number) % 2**88).to_bytes(11, "big"), b"\xff" * 12,
-            b"\xc0" + b"\0" * 11, b"\x80" + b"\xff" * 11, b"99999999999", b"", b" " * 12, b"\0" * 12, b"-1", b"\xff" * 100, b"/" * 100, b"a\0b",
+            b"%o" % abs(number), b"%011o" % (abs(number) % 8**11),
+            b"\x80" + (abs(number) % 2**88).to_bytes(11, "big"), b"\xff" * 12,
+            b"\xc0" + b"\0" * 11, b"\x80" + b"\xff" * 11, b"99999999999", b"", b" " * 12, b"\0" * 12, b"-1",
+            b"\xff" * 100, b"/" * 100, b"a\0b",
             *(bytes([kind]) for kind in b"0123457LKxXgSMDVA\0\xff"),
         ),
     )  # fmt: skip
@@ -307,22 +336,44 @@ def tar_field(data: bytes, rng: Rng) -> bytes:
 
 
 def _member(name: bytes, kind: bytes, body: bytes, size: bytes | None = None) -> bytes:
-    header = name[:100].ljust(100, b"\0") + b"0000644\0" + b"0000000\0" * 2 + (size or b"%011o\0" % len(body)) + b"0" * 11 + b"\0"
+    header = (
+        name[:100].ljust(100, b"\0")
+        + b"0000644\0"
+        + b"0000000\0" * 2
+        + (size or b"%011o\0" % len(body))
+        + b"0" * 11
+        + b"\0"
+    )
     header = (header + b" " * 8 + kind).ljust(257, b"\0") + b"ustar\x0000"
     return with_sum(header.ljust(512, b"\0")) + body.ljust(-(-len(body) // 512) * 512, b"\0")
 
 
 def tar_extended(data: bytes, rng: Rng) -> bytes:
     """An extended header comes before a member: a long name, records of pax with odd lengths and values, or a sparse file's."""
-    key = pick(rng, (b"path", b"size", b"GNU.sparse.name", b"GNU.sparse.map", b"GNU.sparse.size", b"linkpath", b"charset", b"", b"x" * 600))
+    key = pick(
+        rng,
+        (
+            b"path",
+            b"size",
+            b"GNU.sparse.name",
+            b"GNU.sparse.map",
+            b"GNU.sparse.size",
+            b"linkpath",
+            b"charset",
+            b"",
+            b"x" * 600,
+        ),
+    )
     value = pick(
         rng,
-        (b"", b"a.jpg", b"0", b"-1", b"99999999999999999999", b"9" * 5000, b"1e5", b"\xff\xfe", b"a\0b", b"../x", b"1,2,3", b"x" * 9000),
+        (b"", b"a.jpg", b"0", b"-1", b"9" * 20, b"9" * 5000, b"1e5", b"\xff\xfe", b"a\0b", b"../x", b"1,2,3", b"x" * 9000),
     )  # fmt: skip
     record = b" " + key + pick(rng, (b"=", b"=", b"=", b"")) + value + pick(rng, (b"\n", b"\n", b"\n", b""))
     length = len(record) + len(str(len(record) + 2))
     said = pick(rng, (str(length), str(length), str(length), "0", "1", "-1", "999999", "9" * 30, "", str(length + 1)))
-    body = pick(rng, (said.encode() + record, said.encode() + record, value, b"\0" * 20, (b"%d" % length + record) * 50))
+    body = pick(
+        rng, (said.encode() + record, said.encode() + record, value, b"\0" * 20, (b"%d" % length + record) * 50)
+    )
     kind = pick(rng, (b"x", b"x", b"g", b"L", b"K", b"X", b"S"))
     size = pick(rng, (None, None, None, b"\x80" + b"\xff" * 11, b"%011o\0" % (2**20 + 1), b"77777777777\0"))
     place = pick(rng, [*_headers(data), len(data)])
@@ -339,7 +390,8 @@ def behind_length(operators: tuple[Operator, ...]) -> Operator:
 
     def change(data: bytes, rng: Rng) -> bytes:
         length = int.from_bytes(data[:8], "little")
-        header = pick(rng, operators)(data[8 : 8 + length], rng) if length else b""
+        header = data[8 : 8 + length]
+        header = pick(rng, operators)(header, rng) if header else b""
         return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
     return change
@@ -353,18 +405,27 @@ def behind_npy_length(data: bytes, rng: Rng) -> bytes:
     text = data[10 : 10 + length]
     what = pick(rng, (b"descr", b"shape", b"fortran_order", b""))
     if what:
-        text = re.sub(rb"'" + what + rb"': ('[^']*'|\([^)]*\)|\[[^]]*\]|True|False)", lambda _: b"'" + what + b"': " + pick(rng, NPY_VALUES), text)
+        text = re.sub(
+            rb"'" + what + rb"': ('[^']*'|\([^)]*\)|\[[^]]*\]|True|False)",
+            lambda _: b"'" + what + b"': " + pick(rng, NPY_VALUES),
+            text,
+        )
     else:
         text = number_in_text(text, rng)
     return data[:8] + (len(text) % 2**16).to_bytes(2, "little") + text + data[10 + length :]
 
 
 NPY_VALUES = (
-    b"'|O'", b"'<f4'", b"'V0'", b"'<V2147483647'", b"'S0'", b"'<U536870911'", b"'<U536870912'", b"'f4,f4'", b"'<M8[ns]'", b"''", b"'\\ud800'",
-    b"[('a', '<f4', (2,))]", b"[('a', '<f4', (99999999999,))]", b"[('a', '<f4', 0x" + b"f" * 4000 + b")]", b"('<f4', (2, 3))", b"('|V8', {})",
-    b"(0,)", b"(9223372036854775807,)", b"(9223372036854775808, 0)", b"(18446744073709551616,)", b"(4611686018427387904, 4)", b"(-1,)", b"(True,)",
-    b"(1.5,)", b"(0x" + b"f" * 5000 + b",)", b"(0, 0x" + b"f" * 5000 + b")", b"(" + b"1, " * 65 + b")", b"(" + b"1, " * 64 + b")", b"()", b"[]", b"{}",
-    b"(" * 500 + b")" * 500, b"[" * 90 + b"]" * 90, b"-" * 5000 + b"1", b"1" + b"+1j" * 2000, b"(10000000000000,)", b"1", b"None", b"f(1)", b"'a' 'b'", b"b'<f4'",
+    b"'|O'", b"'<f4'", b"'V0'", b"'<V2147483647'", b"'S0'", b"'<U536870911'", b"'<U536870912'", b"'f4,f4'",
+    b"'<M8[ns]'", b"''", b"'\\ud800'",
+    b"[('a', '<f4', (2,))]", b"[('a', '<f4', (99999999999,))]", b"[('a', '<f4', 0x" + b"f" * 4000 + b")]",
+    b"('<f4', (2, 3))", b"('|V8', {})",
+    b"(0,)", b"(9223372036854775807,)", b"(9223372036854775808, 0)", b"(18446744073709551616,)",
+    b"(4611686018427387904, 4)", b"(-1,)", b"(True,)",
+    b"(1.5,)", b"(0x" + b"f" * 5000 + b",)", b"(0, 0x" + b"f" * 5000 + b")", b"(" + b"1, " * 65 + b")",
+    b"(" + b"1, " * 64 + b")", b"()", b"[]", b"{}",
+    b"(" * 500 + b")" * 500, b"[" * 90 + b"]" * 90, b"-" * 5000 + b"1", b"1" + b"+1j" * 2000,
+    b"(10000000000000,)", b"1", b"None", b"f(1)", b"'a' 'b'", b"b'<f4'",
 )  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------- lists

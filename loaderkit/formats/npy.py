@@ -189,7 +189,9 @@ def read_npz_members(read: Read, size: int) -> list[NpzMember]:
         names.add(member.name)
     for before, after in pairwise(sorted(members, key=lambda member: member.start)):
         if before.start + before.num_stored > after.start:
-            raise FormatError(f"the arrays {before.name!r} and {after.name!r} share bytes of the .npz archive: it is damaged")
+            raise FormatError(
+                f"the arrays {before.name!r} and {after.name!r} share bytes of the .npz archive: it is damaged"
+            )
     return members
 
 
@@ -243,8 +245,8 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
 
 
 def _check_unpacked(head: bytes, size: int) -> None:
-    """Raise FormatError unless an array that begins with `head` ends where the directory says that it does: a thousand times what is
-    stored can follow it."""
+    """Raise FormatError unless an array that begins with `head` ends where the directory says: a thousand times what is stored
+    could follow it."""
     header = parse_npy_header(head, size)
     if header.data_start + header.num_bytes != size:
         raise FormatError(

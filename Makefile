@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: venv demo test prove lint format peers clean
+.PHONY: venv demo test sanitize prove lint format peers clean
 
 venv: $(STAMP)
 
@@ -23,9 +23,24 @@ test: venv
 	$(BIN)/python -m pytest -m "not prove" -n auto --maxprocesses 8 --dist worksteal
 
 prove: SHELL := bash
-prove: venv
+prove: venv sanitize
 	set -o pipefail; { $(BIN)/python -m pytest -m "not alone" -n auto --maxprocesses 8 --dist worksteal --durations=20 \
 	&& $(BIN)/python -m pytest -m alone --durations=20; } 2>&1 | tee "profiles/prove-$$(nproc)cpu-$$(date +%F).txt"
+
+# The C modules built with AddressSanitizer and UBSan, below build/, and what goes through them: damaged files, pixels, ranges, the ledger.
+SANITIZED := build/sanitized
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+LIBRARY = $(shell gcc -print-file-name=$(1).so)
+SANITIZER_TESTS := tests/test_mutations.py tests/test_kernels.py tests/test_ranges.py tests/formats tests/stages/test_pieces.py \
+	tests/connectors/test_file.py tests/sources/test_tar.py tests/prefetch/test_sums.py tests/prefetch/test_accounts.py
+
+sanitize: venv
+	rm -rf $(SANITIZED)
+	CC=gcc CFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" $(BIN)/python -c "from setuptools import setup; setup()" \
+		--quiet build --build-lib $(SANITIZED) --build-temp $(SANITIZED).o
+	LD_PRELOAD="$(call LIBRARY,libasan) $(call LIBRARY,libubsan)" ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+		UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH=$(SANITIZED) PYTHONMALLOC=malloc \
+		$(BIN)/python -m pytest -p no:cacheprovider -o pythonpath=$(SANITIZED) -m "not prove and not alone" $(SANITIZER_TESTS)
 
 lint: venv
 	$(BIN)/ruff check .

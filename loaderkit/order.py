@@ -7,6 +7,7 @@ every world size, batch size, number of workers and restart, and a saved state i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import StateError
 from loaderkit.keyed import Bijection, key_of, mix
+from loaderkit.unpickling import shown
 
 Int64 = NDArray[np.int64]
 
@@ -232,15 +234,15 @@ class State:
             raise StateError(f"a loader's state is a dict made by state_dict(), not {type(data).__name__}")
         if data.get("version") != STATE_VERSION:
             raise StateError(
-                f"the state has version {data.get('version')!r}, this loaderkit reads version {STATE_VERSION}: "
+                f"the state has version {shown(data.get('version'))}, this loaderkit reads version {STATE_VERSION}: "
                 "resume with the release that wrote it"
             )
         for name in ("epoch", "position", "seed"):
             value = data.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or (value < 0 and name != "seed"):
-                raise StateError(f"the state's {name!r} is {value!r}, expected a whole number")
+            if not isinstance(value, int) or isinstance(value, bool) or not (name == "seed" or 0 <= value < 2**63):
+                raise StateError(f"the state's {name!r} is {shown(value)}, expected a whole number")
         fingerprint = data.get("fingerprint")
-        if not isinstance(fingerprint, dict):
+        if not isinstance(fingerprint, dict) or any(type(part) is not str for part in chain(*fingerprint.items())):
             raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
         return cls(data["epoch"], data["position"], data["seed"], fingerprint)
 
@@ -252,7 +254,7 @@ class State:
             if self.fingerprint.get(part) != fingerprint.get(part)
         ]
         if self.seed != seed:
-            differences.append(f"seed: the state has {self.seed}, this loader {seed}")
+            differences.append(f"seed: the state has {shown(self.seed)}, this loader {seed}")
         if not differences and self.position > num_samples:
             differences.append(f"position: the state has {self.position}, the data set only {num_samples} samples")
         if differences:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -22,6 +23,9 @@ from loaderkit.errors import FormatError
 from loaderkit.garbage import collected_later
 
 _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
+_MOST_UNKNOWN = 1000  # names that are not in the table, each of which takes a kilobyte
+_MOST_TUPLES = 100_000  # may be nested as they like: 300,000 in one another end the process when they are hashed
+_MAX_NESTED = 1000
 
 
 class _Frozen(type):
@@ -36,7 +40,7 @@ def shown(value: Any) -> str:
     of a long number it fails.)"""
     if isinstance(value, (str, bytes)):
         return repr(value[:100])
-    if value is None or (isinstance(value, int) and abs(value) < 2**100):
+    if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**100):
         return repr(value)
     if isinstance(value, (list, tuple)) and len(value) <= 64 and all(type(item) in (int, str) for item in value):
         return f"[{', '.join(map(shown, value))}]"[:100]
@@ -155,8 +159,10 @@ def load_pickle(
     `persistent` gives what a persistent id stands for. Raises FormatError for what is no pickle, and for one that does what
     no writer does.
     """
+    data = bytes(data)
     reader = _Reader(io.BytesIO(data), names, persistent)
     try:
+        _check(data)
         return reader.load()
     except FormatError:
         raise
@@ -181,6 +187,8 @@ class _Reader(pickle.Unpickler):
         if found is None:
             found = self._opaque.get(full)
             if found is None:
+                if len(self._opaque) == _MOST_UNKNOWN:
+                    raise FormatError(f"it names more than {_MOST_UNKNOWN} classes that are not known here")
                 found = self._opaque[full] = opaque(full)
         return found
 
@@ -190,6 +198,112 @@ class _Reader(pickle.Unpickler):
         return self._persistent(pid)
 
 
+# ---------------------------------------------------------------------------- what the unpickler itself does not survive
+
+_LINE, _TWO_LINES, _PLACE, _PLACE_LINE, _TUPLE, _STOP = range(-1, -7, -1)
+_SIZED1, _SIZED4, _SIZED8 = range(-7, -10, -1)
+_WIDTHS = {_SIZED1: 1, _SIZED4: 4, _SIZED8: 8}  # of the number in front that says how many bytes follow
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+
+
+def _argument_of(code: int) -> int:
+    """How many bytes follow an opcode; below 0: how that is to be found out, or what else it is about."""
+    opcode = _OPCODES.get(code)
+    if opcode is None or opcode.name == "STOP":  # of what is no opcode the unpickler says so
+        return _STOP
+    special = {"LONG_BINPUT": _PLACE, "PUT": _PLACE_LINE, "GLOBAL": _TWO_LINES, "INST": _TWO_LINES}
+    if opcode.name in special:
+        return special[opcode.name]
+    if opcode.arg is None:
+        return _TUPLE if opcode.name.startswith("TUPLE") else 0
+    sized = {
+        pickletools.UP_TO_NEWLINE: _LINE,
+        pickletools.TAKEN_FROM_ARGUMENT1: _SIZED1,
+        pickletools.TAKEN_FROM_ARGUMENT4: _SIZED4,
+        pickletools.TAKEN_FROM_ARGUMENT4U: _SIZED4,
+        pickletools.TAKEN_FROM_ARGUMENT8U: _SIZED8,
+    }
+    return sized.get(opcode.arg.n, opcode.arg.n)
+
+
+_ARGUMENTS = tuple(map(_argument_of, range(256)))
+
+
+def _check(data: bytes) -> None:
+    """Raise FormatError for what ends the process before the unpickler could refuse it: an object stored at a place so high
+    that the table for it takes all memory (nine bytes are enough), and tuples nested more deeply than they can be hashed.
+
+    80 ns an opcode: a twentieth of what it takes to restore many small tensors.
+    """
+    at, end, num_tuples = 0, len(data), 0
+    while at < end:
+        kind = _ARGUMENTS[data[at]]
+        at += 1
+        if kind >= 0:
+            at += kind
+        elif kind in _WIDTHS:
+            width = _WIDTHS[kind]
+            at += width + int.from_bytes(data[at : at + width], "little")
+        elif kind == _TUPLE:
+            num_tuples += 1
+        elif kind == _STOP:
+            break
+        elif kind == _PLACE:
+            _check_place(data[at : at + 4][::-1].hex(), 16, end)
+            at += 4
+        else:
+            line_end = data.find(b"\n", at)
+            if kind == _PLACE_LINE:
+                _check_place(data[at:line_end], 10, end)
+            elif kind == _TWO_LINES and line_end >= 0:
+                line_end = data.find(b"\n", line_end + 1)
+            at = line_end + 1 or end  # without an end of line there is nothing more
+    else:
+        raise FormatError("it ends in the middle of its pickle: it was cut short, or is damaged")
+    if num_tuples > _MOST_TUPLES:
+        _check_nesting(data)
+
+
+def _check_place(digits: str | bytes, base: int, num_bytes: int) -> None:
+    try:
+        place = int(digits, base)
+    except ValueError:  # the unpickler says so, too
+        return
+    if place > num_bytes:  # every object takes a byte at least
+        raise FormatError(
+            f"it stores an object at a place that {num_bytes} bytes cannot need: it is damaged, or a bomb"
+        )
+
+
+def _check_nesting(data: bytes) -> None:
+    """The same for the depth of tuples: a hash of one goes down to the last of them, and asks nobody how deep that is."""
+    stack: list[int] = []  # how deep tuples are nested in what is there, or more
+    marks: list[int] = []
+    stored: dict[int, int] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        before, after = opcode.stack_before, opcode.stack_after
+        if opcode.name == "MARK":
+            marks.append(len(stack))
+        elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
+            stored[len(stored) if argument is None else int(argument)] = stack[-1]
+        elif "GET" in opcode.name:
+            stack.append(stored[int(argument or 0)])
+        elif opcode.name == "DUP":
+            stack.append(stack[-1])
+        elif opcode.name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+        else:
+            takes_mark = pickletools.markobject in before
+            num_fixed = before.index(pickletools.markobject) if takes_mark else len(before)
+            cut = (marks.pop() if takes_mark else len(stack)) - num_fixed
+            depth = max(stack[cut:], default=0) + opcode.name.startswith("TUPLE")
+            if depth > _MAX_NESTED:
+                raise FormatError("it is nested too deeply to be a checkpoint")
+            del stack[cut:]
+            is_hashed = bool(after) and after[0] in (pickletools.anyobject, pickletools.pytuple)
+            stack += [depth * is_hashed] * len(after)
+
+
 # ------------------------------------------------------------------------------------------------- plain values
 
 
@@ -197,7 +311,7 @@ class _Reader(pickle.Unpickler):
 def plain_names() -> Mapping[str, Any]:
     """Stand-ins for containers and plain values, and for NumPy's arrays of numbers, which states of RNGs hold."""
     found: dict[str, Callable[..., Any]] = {
-        "collections.OrderedDict": OrderedDict,
+        "collections.OrderedDict": Table,
         "collections.defaultdict": lambda *_: {},
         "collections.Counter": lambda values=(): dict(values),
         "_codecs.encode": _encode,
@@ -226,6 +340,15 @@ def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
     if not isinstance(data, bytes):
         raise pickle.UnpicklingError("a bytearray of other than bytes")
     return bytearray(data)
+
+
+class Table(OrderedDict[Any, Any]):
+    """Stands for an OrderedDict. Attributes, such as the `_metadata` of a module's state, are not set: else a pickle could put
+    anything in the place of `items`."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None: ...
 
 
 class Dtype(StandIn):

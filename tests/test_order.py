@@ -293,6 +293,12 @@ def test_state_survives_json(epoch: int, position: int, seed: int, fingerprint: 
         ({"fingerprint": None}, "'fingerprint'"),
         ({"fingerprint": "abc"}, "'fingerprint'"),
         ({"fingerprint": ["a"]}, "'fingerprint'"),
+        ({"fingerprint": {1: "a", "b": "c"}}, "'fingerprint'"),
+        ({"fingerprint": {"a": 10**5000}}, "'fingerprint'"),
+        ({"version": 10**5000}, "version a int"),
+        ({"epoch": 10**5000}, "'epoch' is a int"),
+        ({"epoch": 2**63}, "'epoch' is 9223372036854775808"),
+        ({"position": 2**63}, "'position' is 9223372036854775808"),
     ],
 )
 def test_malformed_states(change: dict[str, Any], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
 
 def _like(table: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     """A table of the same kind: a dict, or an OrderedDict."""
-    return type(table)(items)
+    return OrderedDict(items) if isinstance(table, OrderedDict) else dict(items)
 
 
 def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> Any:

@@ -73,4 +73,4 @@ def _names(place: Place) -> list[str]:
 
 def _by_number(name: str) -> list[Any]:
     """Numbers in a name as numbers: "step-300" before "step-2000"."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in _DIGITS.split(name)]
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]

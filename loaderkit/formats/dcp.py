@@ -25,6 +25,7 @@ _IN_METADATA = (
 )  # fmt: skip
 _MAX_DIMS = 64
 _MAX_CUT = 8  # dimensions along which a tensor is cut into pieces
+_MOST_CORNERS = 2**24  # of the pieces of a tensor: two million pieces by rows and columns
 
 
 class Place(NamedTuple):
@@ -163,6 +164,7 @@ def _check_cover(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None
     Pieces tile a box if and only if their corners, those with an odd number of upper bounds counted negative, cancel out to the
     corners of the box: they are the mixed differences of how often each element is in a piece. So no pair is compared.
     """
+    pieces = [piece for piece in pieces if 0 not in piece.sizes]
     if sum(prod(piece.sizes) for piece in pieces) != prod(shape):
         raise FormatError(f"the pieces of {name!r} do not cover its shape {list(shape)}, or overlap")
     if len(pieces) <= 1 or not prod(shape):
@@ -171,8 +173,10 @@ def _check_cover(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None
     lower = np.array([piece.offsets for piece in pieces], np.int64)
     upper = lower + np.array([piece.sizes for piece in pieces], np.int64)
     cut = np.flatnonzero(((lower > 0) | (upper < whole)).any(axis=0))
-    if len(cut) > _MAX_CUT:
-        raise FormatError(f"{name!r} is cut along {len(cut)} dimensions, and no writer cuts more than {_MAX_CUT}")
+    if len(cut) > _MAX_CUT or len(cut) * len(lower) * 2 ** len(cut) > _MOST_CORNERS:
+        raise FormatError(
+            f"{name!r} is cut along {len(cut)} dimensions into {len(pieces)} pieces, and no writer cuts one into so many"
+        )
     lower, upper = np.concatenate([lower, 0 * whole]), np.concatenate([upper, whole])
     signs = np.ones(len(lower), np.int64)
     signs[-1] = -1

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ def _parsed(header: bytes) -> NpyHeader:
         text = header[begin:].decode("utf-8" if version == 3 else "latin1").strip(" \n")
         # Python 2 wrote long numbers as "10L".
         fields = ast.literal_eval(re.sub(r"(?<=\d)L(?=\s*[,)])", "", text) if version < 3 else text)
+        repr(fields)  # fails of numbers with thousands of digits, which hexadecimal ones may have
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise FormatError(f"{where} is damaged: {error}") from None
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
@@ -146,7 +148,7 @@ def view_npy(data: memoryview) -> NDArray[Any]:
     shape = header.shape[::-1] if header.fortran_order else header.shape
     try:
         array = np.ndarray(shape, header.dtype, data, header.data_start)
-    except (ValueError, TypeError) as error:  # no bytes at all, but lengths or types that NumPy refuses
+    except (ValueError, TypeError, OverflowError) as error:  # no bytes at all, but lengths or types that NumPy refuses
         raise FormatError(f"the .npy header's shape {header.shape} of {header.dtype} is no array: {error}") from None
     return array.T if header.fortran_order else array
 
@@ -180,9 +182,16 @@ def read_npz_members(read: Read, size: int) -> list[NpzMember]:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OverflowError) as error:
         raise FormatError(f"not a whole .npz archive ({size} bytes): {error}") from None
     members = [_member_of(info, read, size) for info in infos]
-    names = [member.name for member in members]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise FormatError(f"the .npz archive holds two arrays called {twice[0]!r}: it is damaged")
+    names: set[str] = set()
+    for member in members:
+        if member.name in names:
+            raise FormatError(f"the .npz archive holds two arrays called {member.name!r}: it is damaged")
+        names.add(member.name)
+    for before, after in pairwise(sorted(members, key=lambda member: member.start)):
+        if before.start + before.num_stored > after.start:
+            raise FormatError(
+                f"the arrays {before.name!r} and {after.name!r} share bytes of the .npz archive: it is damaged"
+            )
     return members
 
 
@@ -223,7 +232,9 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
         return stored
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        unpacked = unpacker.decompress(stored, member.size + 1)
+        head = unpacker.decompress(stored, min(member.size, _MAX_HEADER) or 1)
+        _check_unpacked(head, member.size)
+        unpacked = head + unpacker.decompress(unpacker.unconsumed_tail, member.size + 1 - len(head))
     except zlib.error as error:
         raise FormatError(f"it cannot be unpacked: {error}") from None
     if len(unpacked) != member.size or zlib.crc32(unpacked) != member.crc:
@@ -231,6 +242,17 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
             f"it is damaged: it unpacks to {len(unpacked)} bytes of {member.size}, or to others than were packed"
         )
     return memoryview(bytearray(unpacked))  # to be written to, as other arrays; a twentieth of unpacking
+
+
+def _check_unpacked(head: bytes, size: int) -> None:
+    """Raise FormatError unless an array that begins with `head` ends where the directory says: a thousand times what is stored
+    could follow it."""
+    header = parse_npy_header(head, size)
+    if header.data_start + header.num_bytes != size:
+        raise FormatError(
+            f"it is damaged: it unpacks to {size} bytes, and {header.dtype} {list(header.shape)} ends at byte "
+            f"{header.data_start + header.num_bytes}"
+        )
 
 
 def view_npz(data: memoryview) -> dict[str, NDArray[Any]]:

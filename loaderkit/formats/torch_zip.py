@@ -65,6 +65,9 @@ class Storage(StandIn):
     dtype: torch.dtype
     num_elements: int
 
+    def __setstate__(self, state: object) -> None:
+        raise FormatError("it changes a storage")  # else a pickle could, by what dataclasses have for their own
+
 
 @dataclass(frozen=True, slots=True)
 class View(StandIn):
@@ -78,6 +81,9 @@ class View(StandIn):
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def __setstate__(self, state: object) -> None:
+        raise FormatError("it changes a tensor")
 
     @property
     def num_spanned(self) -> int:

@@ -294,7 +294,7 @@ class TarSource:
         counts: dict[str, int] = {}  # by key
         places, ids = array("q"), array("i")
         last = ""  # the key of the sample the latest member belongs to, with its dot
-        first = 0  # of its members, in `ids`
+        seen: set[int] = set()  # its extensions
         for place, name in enumerate(index.names()):
             if last and name.startswith(last) and "/" not in name[len(last) :]:
                 extension = name[len(last) :].lower()
@@ -309,10 +309,11 @@ class TarSource:
                 key, extension, last = name[:dot], name[dot + 1 :].lower(), name[: dot + 1]
                 if key in counts:
                     self._fail_as_scattered(info, key, name)
-                counts[key], first = 0, len(ids)
+                counts[key], seen = 0, set()
             extension_id = self._extension_id(extension)
-            if extension_id in ids[first:]:
+            if extension_id in seen:
                 self._fail_as_twice(info, last[:-1], extension)
+            seen.add(extension_id)
             places.append(place)
             ids.append(extension_id)
             counts[last[:-1]] += 1
@@ -339,7 +340,8 @@ class TarSource:
         """Compute the samples' sizes, and raise if two members of one are the same field."""
         sample_of = np.repeat(np.arange(len(self)), np.diff(self._firsts))
         names = list(dict.fromkeys(name for name in self._fields if name is not None))
-        field_ids = np.array([-1 if name is None else names.index(name) for name in self._fields], np.int64)
+        numbers = {name: number for number, name in enumerate(names)}
+        field_ids = np.array([-1 if name is None else numbers[name] for name in self._fields], np.int64)
         field_of = field_ids[self._member_extensions]
         is_wanted = field_of >= 0
         bytes_before = np.concatenate([[0], np.cumsum(np.where(is_wanted, self._sizes, 0))])

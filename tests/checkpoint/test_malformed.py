@@ -116,6 +116,62 @@ class TestTorchSave:
         slots = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x09\x00\x00\x00_functionK\x01s\x86b."
         refused(archive(slots), "x.pt", "x.pt")
 
+    def test_nothing_that_a_pickle_made_can_be_changed(self) -> None:
+        for shadowed in (b"items", b"keys", b"__iter__", b"__class__"):
+            of_table = b"\x80\x02ccollections\nOrderedDict\n)R}X%c\0\0\0%bNsb." % (len(shadowed), shadowed)
+            found = loaderkit.restore(
+                "memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": archive(of_table)})}
+            )
+            assert found == {}
+            assert type(found) in (dict, collections.OrderedDict)
+        pickled = archive_pickle(saved({"a": torch.ones(2)}))
+        assert pickled.endswith(b"s.")
+        for state in (b"(NNNNNt", b"N", b"}"):  # of the tensor
+            data = archive(pickled[:-2] + state + b"bs.", {"data/0": b"\0" * 8})
+            refused(data, "it changes a tensor", "x.pt")
+
+    def test_a_module_state_comes_back_as_it_was(self) -> None:
+        state = torch.nn.Linear(2, 3).state_dict()
+        data = saved({"model": state, "more": collections.OrderedDict(a=[1])})
+        found = loaderkit.restore("memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": data})})
+        assert [*found["model"]] == [*state]
+        assert found["more"] == {"a": [1]}
+        values = loaderkit.restore(
+            "memory://x.pt", keys="more.*", connectors={"memory": MemoryConnector({"x.pt": data})}
+        )
+        assert values == {"more.a": [1]}
+
+    def test_a_table_inside_a_value_is_an_ordered_dict(self) -> None:
+        data = saved({"a": torch.ones(2), "b": (collections.OrderedDict(x=1), {"y": 2})})
+        found = loaderkit.restore("memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": data})})
+        assert [type(item) for item in [*found["b"]]] in ([dict, dict], [collections.OrderedDict, dict])
+
+    @pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"r\0\0\0\x10", b"p4000000000\n"])
+    def test_an_object_stored_far_away(self, put: bytes) -> None:
+        refused(archive(b"\x80\x02}" + put + b"."), "at a place that", "x.pt")
+
+    @pytest.mark.parametrize(
+        "cut", [b"cposix", b"cposix\nsystem", b"X\5\0\0\0ab", b"\x96\0\0\0\0\4\0\0\0", b"p12", b"K", b""]
+    )
+    def test_a_pickle_that_is_cut_short(self, cut: bytes) -> None:
+        refused(archive(b"\x80\x02K\n0" + cut), "ends in the middle", "x.pt")
+
+    @pytest.mark.parametrize("between", [b"", b"q\0h\0\x86", b"]Na\x86"])
+    def test_tuples_that_are_too_deep_to_be_hashed(self, between: bytes) -> None:
+        refused(archive(b"\x80\x02})" + (b"\x85" + between) * 300_000 + b"Ns."), "nested too deeply", "x.pt")
+
+    def test_many_tuples_are_no_deep_ones(self) -> None:
+        state = {"a": torch.ones(2), "pairs": [(n, (n, str(n))) for n in range(60_000)]}
+        for protocol in (2, 4):
+            file = io.BytesIO()
+            torch.save(state, file, pickle_protocol=protocol)
+            connectors = {"memory": MemoryConnector({"x.pt": file.getvalue()})}
+            assert loaderkit.restore("memory://x.pt", connectors=connectors)["pairs"] == state["pairs"]
+
+    def test_more_unknown_names_than_any_checkpoint_has(self) -> None:
+        names = b"".join(b"cx\nn%d\n0" % number for number in range(1001))
+        refused(archive(b"\x80\x02" + names + b"}."), "more than 1000 classes", "x.pt")
+
     def test_bombs_of_size(self) -> None:
         state: Any = torch.ones(2)
         for _ in range(40):

@@ -105,6 +105,13 @@ class TestCover:
             tensor_in(described((2,) * 9, grid((2,) * 9, [[1]] * 9)))
         with pytest.raises(FormatError, match="larger than anything"):
             tensor_in(described((0, 2**62, 4), []))
+        rows = [[*range(1, 40)], [*range(1, 40)], *[[1]] * 5]
+        with pytest.raises(FormatError, match="along 7 dimensions into 51200 pieces"):
+            tensor_in(described((40, 40, *[2] * 5), grid((40, 40, *[2] * 5), rows)))
+
+    def test_pieces_without_elements_are_in_nobody_s_way(self) -> None:
+        empty = [((1,), (0,)), ((4,), (0,))]
+        assert len(tensor_in(described((4,), [*grid((4,), [[2]]), *empty])).pieces) == 4
 
 
 class TestPlaces:

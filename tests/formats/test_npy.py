@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zipfile
 from typing import Any
 
@@ -285,3 +286,33 @@ def test_packed_members_are_unpacked_within_their_size() -> None:
     assert member.size == len(unpack_member(member, data)) == 1_000_128
     with pytest.raises(FormatError, match="is damaged"):
         unpack_member(member._replace(size=500_000), data)
+
+
+def deflated(data: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.npy", data)
+    return buffer.getvalue()
+
+
+def test_zeros_behind_a_small_array_are_not_unpacked() -> None:
+    data = deflated(npy(np.arange(3.0)) + bytes(50_000_000))
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"unpacks to 50000152 bytes, and float64 \[3\] ends at byte 152"):
+        view_npz(memoryview(data))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_arrays_that_share_their_bytes() -> None:
+    whole = npz({"a": np.arange(3.0), "b": np.arange(3.0)})
+    second = whole.rindex(b"PK\1\2")
+    with pytest.raises(FormatError, match="share bytes"):
+        view_npz(memoryview(patched(whole, second + 42, b"\0\0\0\0")))
+
+
+@pytest.mark.parametrize("shape", ["(0x" + "f" * 5000 + ",)", "(0, 9223372036854775808)", "(0, 18446744073709551616)"])
+def test_lengths_that_no_number_of_the_machine_holds(shape: str) -> None:
+    with pytest.raises(FormatError, match=r"is damaged|is no array"):
+        view_npy(memoryview(own_npy(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}")))

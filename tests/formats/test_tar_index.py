@@ -448,6 +448,16 @@ def test_stale_text_index(members: list[tarfile.TarInfo | tuple[str, bytes]], me
     assert list(index) == by_tarfile(data)
 
 
+@pytest.mark.parametrize(
+    "numbers", ["512 9223372036854775807", "9223372036854775296 512", "9223372036854775296 9223372036854775807"]
+)
+def test_an_index_whose_sums_are_larger_than_any_number(numbers: str) -> None:
+    data = archive([("a.jpg", b"1")])
+    connector = MemoryConnector({"s.tar": data, "s.idx": f"v1.2 1\njpg {numbers} a.jpg\n".encode()})
+    with pytest.warns(UserWarning, match="beyond the archive"):
+        assert list(load_index(connector, connector.stat("s.tar"), None)) == by_tarfile(data)
+
+
 def test_malformed_index_beside_an_archive_is_warned_about() -> None:
     data = archive([("a.jpg", b"1")])
     connector = MemoryConnector({"s.tar": data, "s.idx": b"\xff\xfe nonsense"})

@@ -179,7 +179,8 @@ class TarScanner:
             key, equals, value = body[blank + 1 : place + length - 1].partition(b"=")
             if not equals:
                 self._fail(position, f"damaged PAX header, at its byte {place}: a record without '='")
-            records[key] = value
+            if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
+                records[key] = value
             place += length
         return records
 

@@ -94,10 +94,9 @@ def _beside(connector: Connector, info: ObjectInfo) -> TarIndex | None:
 
 def _misfit(connector: Connector, info: ObjectInfo, index: TarIndex) -> str | None:
     """Why an index cannot be of this archive, or None. Looks at the headers before the first and last member."""
-    ends = index.starts + index.sizes
-    if np.any(ends > info.size):
+    if np.any(index.starts > info.size - index.sizes):  # their sum could be larger than any number
         return f"it has members beyond the archive's {info.size} bytes"
-    if np.any(index.starts[1:] < ends[:-1]):
+    if np.any(index.starts[1:] < index.starts[:-1] + index.sizes[:-1]):
         return "its members overlap"
     # Past a cache, which would fetch blocks of megabytes for each of these headers.
     scanner = TarScanner(getattr(connector, "uncached", connector), info)

@@ -1,0 +1,67 @@
+"""Damaged files of every kind are read or refused by name, and nothing else: no other exception, no crash, no hang, no bomb of
+memory, nothing left running. A new seed each run; a failure says by which command it is had again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutate import new_seed
+
+ROOT = Path(__file__).parents[1]
+NUM_KINDS = 20
+MOST_AT_ONCE = 4000
+
+
+def command(seed: int, first: int, last: int, *more: str) -> list[str]:
+    return [sys.executable, "tests/mutants.py", "--seed", str(seed), "--numbers", str(first), str(last), *more]
+
+
+def again(seed: int, number: int, *more: str) -> str:
+    return f"\nagain: PYTHONPATH=. {' '.join(command(seed, number, number + 1, *more, '--debug'))}"
+
+
+def outcomes(folder: Path, seed: int, first: int, last: int, *more: str) -> dict[str, int]:
+    """How often each kind of file was read or refused; fails with what else happened."""
+    at = folder / "at"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])}
+    ran = subprocess.run(
+        command(seed, first, last, "--at", str(at), *more), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if ran.returncode:
+        number, kind = at.read_text().split() if at.exists() else (first, "the valid files")
+        pytest.fail(f"{kind}: ended with {ran.returncode}{again(seed, int(number), *more)}\n{ran.stderr[-6000:]}")
+    found: dict[str, Any] = json.loads(ran.stdout)
+    failures = [f"{one['kind']}: {one['what'][-3000:]}{again(seed, one['number'], *more)}" for one in found["failures"]]
+    if failures:
+        pytest.fail("\n\n".join([f"{len(failures)} failures", *failures[:5]]))
+    counts: dict[str, int] = found["outcomes"]
+    return counts
+
+
+def check(folder: Path, num: int, *more: str) -> None:
+    seed, counts = new_seed(), dict[str, int]()
+    for first in range(0, num, MOST_AT_ONCE):
+        for name, count in outcomes(folder, seed, first, min(first + MOST_AT_ONCE, num), *more).items():
+            counts[name] = counts.get(name, 0) + count
+    kinds = {name.split()[0] for name in counts}
+    assert sum(counts.values()) == num
+    assert len(kinds) == NUM_KINDS
+    # Damage is damage, and not always: what is read as if nothing were is looked through as well.
+    assert {f"{kind} refused" for kind in kinds - {"idx"}} <= counts.keys()
+
+
+@pytest.mark.parametrize("more", [[], ["--without-c"]], ids=["c", "python"])
+def test_a_sample(tmp_path: Path, more: list[str]) -> None:
+    check(tmp_path, 1000, *more)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("more", "num"), [([], 20_000), (["--without-c"], 5000)], ids=["c", "python"])
+def test_all(tmp_path: Path, more: list[str], num: int) -> None:
+    check(tmp_path, num, *more)

@@ -28,6 +28,8 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from loaderkit.forks import ending_forks
+
 if TYPE_CHECKING:
     from loaderkit.prefetch.courier import Courier
 
@@ -140,13 +142,13 @@ class Child:
     def run(self, preload: Sequence[str]) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
-            _import_all(preload)
+            ending_forks(_import_all)(preload)
             from loaderkit.prefetch import wire
             from loaderkit.prefetch.courier import Courier
 
             job = self._jobs.get()
             self._forward_logs(job.pop("log_level"))
-            courier = Courier(self._outbox, self._arena, **job)
+            courier = ending_forks(Courier)(self._outbox, self._arena, **job)
             with self._lock:
                 for name, *arguments in self._early:
                     getattr(courier, name)(*arguments)

@@ -168,7 +168,13 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
 
 
 def _read_each(
-    read_into: Callable[..., None], chunk: Chunk, ranges: Ranges, *, owners: list[int], offsets: list[int], view: memoryview
+    read_into: Callable[..., None],
+    chunk: Chunk,
+    ranges: Ranges,
+    *,
+    owners: list[int],
+    offsets: list[int],
+    view: memoryview,
 ) -> Mapping[int, Exception]:
     """`read_many` of a connector that has none."""
     errors: dict[int, Exception] = {}

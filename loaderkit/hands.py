@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from loaderkit.errors import ClosedError
+from loaderkit.forks import ending_forks
 
 T = TypeVar("T")
 _MOST_LOST = 64
@@ -110,7 +111,7 @@ class Call(Generic[T]):
             self._touched_s = self._hands.clock()
         result, error = None, None
         try:
-            result = self._function(self)
+            result = ending_forks(self._function)(self)
             if self.others and not self.keeps_turn:
                 self._hands.pass_on(self, wakes=False)  # this thread comes for it
         except BaseException as raised:

@@ -24,9 +24,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from loaderkit.forks import ending_forks
 
 if TYPE_CHECKING:
     from loaderkit.prefetch.courier import Courier
@@ -76,9 +79,16 @@ def main(numbers: Sequence[int], preload: Sequence[str]) -> NoReturn:
 def _bind_to(parent: int) -> None:
     """Die with the trainer, and leave its signals to it."""
     # The trainer decides what Ctrl-C and a polite request to stop mean (it may want to save a checkpoint first), and this
-    # process ends when it does. Until here they were blocked.
+    # process ends when it does. Until here they were blocked. Not SIG_IGN: what user's code starts would inherit that, and
+    # wait for ever to be ended by SIGTERM, as those of a multiprocessing.Pool are.
     for number in MEANT_FOR_THE_TRAINER:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    os.register_at_fork(
+        before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, MEANT_FOR_THE_TRAINER),
+        after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER),
+        after_in_child=_take_signals,
+    )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -90,6 +100,13 @@ def _bind_to(parent: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # prints of a user's function must not wait for the end in a buffer
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _take_signals() -> None:
+    """As any process does: this is a child that user's code has forked. Those that came since are not lost."""
+    for number in MEANT_FOR_THE_TRAINER:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
 
 
 def _import_all(names: Sequence[str]) -> None:
@@ -140,13 +157,13 @@ class Child:
     def run(self, preload: Sequence[str]) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
-            _import_all(preload)
+            ending_forks(_import_all)(preload)
             from loaderkit.prefetch import wire
             from loaderkit.prefetch.courier import Courier
 
             job = self._jobs.get()
             self._forward_logs(job.pop("log_level"))
-            courier = Courier(self._outbox, self._arena, **job)
+            courier = ending_forks(Courier)(self._outbox, self._arena, **job)
             with self._lock:
                 for name, *arguments in self._early:
                     getattr(courier, name)(*arguments)

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, f
 
 from loaderkit.catalog import numbered
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
+from loaderkit.forks import ending_forks
 from loaderkit.kernels import type_of_all
 from loaderkit.lazily import is_tensor
 from loaderkit.schema import SourceArgs
@@ -86,7 +87,7 @@ def open_object(args: DatasetArgs) -> Any:
         )
     if not is_ready and callable(found):
         try:
-            found = found(**args.args)
+            found = ending_forks(found)(**args.args)
         except USER_ERRORS as error:
             given = ", ".join(f"{name}={value!r}" for name, value in args.args.items())
             raise ConfigError(
@@ -101,7 +102,7 @@ def open_object(args: DatasetArgs) -> Any:
 
 def _size_of(dataset: Any) -> int:
     try:
-        return len(dataset)
+        return ending_forks(len)(dataset)
     except USER_ERRORS as error:
         raise ConfigError(
             f"source.object: len() of the {type(dataset).__qualname__} failed ({type(error).__name__}: {error}): a data set "
@@ -146,7 +147,7 @@ class DatasetSource:
         if self._get_many is None:
             return None
         try:
-            found = self._get_many(indices)
+            found = ending_forks(self._get_many)(indices)
             return found if isinstance(found, list) and len(found) == len(indices) else None
         except USER_ERRORS:
             return None  # one of them is bad: asked one by one they say which

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field, field_serializer, field_validator
 
+from loaderkit.forks import ending_forks
 from loaderkit.images import as_image, to_tensor
 from loaderkit.lazily import is_tensor, torch
 from loaderkit.schema import Duration, StageArgs
@@ -74,8 +75,10 @@ def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
     except (TypeError, ValueError):
         wants_rng = False
 
+    call = ending_forks(function)
+
     def bound(value: Any, rng: np.random.Generator | None) -> Any:
-        return function(value, rng=rng, **args.args) if wants_rng else function(value, **args.args)
+        return call(value, rng=rng, **args.args) if wants_rng else call(value, **args.args)
 
     return bound, wants_rng
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
+from operator import getitem
 from time import perf_counter
 from typing import Any
 
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
+from loaderkit.forks import ending_forks
 from loaderkit.native import kernels
 from loaderkit.ranges import bulk_method
 from loaderkit.schema import StageArgs
@@ -85,7 +87,9 @@ def read_ranges(
     of memory, reused from chunk to chunk. `as_bytes`: nobody decodes them, so copies are handed on.
     """
     table_of = getattr(source, "table", None) if fetch is None else None
-    read_many = bulk_method(connector, "read_many")
+    bulk = bulk_method(connector, "read_many")
+    read_many = None if bulk is None else ending_forks(bulk)
+    read_into = ending_forks(connector.read_into)
 
     def bring(chunk: Chunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Brought:
         lengths = ranges.lengths
@@ -94,7 +98,7 @@ def read_ranges(
         view = chunk.memory("read", offsets.pop())
         chunk.place = None
         if read_many is None:
-            errors = _read_each(connector, chunk, ranges, owners=owners(), offsets=offsets, view=view)
+            errors = _read_each(read_into, chunk, ranges, owners=owners(), offsets=offsets, view=view)
         else:
             errors = read_many(ranges, offsets, view)
         if as_bytes:
@@ -164,7 +168,13 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
 
 
 def _read_each(
-    connector: Connector, chunk: Chunk, ranges: Ranges, *, owners: list[int], offsets: list[int], view: memoryview
+    read_into: Callable[..., None],
+    chunk: Chunk,
+    ranges: Ranges,
+    *,
+    owners: list[int],
+    offsets: list[int],
+    view: memoryview,
 ) -> Mapping[int, Exception]:
     """`read_many` of a connector that has none."""
     errors: dict[int, Exception] = {}
@@ -177,7 +187,7 @@ def _read_each(
         begin_s = perf_counter()
         try:
             if length or start == 0:
-                connector.read_into(key, start, view[offsets[number] : offsets[number] + length], etag=etag)
+                read_into(key, start, view[offsets[number] : offsets[number] + length], etag=etag)
         except Exception as error:
             errors[number] = error
             bad.add(owners[number])
@@ -199,6 +209,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
     """A chunk stage that asks the source for its items. `is_last`: only `batch` follows, and takes columns."""
 
     dataset = source.dataset
+    get = ending_forks(getitem)
 
     def run(chunk: Chunk) -> int:
         chunk.place = None
@@ -209,7 +220,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
             while len(items) < len(indices):
                 try:
                     for index in indices[len(items) :]:
-                        items.append(dataset[index])
+                        items.append(get(dataset, index))
                 except USER_ERRORS as error:
                     failed(chunk, len(items), error)
                     items.append(None)

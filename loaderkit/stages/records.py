@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from loaderkit.errors import STORE_FAILURES
+from loaderkit.forks import ending_forks
 from loaderkit.kernels import type_in_numpy
 from loaderkit.lazily import torch
 from loaderkit.ranges import bulk_method, gather_into
@@ -34,7 +35,8 @@ def read_records(
     writes over them, else they can be kept.
     """
     records = source.records
-    gather = bulk_method(connector, "gather_into") or partial(gather_into, connector)
+    gather = ending_forks(bulk_method(connector, "gather_into") or partial(gather_into, connector))
+    read_into = ending_forks(connector.read_into)
 
     def run(chunk: Chunk) -> int:
         if is_last and records.field in chunk.destination.fields:
@@ -73,7 +75,7 @@ def read_records(
             chunk.place = place
             part = memory[place * records.num_bytes : (place + 1) * records.num_bytes]
             try:
-                connector.read_into(key, start, part, etag=etag)
+                read_into(key, start, part, etag=etag)
             except Exception as error:
                 failed(chunk, place, error)
                 num_bad += 1

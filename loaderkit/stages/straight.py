@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from loaderkit.errors import ConnectorError, FormatError
+from loaderkit.forks import ending_forks
 from loaderkit.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
 from loaderkit.slots import Slots
 from loaderkit.types import Bundle, ByteRange, Chunk, Connector, Encoded, FieldRange, Landed
@@ -59,7 +60,7 @@ class Straight:
 
     def _reader(self, where: ByteRange) -> Any:
         def read(start: int, buffer: memoryview) -> None:
-            self.connector.read_into(where.key, where.start + start, buffer, etag=where.etag)
+            ending_forks(self.connector.read_into)(where.key, where.start + start, buffer, etag=where.etag)
 
         return read
 

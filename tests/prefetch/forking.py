@@ -205,7 +205,9 @@ def run(case: Case, path: str) -> dict[str, Any]:
     overrides = {**EXECUTORS[case.executor], "errors.on_bad_sample": case.policy}
     if case.place == "retried":
         overrides["source.retry.timeout"] = 3600
-    batches, error, of = [], None, ""
+    batches: list[list[int]] = []
+    error: str | None = None
+    of: str | None = ""
     with loaderkit.build(make(case, forker), overrides=overrides, connectors={"memory": Objects(forker)}) as loader:
         try:
             for batch in loader:

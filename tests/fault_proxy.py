@@ -182,7 +182,12 @@ def _headers(head: bytes) -> list[tuple[str, str]]:
     return [(name.decode().lower().strip(), value.decode("latin-1").strip()) for name, _, value in pairs]
 
 
+def error_document(code: str) -> bytes:
+    """What the proxy answers with."""
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Token-0>SESSION-TOKEN</Token-0></Error>".encode()
+
+
 def _error(status: int, code: str, *, has_body: bool) -> bytes:
-    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Token-0>SESSION-TOKEN</Token-0></Error>".encode()
+    body = error_document(code)
     head = f"HTTP/1.1 {status} Fault\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     return head + (body if has_body else b"")

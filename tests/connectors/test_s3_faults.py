@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import shutil
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_proxy import Fault, FaultProxy, Request
+from fault_proxy import Fault, FaultProxy, Request, error_document
 from of_stores import digest, epoch_of, upload
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 
@@ -44,6 +45,7 @@ BLOCKS = {"shuffle": "block", "seed": 3, "block": {"block": "20KiB", "window": 3
 def uploaded(seaweed: Seaweed, photos: Path, shards: Path) -> None:
     upload(seaweed, photos, "faults", "photos/")
     upload(seaweed, shards, "faults", "shards/")
+    seaweed.boto().create_bucket(Bucket="documents")
 
 
 @pytest.fixture
@@ -94,6 +96,7 @@ EPOCHS = {
     "resets": now_and_then(Fault(reset=True)),
     "a burst of 503": lambda request: Fault(answer=(503, "SlowDown")) if 20 <= request.number < 30 else None,
     "500 now and then": now_and_then(Fault(answer=(500, "InternalError"))),
+    "200 with an error document now and then": now_and_then(Fault(answer=(200, "SlowDown"))),
     "truncated bodies": now_and_then(Fault(keep_bytes=100)),
     "no answer": now_and_then(Fault(hang=True), 19),
     "an answer that never ends": now_and_then(Fault(drip=True), 19),
@@ -304,6 +307,99 @@ class TestErrors:
             assert [info.key for info in connector.list("")] == names
             assert failed
             connector.close()
+
+
+_CODES = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")
+
+
+class TestErrorDocuments:
+    """An answer with status 200 that is an error document is tried again; an object that looks like one is an object."""
+
+    def connector(self, proxy: FaultProxy, **retry: Any) -> S3Connector:
+        args = RetryArgs.model_validate({"total": 120.0, "timeout": 60.0, **retry})
+        return S3Connector("s3://documents", S3Args(endpoint=proxy.endpoint, connections=4), args)
+
+    def first(self, proxy: FaultProxy, num: int, code: str, is_meant: Callable[[Request], bool]) -> list[Request]:
+        """Let so many requests be answered with a document; those that were."""
+        met: list[Request] = []
+
+        def rule(request: Request) -> Fault | None:
+            if len(met) == num or not is_meant(request):
+                return None
+            met.append(request)
+            return Fault(answer=(200, code))
+
+        proxy.rule = rule
+        return met
+
+    def test_reads(self, proxy: FaultProxy) -> None:
+        """Of objects that are such documents themselves, and of ranges as long as one, shorter and longer."""
+        seed = int(os.environ.get("LOADERKIT_SEED") or random.SystemRandom().randrange(2**32))
+        print(f"LOADERKIT_SEED={seed}")
+        rng = random.Random(seed)
+        code = rng.choice(_CODES)
+        document = error_document(code)
+        size = len(document)
+        objects = {"document": document, "documents": document * 3, "bytes": rng.randbytes(4 * size)}
+        connector = self.connector(proxy)
+        for key, data in objects.items():
+            connector.write(key, data)
+            lengths = [size, rng.randrange(1, size), min(len(data), rng.randrange(size + 1, 3 * size))]
+            for start, length in [(rng.randint(0, len(data) - length), length) for length in lengths] + [
+                (0, len(data))
+            ]:
+                for etag in (None, connector.stat(key).etag):
+                    met = self.first(proxy, rng.choice((0, 1, 2)), code, is_read)
+                    before = connector.counters()["num_retries"]
+                    buffer = bytearray(length)
+                    connector.read_into(key, start, memoryview(buffer), etag=etag)
+                    assert buffer == data[start : start + length]
+                    assert connector.counters()["num_retries"] - before == len(met)
+        connector.close()
+
+    @pytest.mark.parametrize("what", ["read", "head", "list", "begin", "part", "complete", "delete"])
+    def test_what_else_is_asked(self, proxy: FaultProxy, seaweed: Seaweed, what: str) -> None:
+        code = random.SystemRandom().choice(_CODES)
+        print(code)
+        connector = self.connector(proxy)
+        connector.write("old", b"old")
+        asks: dict[str, Callable[[Request], bool]] = {
+            "read": is_read,
+            "head": lambda request: request.method == "HEAD",
+            "list": lambda request: "list-type" in request.path,
+            "begin": lambda request: request.method == "POST" and "uploads" in request.path,
+            "part": lambda request: request.method == "PUT",
+            "complete": lambda request: request.method == "POST" and "uploadId" in request.path,
+            "delete": lambda request: request.method == "DELETE",
+        }
+        met = self.first(proxy, 2, code, asks[what])
+        buffer = bytearray(3)
+        connector.read_into("old", 0, memoryview(buffer), etag=connector.stat("old").etag)
+        connector.write("new", b"new ones")
+        assert {"old": 3, "new": 8}.items() <= {info.key: info.size for info in connector.list("")}.items()
+        connector.delete("old")
+        connector.close()
+        assert buffer == b"old"
+        assert len(met) == 2
+        client = seaweed.boto()
+        assert client.get_object(Bucket="documents", Key="new")["Body"].read() == b"new ones"
+        assert "old" not in [found["Key"] for found in client.list_objects_v2(Bucket="documents")["Contents"]]
+
+    @pytest.mark.parametrize("etag", [None, "x"])
+    def test_for_too_long(self, proxy: FaultProxy, etag: str | None) -> None:
+        connector = self.connector(proxy, total=0.5)
+        connector.write("old", b"old")
+        proxy.rule = lambda request: Fault(answer=(200, "SlowDown"))
+        for ask in (
+            lambda: connector.read_into("old", 0, memoryview(bytearray(3)), etag=etag),
+            lambda: connector.stat("old"),
+        ):
+            with pytest.raises(
+                ThrottledError, match=r"s3://documents/old: .*status 200.*error document.*tried"
+            ) as caught:
+                ask()
+            assert "SESSION-TOKEN" not in f"{caught.value!r}{caught.value.__cause__!r}"
+        connector.close()
 
 
 @pytest.mark.parametrize("kind", ["files", "tar"])

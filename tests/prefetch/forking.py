@@ -112,8 +112,11 @@ class Forker:
         if way == "pool":
             with forking.Pool(2) as pool:
                 return int(pool.map(abs, [0, 0])[0])
-        if way == "exec" and subprocess.run(["true"], check=False).returncode:
-            return 1
+        if way == "exec":
+            with subprocess.Popen(["sleep", "3600"]) as program:
+                program.terminate()
+            if program.returncode != -signal.SIGTERM:
+                return program.returncode or 1
         pid = os.fork()
         if pid:
             return 0 if way == "live on" else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -207,7 +210,7 @@ def run(case: Case, path: str) -> dict[str, Any]:
         overrides["source.retry.timeout"] = 3600
     batches: list[list[int]] = []
     error: str | None = None
-    of: str | None = ""
+    of: str | None = None
     with loaderkit.build(make(case, forker), overrides=overrides, connectors={"memory": Objects(forker)}) as loader:
         try:
             for batch in loader:

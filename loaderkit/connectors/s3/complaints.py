@@ -110,6 +110,16 @@ _RULES = (
         r"throttled",
         "{store} asks for fewer requests: lower `s3.connections`, or make reads larger",
     ),
+    # To a GET, which is always for a range, and to a HEAD. Of the document itself the client says nothing. It finds those that
+    # answer other requests itself, by their codes.
+    _Rule(
+        ThrottledError,
+        r"AWS_ERROR_S3_MISSING_CONTENT_RANGE_HEADER",
+        (),
+        r'header "[\w-]+" not found',
+        "{store} answered with status 200 and no object: with an error document, as stores do under load (SlowDown, "
+        "InternalError); if it always does, it is no S3 store, or something on the way drops headers: is `s3.endpoint` right?",
+    ),
     _Rule(
         TemporaryError,
         r"InternalError|AWS_ERROR_S3_INTERNAL_ERROR",

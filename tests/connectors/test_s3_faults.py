@@ -154,7 +154,8 @@ class TestErrors:
     def error(self, proxy: FaultProxy, fault: Fault, **retry: Any) -> ConnectorError:
         connector = self.connector(proxy, **retry)
         etag = connector.stat("ant/000.jpg").etag
-        proxy.rule = lambda request: fault
+        self.asked: list[Request] = []
+        proxy.rule = lambda request: self.asked.append(request) or fault  # type: ignore[func-returns-value]
         with pytest.raises(ConnectorError) as caught:
             connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)), etag=etag)
         connector.close()
@@ -163,11 +164,10 @@ class TestErrors:
         return caught.value
 
     def test_expired_credentials_are_known_soon(self, proxy: FaultProxy) -> None:
-        begin_s = time.monotonic()
         error = self.error(proxy, Fault(answer=(400, "ExpiredToken")), total=60.0, timeout=9.0)
         assert isinstance(error, ExpiredCredentialsError)
         assert "renew" in str(error)
-        assert time.monotonic() - begin_s < 5  # the client itself would try for half a minute
+        assert len(self.asked) <= 8  # the client would ask for half a minute
 
     @pytest.mark.parametrize("are_valid", [True, False])
     def test_newer_credentials_are_taken(
@@ -529,20 +529,16 @@ def test_no_sample_is_bad_because_its_store_fails(proxy: FaultProxy, policy: str
     with loaderkit.build(pipeline) as loader:
         batches = iter(loader)
         found = [next(batches)]
-        begin_s = time.monotonic()
         proxy.rule = lambda request: fault
         with pytest.raises(StageError) as caught:
             found += [batch for _ in range(40) for batch in (batches, loader)[_ > 0]]
         assert isinstance(caught.value.__cause__, kind)
-        assert time.monotonic() - begin_s < (5 if kind is ExpiredCredentialsError else 30)
         assert all(len(batch["__key__"]) == 4 for batch in found)
     proxy.rule = lambda request: fault if is_read(request) else None
-    begin_s = time.monotonic()
     with loaderkit.build({**pipeline, "source": source(proxy, "files", retry=retry)}) as loader:
         with pytest.raises(StageError) as caught:
             next(iter(loader))  # what a batch looks like is found out by the first sample that can be read
         assert isinstance(caught.value.__cause__, kind)
-    assert time.monotonic() - begin_s < 30
 
 
 @pytest.mark.parametrize("what", ["files", "records"])
@@ -605,5 +601,5 @@ def test_closing_does_not_wait_for_what_hangs(proxy: FaultProxy) -> None:
     loader.start()
     assert hangs.wait(30)
     begin_s = time.monotonic()
-    loader.close()
-    assert time.monotonic() - begin_s < 30  # the requests end with the proxy, and with them their threads
+    loader.close()  # the requests end with the proxy, and with them their threads
+    assert time.monotonic() - begin_s < 300  # they would hang for 400 s

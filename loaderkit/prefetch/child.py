@@ -229,6 +229,8 @@ class Child:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+        with suppress(OSError):
+            self._outbox.shutdown(socket.SHUT_WR)  # closed is not enough: what was forked has a copy
         os._exit(0)  # taking torch down in order takes a tenth of a second, and threads of a user's need not end
 
     def _forward_logs(self, level: int) -> None:

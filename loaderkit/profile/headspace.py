@@ -65,22 +65,26 @@ def _passes(loader: Looped, subset: Subset, seconds: float, *, is_cold: bool) ->
 
 def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
     """Read the subset from its beginning. What has landed from the first batch on is counted, not what was handed over; and not
-    its end, where other samples are read as well."""
+    its end, where other samples are read as well. A subset that is read ahead as a whole may have landed with its first batch:
+    there all of it is counted, from the time it was asked for."""
     loader.set_epoch(1)
     loader.set_epoch(0)
     batches = endless(loader)  # an epoch may have a batch or two only
-    kept = [next(batches)][:num_kept]
-    before = loader.stats()
-    until_s = time.perf_counter() + most_s
-    num_left = subset.num_batches - 1 - int(before.tuning.get("batches", 4))
-    for _ in range(max(1, num_left)):
+    before, until_s = loader.stats(), time.perf_counter() + most_s
+    num_left = subset.num_batches - int(before.tuning.get("batches", 4))
+    is_read_ahead = num_left <= 1
+    kept = [next(batches)]
+    if not is_read_ahead:
+        before, until_s = loader.stats(), time.perf_counter() + most_s
+    for _ in range(1, subset.num_batches if is_read_ahead else num_left):
         batch = next(batches)
         if time.perf_counter() >= until_s:
             break
         if len(kept) < num_kept:
             kept.append(batch)
     found = loader.stats().since(before)
-    return _Pass(Window(_landed(found), found.wall_s, 0.0, found.num_batches), kept, found)
+    num_samples = found.num_samples if is_read_ahead else _landed(found)
+    return _Pass(Window(num_samples, found.wall_s, 0.0, found.num_batches), kept[:num_kept], found)
 
 
 def _landed(stats: Stats) -> int:

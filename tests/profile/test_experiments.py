@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.experiments import LEAST_BATCHES, Variant, in_turns
-from loaderkit.profile.headspace import conclude
+from loaderkit.profile.headspace import Subset, conclude, measure_headspace
 from loaderkit.profile.model import Rate
 from loaderkit.profile.patch import num_processes, several_processes
 
@@ -33,6 +35,39 @@ def test_slow_batches_are_compared_in_three_rounds() -> None:
         in_turns(variants, rounds=6, window_s=1e-3)
         assert [len(variant.windows) for variant in variants] == [3, 3]
         assert one.stats().num_batches + other.stats().num_batches == LEAST_BATCHES
+
+
+class AllAtOnce:
+    """A loader whose first batch comes when the whole epoch is there, as it does where the loop is late."""
+
+    def __init__(self, loader: loaderkit.Loader) -> None:
+        self.loader = loader
+        self.stats = loader.stats
+        self.set_epoch = loader.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        before = self.loader.stats()
+        batches = iter(self.loader)
+        first = next(batches)
+        while self.loader.stats().since(before).stages[-1].num_items < len(self.loader):
+            pass
+        yield first
+        yield from batches
+
+
+def test_an_epoch_that_is_there_with_its_first_batch_has_a_rate() -> None:
+    pipeline = Pipeline.dataset(list(range(3))).read().batch(1).prefetch(batches=4, concurrency=1)
+    with loaderkit.build(pipeline) as loader:
+        found = measure_headspace(
+            lambda _overrides, _stretch: contextlib.nullcontext(AllAtOnce(loader)),
+            None,
+            Subset(3, None),
+            cold=False,
+            seconds=1e-3,
+        )
+    assert found.warm is not None
+    assert found.warm.samples_per_s > 0
+    assert "whatever is read ahead" not in found.summary
 
 
 def rate(samples_per_s: float, interval_percent: float) -> Rate:

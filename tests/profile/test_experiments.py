@@ -45,11 +45,14 @@ class AllAtOnce:
         self.stats = loader.stats
         self.set_epoch = loader.set_epoch
 
+    def __len__(self) -> int:
+        return len(self.loader)
+
     def __iter__(self) -> Iterator[Any]:
         before = self.loader.stats()
         batches = iter(self.loader)
         first = next(batches)
-        while self.loader.stats().since(before).stages[-1].num_items < len(self.loader):
+        while self.loader.stats().since(before).stages[-1].num_items < len(self):
             pass
         yield first
         yield from batches

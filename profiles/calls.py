@@ -1,0 +1,125 @@
+"""How much of the package one thing passes through: python -m profiles.calls [--out profiles]
+
+Counts calls of Python functions of loaderkit (comprehensions are none), in all threads, by `sys.setprofile`, and the files
+that they lie in: of one chunk of four JPEGs in the middle of an epoch, of `restore(into=)` of three small tensors, and of
+`build()` of a pipeline file. All modules have been imported before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+
+import loaderkit
+from profiles.overhead import pictures
+from profiles.record import record
+
+CHUNK_SIZE = 4
+PACKAGE = str(Path(loaderkit.__file__).parent)
+
+
+class Passed(NamedTuple):
+    """What was passed through: calls by (file, function)."""
+
+    calls: Counter[tuple[str, str]]
+
+    @property
+    def num_calls(self) -> int:
+        return sum(self.calls.values())
+
+    @property
+    def files(self) -> list[str]:
+        return sorted({file for file, _ in self.calls})
+
+
+@contextmanager
+def counted() -> Iterator[Passed]:
+    """Calls of the package's functions by this thread and by those that are begun in the meantime."""
+    passed = Passed(Counter())
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.endswith(("comp>", "expr>")):
+            passed.calls[code.co_filename[len(PACKAGE) + 1 :], code.co_qualname] += 1
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield passed
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def chunk() -> Passed:
+    """What chunks in the middle of an epoch pass through, as many calls as one of `CHUNK_SIZE` samples takes."""
+    overrides = {"prefetch.concurrency": 1, "prefetch.executor": "thread"}
+    with counted() as passed, loaderkit.build(pictures(), overrides=overrides) as loader:
+        batches = iter(loader)
+        for _ in range(10):
+            next(batches)
+        passed.calls.clear()
+        num_samples = sum(len(next(batches)["image"]) for _ in range(20))
+        calls = passed.calls.copy()
+    num_chunks = sum(count for (_, function), count in calls.items() if function == "Chunk.__init__")
+    found: Counter[tuple[str, str]] = Counter()
+    for at, count in calls.items():
+        if count > 0.8 * num_samples:
+            found[at] = round(count / num_samples) * CHUNK_SIZE
+        elif count > num_chunks / 2:  # else it belongs to batches, or to reports
+            found[at] = round(count / num_chunks)
+    return Passed(found)
+
+
+def restored(folder: Path) -> Passed:
+    path = folder / "three.safetensors"
+    state = {name: torch.randn(64, 64) for name in "abc"}
+    safetensors.torch.save_file(state, path)
+    into = {name: torch.zeros(64, 64) for name in "abc"}
+    loaderkit.restore(path, into)  # imports what it needs
+    with counted() as passed:
+        loaderkit.restore(path, into)
+    assert all(torch.equal(into[name], state[name]) for name in "abc")
+    return passed
+
+
+def built(folder: Path) -> Passed:
+    path = folder / "pipeline.yaml"
+    path.write_text(pictures().to_yaml())
+    loaderkit.build(path).close()
+    with counted() as passed:
+        loader = loaderkit.build(path)
+    loader.close()
+    return passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--list", action="store_true", help="print every function")
+    args = parser.parse_args()
+    found = {"chunk": chunk()}
+    with tempfile.TemporaryDirectory() as name:
+        found |= {"restore": restored(Path(name)), "build": built(Path(name))}
+    for what, passed in found.items():
+        print(f"{what}: {passed.num_calls} calls in {len(passed.files)} files")
+        if args.list:
+            for (file, function), count in passed.calls.most_common():
+                print(f"  {count:6d}  {file}:{function}")
+    rows = {what: {"calls": passed.num_calls, "files": len(passed.files)} for what, passed in found.items()}
+    record(args.out, "calls", **rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """Measure loaderkit and its peers at the same work, taking turns. See README.md in this folder.
 
 python -m profiles.peers --work files,tar --contestants loaderkit,dali --rounds 5 --out profiles
+python -m profiles.peers --work files,tar --contestants loaderkit --before ../earlier      this checkout against another one
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ def _run(command: Sequence[Path | str], target: Path) -> None:
 def _chosen(work: Work, arguments: argparse.Namespace) -> list[Contestant]:
     """Those that were named, or all that are not optional; and the variants of loaderkit that were defined."""
     extra = [_variant(text) for text in arguments.also]
+    if arguments.before is not None:
+        extra.append(Contestant("loaderkit-before", OWN, "ours", tree=str(arguments.before.resolve())))
     if arguments.contestants is None:
         return [*(one for one in work.contestants if not one.optional), *extra]
     wanted = arguments.contestants.split(",")
@@ -133,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME:KEY=VALUE,...",
         help="loaderkit with other settings, as one more contestant: loaderkit-8:prefetch.batches=8",
+    )
+    parser.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="another checkout of loaderkit, as one more contestant"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="the least a turn takes behind its first batches")

@@ -41,14 +41,15 @@ class Child:
         }
         # Modules are compiled once, as those of what pip installed were.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        tree = contestant.tree or str(ROOT)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._process = subprocess.Popen(
             [str(python), "-m", "profiles.peers.worker", json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            cwd=ROOT,
-            env={**inherited, "PYTHONPATH": str(ROOT), **environ_of(contestant.environment), **environ},
+            cwd=tree,
+            env={**inherited, "PYTHONPATH": tree, **environ_of(contestant.environment), **environ},
             start_new_session=True,
         )
         self._rest = b""

@@ -11,7 +11,8 @@ from profiles.peers.environments import OWN
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do a work. `against`: loaderkit's contestant whose speed is divided by this one's; default: the first."""
+    """One way to do a work. `against`: loaderkit's contestant whose speed is divided by this one's; default: the first.
+    `tree`: another checkout of loaderkit, whose package and worker are run; its C modules have been built in place."""
 
     name: str
     environment: str
@@ -20,6 +21,7 @@ class Contestant:
     against: str | None = None
     look: str | None = None  # None: the work's
     optional: bool = False  # takes part only if named
+    tree: str | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
 _MOST_UNKNOWN = 1000  # names that are not in the table, each of which takes a kilobyte
 _MOST_TUPLES = 100_000  # may be nested as they like: 300,000 in one another end the process when they are hashed
 _MAX_NESTED = 1000
+# Forty tuples, each of the one before twice, are 10^12 objects for a hash.
+_FEW_SHARED = 12  # tuples taken from the memo: as they like
+_MOST_UNFOLDED = 10**6  # objects in all the tuples that are taken from there
 
 
 class _Frozen(type):
@@ -200,22 +203,38 @@ class _Reader(pickle.Unpickler):
 
 # ---------------------------------------------------------------------------- what the unpickler itself does not survive
 
-_LINE, _TWO_LINES, _PLACE, _PLACE_LINE, _TUPLE, _STOP = range(-1, -7, -1)
-_SIZED1, _SIZED4, _SIZED8 = range(-7, -10, -1)
+_LINE, _TWO_LINES, _PLACE_LINE, _PUT, _PUT4, _MEMOIZE, _GET, _GET4, _TUPLE, _BUILD, _OLD, _STOP = range(-1, -13, -1)
+_SIZED1, _SIZED4, _SIZED8 = range(-13, -16, -1)
 _WIDTHS = {_SIZED1: 1, _SIZED4: 4, _SIZED8: 8}  # of the number in front that says how many bytes follow
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+_SPECIAL = {
+    "GLOBAL": _TWO_LINES,
+    "INST": _TWO_LINES,
+    "BUILD": _BUILD,
+    "STOP": _STOP,
+    "BINPUT": _PUT,
+    "LONG_BINPUT": _PUT4,
+    "MEMOIZE": _MEMOIZE,
+    "BINGET": _GET,
+    "LONG_BINGET": _GET4,
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), _TUPLE),
+    "PUT": _PLACE_LINE,
+    "GET": _PLACE_LINE,
+    "DUP": _OLD,
+    "POP": _OLD,
+    "POP_MARK": _OLD,
+}
 
 
 def _argument_of(code: int) -> int:
     """How many bytes follow an opcode; below 0: how that is to be found out, or what else it is about."""
     opcode = _OPCODES.get(code)
-    if opcode is None or opcode.name == "STOP":  # of what is no opcode the unpickler says so
+    if opcode is None:  # the unpickler says so
         return _STOP
-    special = {"LONG_BINPUT": _PLACE, "PUT": _PLACE_LINE, "GLOBAL": _TWO_LINES, "INST": _TWO_LINES}
-    if opcode.name in special:
-        return special[opcode.name]
+    if opcode.name in _SPECIAL:
+        return _SPECIAL[opcode.name]
     if opcode.arg is None:
-        return _TUPLE if opcode.name.startswith("TUPLE") else 0
+        return 0
     sized = {
         pickletools.UP_TO_NEWLINE: _LINE,
         pickletools.TAKEN_FROM_ARGUMENT1: _SIZED1,
@@ -229,79 +248,109 @@ def _argument_of(code: int) -> int:
 _ARGUMENTS = tuple(map(_argument_of, range(256)))
 
 
-def _check(data: bytes) -> None:
-    """Raise FormatError for what ends the process before the unpickler could refuse it: an object stored at a place so high
-    that the table for it takes all memory (nine bytes are enough), and tuples nested more deeply than they can be hashed.
+def _check(data: bytes) -> None:  # noqa: C901, PLR0912, PLR0915 - a call for every opcode would take twice as long
+    """Raise FormatError for what ends or stops the process before the unpickler could refuse it: an object stored at a place so
+    high that the table for it takes all memory (nine bytes are enough), and tuples that cannot be hashed.
 
-    80 ns an opcode: a twentieth of what it takes to restore many small tensors.
+    0.15 to 0.3 us an opcode: a tenth of what it takes to restore many small tensors.
     """
-    at, end, num_tuples = 0, len(data), 0
+    at, end, num_tuples, num_shared, num_memoized = 0, len(data), 0, 0, 0
+    tuples: set[int] = set()  # places of the memo that may hold one
+    left_at = -1  # behind the last opcode that may have left a tuple. (REDUCE: our stand-ins give none, or a flat one.)
+    has_places = is_unusual = False
     while at < end:
         kind = _ARGUMENTS[data[at]]
         at += 1
         if kind >= 0:
             at += kind
+        elif kind == _MEMOIZE:
+            if left_at == at - 1:
+                tuples.add(num_memoized)
+                left_at = at
+            num_memoized += 1
+        elif kind == _GET:
+            num_shared += at < end and data[at] in tuples
+            left_at = at = at + 1
+        elif kind == _TUPLE:
+            num_tuples += 1
+            left_at = at
+        elif kind == _GET4:
+            num_shared += int.from_bytes(data[at : at + 4], "little") in tuples
+            left_at = at = at + 4
+        elif kind in (_PUT, _PUT4):
+            width = 1 if kind == _PUT else 4
+            place = int.from_bytes(data[at : at + width], "little")
+            _check_place(place, end)
+            if left_at == at - 1:
+                tuples.add(place)
+                left_at = at + width
+            at, has_places = at + width, True
+        elif kind == _BUILD:
+            left_at = at
         elif kind in _WIDTHS:
             width = _WIDTHS[kind]
             at += width + int.from_bytes(data[at : at + width], "little")
-        elif kind == _TUPLE:
-            num_tuples += 1
         elif kind == _STOP:
             break
-        elif kind == _PLACE:
-            _check_place(data[at : at + 4][::-1].hex(), 16, end)
-            at += 4
+        elif kind == _OLD:
+            is_unusual = True
         else:
             line_end = data.find(b"\n", at)
             if kind == _PLACE_LINE:
-                _check_place(data[at:line_end], 10, end)
+                is_unusual = True
+                digits = data[at:line_end]
+                _check_place(int(digits) if digits.isdigit() and len(digits) < 20 else 0, end)  # else it is refused later
             elif kind == _TWO_LINES and line_end >= 0:
                 line_end = data.find(b"\n", line_end + 1)
             at = line_end + 1 or end  # without an end of line there is nothing more
     else:
         raise FormatError("it ends in the middle of its pickle: it was cut short, or is damaged")
-    if num_tuples > _MOST_TUPLES:
-        _check_nesting(data)
+    if num_tuples > _MOST_TUPLES or num_shared > _FEW_SHARED or is_unusual or (has_places and num_memoized):
+        _check_tuples(data)
 
 
-def _check_place(digits: str | bytes, base: int, num_bytes: int) -> None:
-    try:
-        place = int(digits, base)
-    except ValueError:  # the unpickler says so, too
-        return
+def _check_place(place: int, num_bytes: int) -> None:
     if place > num_bytes:  # every object takes a byte at least
         raise FormatError(
             f"it stores an object at a place that {num_bytes} bytes cannot need: it is damaged, or a bomb"
         )
 
 
-def _check_nesting(data: bytes) -> None:
-    """The same for the depth of tuples: a hash of one goes down to the last of them, and asks nobody how deep that is."""
-    stack: list[int] = []  # how deep tuples are nested in what is there, or more
+def _check_tuples(data: bytes) -> None:
+    """Raise FormatError for tuples that cannot be hashed. A hash goes down to the last of those in one another, and asks nobody
+    how deep that is: it may end the process. And it looks at what stands at several places again for each: it may not end."""
+    stack: list[
+        tuple[int, int]
+    ] = []  # of what is there: how deep tuples are nested, and how many objects that is; or more
     marks: list[int] = []
-    stored: dict[int, int] = {}
+    stored: dict[int, tuple[int, int]] = {}
+    num_unfolded = 0
     for opcode, argument, _ in pickletools.genops(data):
         before, after = opcode.stack_before, opcode.stack_after
         if opcode.name == "MARK":
             marks.append(len(stack))
         elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
             stored[len(stored) if argument is None else int(argument)] = stack[-1]
-        elif "GET" in opcode.name:
-            stack.append(stored[int(argument or 0)])
-        elif opcode.name == "DUP":
-            stack.append(stack[-1])
+        elif "GET" in opcode.name or opcode.name == "DUP":
+            stack.append(stack[-1] if opcode.name == "DUP" else stored[int(argument or 0)])
+            num_unfolded += stack[-1][1]
         elif opcode.name == "POP" and marks and marks[-1] == len(stack):
             marks.pop()
         else:
             takes_mark = pickletools.markobject in before
             num_fixed = before.index(pickletools.markobject) if takes_mark else len(before)
             cut = (marks.pop() if takes_mark else len(stack)) - num_fixed
-            depth = max(stack[cut:], default=0) + opcode.name.startswith("TUPLE")
+            depth = max((depth for depth, _ in stack[cut:]), default=0) + opcode.name.startswith("TUPLE")
+            size = 1 + sum(size for _, size in stack[cut:])
             if depth > _MAX_NESTED:
                 raise FormatError("it is nested too deeply to be a checkpoint")
+            if num_unfolded > _MOST_UNFOLDED:
+                raise FormatError(
+                    f"it repeats tuples in tuples that hold more than {_MOST_UNFOLDED} objects in all: it is a bomb"
+                )
             del stack[cut:]
             is_hashed = bool(after) and after[0] in (pickletools.anyobject, pickletools.pytuple)
-            stack += [depth * is_hashed] * len(after)
+            stack += [(depth, size) if is_hashed else (0, 1)] * len(after)
 
 
 # ------------------------------------------------------------------------------------------------- plain values

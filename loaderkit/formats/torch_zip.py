@@ -28,6 +28,7 @@ _ENTRY_CRC, _LOCAL_CRC = 16, 14  # where four bytes of checksum stand in them
 _MAX_COMMENT = 65535
 _MAX_PICKLE = 2**31
 _MAX_NUMBER = 2**62
+_MAX_DIMENSIONS = 64  # torch has no tensor of more
 MAGIC = b"PK\x03\x04"
 _LEGACY = (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02\x8a\x0al\xfc")
 Read = Callable[[int, memoryview], None]
@@ -311,12 +312,12 @@ def names() -> Mapping[str, Any]:
         "torch._utils._rebuild_tensor_v2": _rebuild,
         "torch._utils._rebuild_tensor": _rebuild,
         "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-        "torch._utils._rebuild_parameter": lambda data, *_: data,
-        "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
         "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
         "torch.Size": _size,
-        "torch.device": lambda kind, index=None: kind if index is None else f"{kind}:{index}",
-        "torch.serialization._get_layout": lambda name: name,
+        "torch.device": _device,
+        "torch.serialization._get_layout": shown,
     }
     found: dict[str, Any] = {name: Global(name) for name in _CLASSES}
     for name, dtype in _STORAGES.items():
@@ -360,7 +361,7 @@ def _view(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> An
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise FormatError("it describes a tensor without a storage")
     are_numbers = _are_sizes(shape) and _are_sizes(strides) and _is_size(offset)
-    if not are_numbers or len(shape) != len(strides) or len(shape) > 64:
+    if not are_numbers or len(shape) != len(strides) or len(shape) > _MAX_DIMENSIONS:
         raise FormatError(f"it describes a tensor of shape {shown(shape)} with strides {shown(strides)}")
     if prod(max(size, 1) for size in shape) > _MAX_NUMBER:
         raise FormatError(f"it describes a tensor of shape {shown(shape)}, which is larger than anything")
@@ -380,8 +381,20 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     return function(*args)
 
 
+def _parameter(data: Any, *_: Any) -> Any:
+    if not isinstance(data, (View, Opaque)):
+        raise FormatError(f"it makes a parameter of {shown(data)}")
+    return data
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    if not isinstance(kind, str) or not isinstance(index, int | None):
+        raise FormatError(f"it names a device {shown(kind)}, {shown(index)}")
+    return kind if index is None else f"{kind}:{index}"
+
+
 def _size(values: Any = ()) -> tuple[int, ...]:
-    if not _are_sizes(values):
+    if not _are_sizes(values) or len(values) > _MAX_DIMENSIONS:
         raise FormatError(f"it has a size {shown(values)}")
     return tuple(values)
 

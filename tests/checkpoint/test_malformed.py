@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import tarfile
@@ -19,12 +20,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from of_states import pack, save_dcp, saved
 
 import loaderkit
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import AccessDeniedError, CheckpointError, ExpiredCredentialsError, FormatError, LoaderkitError
 from loaderkit.types import ObjectInfo
+from loaderkit.unpickling import load_pickle, plain_names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -86,6 +90,10 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return self.call
+
+
+# [x, x] of the last, again and again: its text would have 2**60 letters
+LISTS = b"]q\0" + b"".join(b"0(h%ch%clq%c" % (n, n, n + 1) for n in range(60))
 
 
 class TestTorchSave:
@@ -158,7 +166,31 @@ class TestTorchSave:
 
     @pytest.mark.parametrize("between", [b"", b"q\0h\0\x86", b"]Na\x86"])
     def test_tuples_that_are_too_deep_to_be_hashed(self, between: bytes) -> None:
-        refused(archive(b"\x80\x02})" + (b"\x85" + between) * 300_000 + b"Ns."), "nested too deeply", "x.pt")
+        refused(archive(b"\x80\x02})" + (b"\x85" + between) * 300_000 + b"Ns."), "nested too deeply|a bomb", "x.pt")
+
+    @pytest.mark.parametrize("width", [2, 3, 5])
+    @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+    def test_tuples_whose_hash_would_not_end(self, protocol: int, width: int) -> None:
+        nested: Any = ()
+        for _ in range(40):
+            nested = (nested,) * width
+        as_key = (
+            b"}"
+            + re.sub(rb"^(\x80.)?(\x95.{8})?", b"", pickle.dumps(nested, protocol), flags=re.DOTALL)[:-1]
+            + b"K\x01s."
+        )
+        refused(archive(b"\x80\x04" + as_key), "is a bomb", "x.pt")
+
+    @pytest.mark.parametrize("again", [b"2\x86", b"q\1h\1\x86", b"q\0000q\1h\1h\1\x86", b"\x94h\0\x86q\0"])
+    def test_tuples_whose_hash_would_not_end_by_other_orders(self, again: bytes) -> None:
+        refused(archive(b"\x80\x04})q\0" + again * 60 + b"K\x01s."), "is a bomb|damaged|without running", "x.pt")
+
+    @given(st.data())
+    def test_shared_tuples_are_read(self, data: st.DataObject) -> None:
+        leaves = st.sampled_from([(0.9, 0.999), (), ("a", 1), ((1, 2), (3,))])
+        keys = st.dictionaries(st.one_of(leaves, st.text(max_size=3), st.integers()), st.lists(leaves), max_size=20)
+        values = {"betas": [data.draw(leaves) for _ in range(30)], "table": data.draw(keys)}
+        assert load_pickle(pickle.dumps(values, data.draw(st.integers(0, 5))), plain_names()) == values
 
     def test_many_tuples_are_no_deep_ones(self) -> None:
         state = {"a": torch.ones(2), "pairs": [(n, (n, str(n))) for n in range(60_000)]}
@@ -188,8 +220,7 @@ class TestTorchSave:
         refused(archive(huge), "bytearray", "x.pt")
 
     def test_what_is_said_of_a_bomb_is_short(self) -> None:
-        lists = b"]" + b"2\x86" * 60  # (x, x) of the last, again and again: its text would have 2**60 letters
-        refused(archive(b"\x80\x02ctorch\nSize\n" + lists + b"\x85R."), "it has a size a tuple", "x.pt")
+        refused(archive(b"\x80\x02ctorch\nSize\n" + LISTS + b"\x85R."), "it has a size a list", "x.pt")
 
     def test_records_that_share_bytes(self) -> None:
         whole = bytearray(archive(b"\x80\x02}.", {"data/0": b"\0" * 80, "data/1": b"\0" * 80}))
@@ -325,8 +356,8 @@ class TestDistributed:
         self.refused(folder, "not committed")
 
     def test_metadata_whose_text_is_a_bomb(self, folder: Path) -> None:
-        (folder / ".metadata").write_bytes(b"\x80\x02]" + b"2\x86" * 60 + b".")
-        self.refused(folder, "no Metadata of torch.distributed.checkpoint, but a tuple")
+        (folder / ".metadata").write_bytes(b"\x80\x02" + LISTS + b".")
+        self.refused(folder, "no Metadata of torch.distributed.checkpoint, but a list")
 
     def test_a_missing_file(self, folder: Path) -> None:
         (folder / "__0_0.distcp").unlink()

@@ -239,7 +239,7 @@ class State:
             )
         for name in ("epoch", "position", "seed"):
             value = data.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or not (name == "seed" or 0 <= value < 2**63):
+            if not isinstance(value, int) or isinstance(value, bool) or not (name == "seed" or 0 <= value < 2**62):
                 raise StateError(f"the state's {name!r} is {shown(value)}, expected a whole number")
         fingerprint = data.get("fingerprint")
         if not isinstance(fingerprint, dict) or any(type(part) is not str for part in chain(*fingerprint.items())):

@@ -28,7 +28,7 @@ _MOST_TUPLES = 100_000  # may be nested as they like: 300,000 in one another end
 _MAX_NESTED = 1000
 # Forty tuples, each of the one before twice, are 10^12 objects for a hash.
 _FEW_SHARED = 12  # tuples taken from the memo: as they like
-_MOST_UNFOLDED = 10**6  # objects in all the tuples that are taken from there
+_MOST_UNFOLDED = 10**6  # objects in all the tuples that are taken from there, and 16 more a byte
 
 
 class _Frozen(type):
@@ -299,7 +299,9 @@ def _check(data: bytes) -> None:  # noqa: C901, PLR0912, PLR0915 - a call for ev
             if kind == _PLACE_LINE:
                 is_unusual = True
                 digits = data[at:line_end]
-                _check_place(int(digits) if digits.isdigit() and len(digits) < 20 else 0, end)  # else it is refused later
+                _check_place(
+                    int(digits) if digits.isdigit() and len(digits) < 20 else 0, end
+                )  # else it is refused later
             elif kind == _TWO_LINES and line_end >= 0:
                 line_end = data.find(b"\n", line_end + 1)
             at = line_end + 1 or end  # without an end of line there is nothing more
@@ -324,7 +326,7 @@ def _check_tuples(data: bytes) -> None:
     ] = []  # of what is there: how deep tuples are nested, and how many objects that is; or more
     marks: list[int] = []
     stored: dict[int, tuple[int, int]] = {}
-    num_unfolded = 0
+    num_unfolded, most_unfolded = 0, _MOST_UNFOLDED + 16 * len(data)
     for opcode, argument, _ in pickletools.genops(data):
         before, after = opcode.stack_before, opcode.stack_after
         if opcode.name == "MARK":
@@ -344,9 +346,9 @@ def _check_tuples(data: bytes) -> None:
             size = 1 + sum(size for _, size in stack[cut:])
             if depth > _MAX_NESTED:
                 raise FormatError("it is nested too deeply to be a checkpoint")
-            if num_unfolded > _MOST_UNFOLDED:
+            if num_unfolded > most_unfolded:
                 raise FormatError(
-                    f"it repeats tuples in tuples that hold more than {_MOST_UNFOLDED} objects in all: it is a bomb"
+                    f"it repeats tuples in tuples that hold more than {most_unfolded} objects in all: it is a bomb"
                 )
             del stack[cut:]
             is_hashed = bool(after) and after[0] in (pickletools.anyobject, pickletools.pytuple)

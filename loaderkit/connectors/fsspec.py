@@ -44,7 +44,7 @@ _SAID: dict[type[ConnectorError], str] = {
     UnreachableError: "the connection failed",
 }
 _NO_FILE = re.compile(r"[?#][^/]*\Z")  # links of an index page that sort it
-_UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
+_UNUSUAL_PART = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORECASE)  # %2e is a dot in a link
 _USER = re.compile(r"(://)[^/@]*@")
 
 

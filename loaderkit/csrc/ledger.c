@@ -82,7 +82,7 @@ PyObject *delayed(PyObject *self, PyObject *args) {
 PyObject *gil_wait(PyObject *self, PyObject *arg) {
     (void)self;
     const double sleep_s = PyFloat_AsDouble(arg);
-    if (sleep_s < 0.0 || sleep_s >= 1.0) {
+    if (!(sleep_s >= 0.0 && sleep_s < 1.0)) {
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "a sleep is shorter than 1 s");
     }
     const struct timespec sleep = {0, (long)(sleep_s * 1e9)};

@@ -33,6 +33,7 @@ _MAGIC = b"\x93NUMPY"
 _USUAL_HEADER = 256  # NumPy pads to a multiple of 64: 128 bytes unless there are very many dimensions
 _MAX_HEADER = 65536  # structured types may have long ones; more is no array's, and not worth parsing
 _MAX_DIMENSIONS = 64
+_ESCAPED = re.compile(r"""(?:[^\\]|\\[\\'"abfnrtvxuUN0-7\n])*""", re.DOTALL)  # Python warns of other backslashes
 
 # ------------------------------------------------------------------------------------------------------ one array
 
@@ -79,6 +80,8 @@ def _parsed(header: bytes) -> NpyHeader:
     where = f"the .npy header (bytes {begin} to {len(header)})"
     try:
         text = header[begin:].decode("utf-8" if version == 3 else "latin1").strip(" \n")
+        if not _ESCAPED.fullmatch(text):
+            raise ValueError("a backslash in front of a letter that has no meaning there")
         # Python 2 wrote long numbers as "10L".
         fields = ast.literal_eval(re.sub(r"(?<=\d)L(?=\s*[,)])", "", text) if version < 3 else text)
         repr(fields)  # fails of numbers with thousands of digits, which hexadecimal ones may have
@@ -88,7 +91,10 @@ def _parsed(header: bytes) -> NpyHeader:
         raise FormatError(f"{where} is damaged: {str(fields)[:200]}")
     if not isinstance(fields["fortran_order"], bool):
         raise FormatError(f"{where} is damaged: fortran_order is {fields['fortran_order']!r:.200}, not True or False")
-    return NpyHeader(_dtype_of(fields["descr"]), _shape_of(fields["shape"]), fields["fortran_order"], len(header))
+    found = NpyHeader(_dtype_of(fields["descr"]), _shape_of(fields["shape"]), fields["fortran_order"], len(header))
+    if found.num_bytes >= 2**63:
+        raise FormatError(f"{where} is damaged: {found.dtype} {list(found.shape)!s:.200} is larger than anything")
+    return found
 
 
 def _header_end(data: bytes | bytearray | memoryview, size: int) -> int:
@@ -115,6 +121,8 @@ def _dtype_of(descr: object) -> np.dtype[Any]:
         dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(descr)  # type: ignore[arg-type]
     except Exception as error:
         raise FormatError(f"the .npy header's descr {descr!r:.200} is no type of NumPy: {error}") from None
+    if not dtype.itemsize:
+        raise FormatError(f"the .npy header's descr {descr!r:.200} is a type of no bytes: there is nothing to read")
     if dtype.hasobject:
         raise FormatError(
             f"the array holds Python objects ({descr!r:.200}), which only pickle could read, running whatever "
@@ -124,8 +132,8 @@ def _dtype_of(descr: object) -> np.dtype[Any]:
 
 
 def _shape_of(shape: object) -> tuple[int, ...]:
-    if not isinstance(shape, tuple) or not all(type(length) is int and length >= 0 for length in shape):
-        raise FormatError(f"the .npy header's shape is {shape!r:.200}, not a tuple of whole numbers")
+    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+        raise FormatError(f"the .npy header's shape is {shape!r:.200}, not a tuple of lengths")
     if len(shape) > _MAX_DIMENSIONS:
         raise FormatError(
             f"the .npy header's shape has {len(shape)} dimensions, NumPy's have {_MAX_DIMENSIONS} at most"
@@ -245,13 +253,13 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
 
 
 def _check_unpacked(head: bytes, size: int) -> None:
-    """Raise FormatError unless an array that begins with `head` ends where the directory says: a thousand times what is stored
-    could follow it."""
+    """Raise FormatError unless an array that begins with `head` ends about where the directory says. What follows it is ignored
+    where it is stored, too, but a thousand times what is stored could follow it here."""
     header = parse_npy_header(head, size)
-    if header.data_start + header.num_bytes != size:
+    end = header.data_start + header.num_bytes
+    if not end <= size <= 2 * end + 2**20:
         raise FormatError(
-            f"it is damaged: it unpacks to {size} bytes, and {header.dtype} {list(header.shape)} ends at byte "
-            f"{header.data_start + header.num_bytes}"
+            f"it is damaged: it unpacks to {size} bytes, and {header.dtype} {list(header.shape)} ends at byte {end}"
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import UnidentifiedImageError, features
+from PIL import TiffImagePlugin, UnidentifiedImageError, features
 
 from loaderkit.native import jpeg
 from loaderkit.types import Image
@@ -54,6 +54,7 @@ _BEGINNINGS: dict[str, re.Pattern[bytes]] = {
     }.items()
 }
 _ORIENTATION = 0x0112
+_TILE_SIZES = (322, 323)
 _TURNS = {
     2: Pillow.Transpose.FLIP_LEFT_RIGHT,
     3: Pillow.Transpose.ROTATE_180,
@@ -81,8 +82,7 @@ def decode_picture(
         check_size(image.height, image.width, max_pixels)
         kind, size = image.format or "", f", {image.width} x {image.height}"
         try:
-            if kind == "JPEG2000":
-                _check_tiles(data, image.height * image.width)
+            _check_tiles(data, image)
             image.load()
         except Exception as error:
             raise _damaged(data, kind, size, error) from error
@@ -101,13 +101,36 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
         )
 
 
-def _check_tiles(data: memoryview, num_pixels: int) -> None:
-    """Raise ValueError for a JPEG 2000 of tiny tiles: OpenJPEG takes 12 kB for each, also for those that are not there."""
-    at = bytes(data).find(b"\xff\x4f\xff\x51")
-    right, bottom, _, _, width, height, left, top = struct.unpack_from(">8I", data, at + 8)
-    num_tiles = math.ceil((right - left) / width) * math.ceil((bottom - top) / height)
-    if num_tiles > 4096 + num_pixels // 1024:
-        raise ValueError(f"its header cuts it into {num_tiles} tiles")
+def _check_tiles(data: memoryview, image: Pillow.Image) -> None:
+    """Raise ValueError for tiles that take far more memory than the picture: of JPEG 2000 very many, as OpenJPEG takes 12 kB
+    for each, also for those that are not there; of TIFF a large one, of which the picture is a corner."""
+    num_pixels = image.height * image.width
+    if image.format == "JPEG2000":
+        at = _codestream(data)
+        if bytes(data[at : at + 4]) != b"\xff\x4f\xff\x51":
+            raise ValueError("it has no codestream where its boxes end")
+        right, bottom, _, _, width, height, left, top = struct.unpack_from(">8I", data, at + 8)
+        num_tiles = math.ceil((right - left) / width) * math.ceil((bottom - top) / height)
+        if num_tiles > 4096 + num_pixels // 1024:
+            raise ValueError(f"its header cuts it into {num_tiles} tiles")
+    elif isinstance(image, TiffImagePlugin.TiffImageFile):
+        sizes = [image.tag_v2.get(tag, 0) for tag in _TILE_SIZES]
+        if all(isinstance(size, int) for size in sizes) and math.prod(sizes) > 2**20 + 4 * num_pixels:
+            raise ValueError(f"its header gives it tiles of {sizes[0]} x {sizes[1]}")
+
+
+def _codestream(data: memoryview) -> int:
+    """Where the numbers of a JPEG 2000 begin: in its first box that holds them, or at once."""
+    at = 0
+    while bytes(data[at : at + 4]) != b"\xff\x4f\xff\x51" and at + 16 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        head = 8
+        if size == 1:  # a long one
+            size, head = struct.unpack_from(">Q", data, at + 8)[0], 16
+        if kind == b"jp2c":
+            return at + head
+        at += max(size, head) if size else len(data)
+    return at
 
 
 @cache

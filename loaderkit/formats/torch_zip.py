@@ -394,8 +394,10 @@ def _device(kind: Any, index: Any = None) -> str:
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:
-    if not _are_sizes(values) or len(values) > _MAX_DIMENSIONS:
+    if not _are_sizes(values):
         raise FormatError(f"it has a size {shown(values)}")
+    if len(values) > _MAX_DIMENSIONS:
+        raise FormatError(f"it has a size of {len(values)} dimensions")
     return tuple(values)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import struct
 import subprocess
 import sys
 import zlib
@@ -17,6 +18,7 @@ from conftest import make_photo
 from numpy.typing import NDArray
 from odd_jpegs import ODD
 from PIL import Image as Pillow
+from PIL import features
 
 import loaderkit
 from loaderkit import Pipeline
@@ -410,6 +412,53 @@ def test_tiff_is_always_upright() -> None:
     expected = np.asarray(photo().transpose(Pillow.Transpose.ROTATE_270))
     for upright in (False, True):
         assert np.array_equal(decoded(data, extension="tif", exif_orientation=upright), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- tiles
+
+
+def jpeg2000(side: int, tile: int, *boxes: bytes) -> bytes:
+    """64 x 64 pixels whose header says `side` and `tile`, with boxes in front of its codestream."""
+    file = io.BytesIO()
+    Pillow.new("RGB", (64, 64), (1, 2, 3)).save(file, "JPEG2000")
+    data = bytearray(file.getvalue())
+    struct.pack_into(">II", data, data.index(b"ihdr") + 4, side, side)
+    struct.pack_into(">8I", data, data.index(b"\xff\x4f\xff\x51") + 8, side, side, 0, 0, tile, tile, 0, 0)
+    begin = data.index(b"jp2c") - 4
+    return bytes(data[:begin] + b"".join(boxes) + data[begin:])
+
+
+def box(side: int, tile: int, *, is_long: bool) -> bytes:
+    """One that nobody reads, with what looks like a codestream."""
+    inside = bytes(16) + b"\xff\x4f\xff\x51" + struct.pack(">HH8I", 47, 0, side, side, 0, 0, tile, tile, 0, 0)
+    return (
+        struct.pack(">I4sQ", 1, b"uuid", 16 + len(inside)) if is_long else struct.pack(">I4s", 8 + len(inside), b"uuid")
+    ) + inside
+
+
+@pytest.mark.skipif(not features.check("jpg_2000"), reason="needs a Pillow with JPEG 2000")
+@pytest.mark.parametrize("is_long", [False, True])
+def test_only_the_codestream_says_what_tiles_a_jpeg_2000_has(is_long: bool) -> None:
+    for decoys in ((), (box(64, 64, is_long=is_long),)):
+        with pytest.raises(ValueError, match="cuts it into 65025 tiles"):
+            decoded(jpeg2000(255, 1, *decoys), extension="jp2")
+    whole = decoded(jpeg2000(64, 64, box(60_000, 1, is_long=is_long)), extension="jp2")
+    assert np.array_equal(whole, decoded(jpeg2000(64, 64), extension="jp2"))
+
+
+def tiff(size: int, tile: int) -> bytes:
+    """A corner of one tile of zeros."""
+    packed = zlib.compress(bytes(tile * tile), 9)
+    entries = {256: size, 257: size, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile, 323: tile, 324: 8, 325: len(packed)}
+    fields = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries.items())
+    return b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed + struct.pack("<H", len(entries)) + fields + bytes(4)
+
+
+def test_a_tiff_takes_no_tile_far_larger_than_itself() -> None:
+    assert decoded(tiff(3, 256), extension="tif").shape[:2] == (3, 3)
+    assert decoded(tiff(2000, 2048), extension="tif").shape[:2] == (2000, 2000)
+    with pytest.raises(ValueError, match="tiles of 8192 x 8192"):
+        decoded(tiff(1, 8192), extension="tif")
 
 
 # ------------------------------------------------------------------------------------------------- other odd contents

@@ -44,7 +44,8 @@ _SAID: dict[type[ConnectorError], str] = {
     UnreachableError: "the connection failed",
 }
 _NO_FILE = re.compile(r"[?#][^/]*\Z")  # links of an index page that sort it
-_UNUSUAL_PART = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORECASE)  # %2e is a dot in a link
+_UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
+_UNUSUAL_PART_OF_LINK = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORECASE)  # %2e is a dot in a link
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -213,7 +214,8 @@ class FsspecConnector:
             return self._system, self._root
 
     def _path(self, key: str) -> tuple[Any, str]:
-        if _UNUSUAL_PART.search(key) or "\0" in key:
+        unusual_part = _UNUSUAL_PART_OF_LINK if self._is_web else _UNUSUAL_PART
+        if unusual_part.search(key) or "\0" in key:
             raise ObjectNotFoundError(f"{key!r} is no key: a key has no '.', '..' and empty parts")
         try:
             key.encode()

@@ -14,7 +14,7 @@ import pytest
 from of_stores import epoch_of
 
 from loaderkit.connectors.fsspec import FsspecConnector
-from loaderkit.errors import ObjectChangedError, ShortReadError
+from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError
 
 pytest.importorskip("aiohttp")
 
@@ -94,4 +94,18 @@ def test_replaced_and_cut_short(web: tuple[Path, str]) -> None:
     (folder / "a").write_bytes(b"abcdefg")
     with pytest.raises(ObjectChangedError):
         connector.read_into("a", 2, memoryview(buffer), etag=info.etag)
+    connector.close()
+
+
+@pytest.mark.parametrize("key", ["%2e%2e/outside", "in/%2E./%2e./outside", "in/.%2e/%2e%2E/outside", "%2e/a"])
+def test_keys_cannot_climb(web: tuple[Path, str], key: str) -> None:
+    """A link's %2e is a dot: what is above the URL is not to be had by such a key."""
+    folder, url = web
+    (folder / "inside" / "in").mkdir(parents=True)
+    (folder / "outside").write_bytes(b"secret")
+    (folder / "inside" / "a").write_bytes(b"public")
+    connector = FsspecConnector(f"{url}/inside")
+    assert connector.stat("a").size == 6
+    with pytest.raises(ObjectNotFoundError, match="is no key"):
+        connector.stat(key)
     connector.close()

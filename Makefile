@@ -10,7 +10,7 @@ STAMP := $(VENV)/.complete
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard loaderkit/csrc/*)
+$(STAMP): pyproject.toml $(wildcard loaderkit/native/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable ".[s3,dali,webdataset,profile,demo,dev]"
@@ -32,8 +32,8 @@ prove: venv sanitize
 SANITIZED := build/sanitized
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
 LIBRARY = $(shell gcc -print-file-name=$(1).so)
-SANITIZER_TESTS := tests/test_mutations.py tests/test_kernels.py tests/test_ranges.py tests/formats tests/stages/test_pieces.py \
-	tests/connectors/test_file.py tests/sources/test_tar.py tests/prefetch/test_sums.py tests/prefetch/test_accounts.py
+SANITIZER_TESTS := tests/test_mutations.py tests/native tests/connectors/test_ranges.py tests/connectors/test_file.py tests/sources \
+	tests/stages/image tests/checkpoint/formats tests/engine/metrics/test_sums.py tests/engine/metrics/test_worker_clock.py
 
 sanitize: venv
 	rm -rf $(SANITIZED)

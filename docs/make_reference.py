@@ -18,13 +18,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.cli.app import app
-from loaderkit.config import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
-from loaderkit.profile import model as report
-from loaderkit.profile import ranks, restoring
-from loaderkit.registry import SOURCES, STAGES
-from loaderkit.schema import SourceArgs, StageArgs, format_bytes, format_seconds, parse_bytes, parse_seconds
-from loaderkit.stores import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
+from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args, SourceArgs
+from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.profile import ranks, report, restore_report
+from loaderkit.stages.base import StageArgs
 
 TARGET = Path(__file__).parent / "reference.md"
 
@@ -189,7 +189,12 @@ def render() -> str:
 
 def report_parts() -> str:
     """The report's JSON: a table for every object in it."""
-    of_restores = [restoring.RestoreReport, restoring.RestoreVerdict, restoring.StageTime, restoring.ObjectRow]
+    of_restores = [
+        restore_report.RestoreReport,
+        restore_report.RestoreVerdict,
+        restore_report.StageTime,
+        restore_report.ObjectRow,
+    ]
     known = [*vars(report).values(), ranks.RankRow, ranks.Merged, *of_restores]
     models = [model for model in known if isinstance(model, type) and issubclass(model, report.Part)]
     parts = [

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.about import __version__
+from loaderkit._internal.version import __version__
 
 if TYPE_CHECKING:
-    from loaderkit import checkpoint, errors
-    from loaderkit.checkpoint.restoring import restore
-    from loaderkit.loader import Loader, build
-    from loaderkit.pipeline import Pipeline
+    from loaderkit.checkpoint.restore.api import restore
+    from loaderkit.pipeline.config.builder import Pipeline
+    from loaderkit.pipeline.loader import Loader, build
 
 __all__ = ["Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
 
 _HOMES = {
-    "Loader": "loaderkit.loader",
-    "Pipeline": "loaderkit.pipeline",
-    "build": "loaderkit.loader",
-    "restore": "loaderkit.checkpoint.restoring",
+    "Loader": "loaderkit.pipeline.loader",
+    "Pipeline": "loaderkit.pipeline.config.builder",
+    "build": "loaderkit.pipeline.loader",
+    "restore": "loaderkit.checkpoint.restore.api",
 }
 
 

@@ -1,9 +1,10 @@
 """Accounts as files, so that rules are tested on what machines said: python -m profiles.accounts NAME [--only WORDS]
 
-Runs the pipelines of bottlenecks.py, and writes what the verdict reads of their accounts to tests/prefetch/accounts/NAME.json,
-a line for each. With --one-cpu all threads of a pipeline run on one CPU while the others are idle: then a thread that
-gets Python's lock is ready to run, and waits behind the one that gave it away, as it does on some virtual machines. (Where a
-pipeline computes side by side that is another bottleneck: those are left out then.)
+Runs the pipelines of bottlenecks.py, and writes what the verdict reads of their accounts to
+tests/engine/metrics/recorded/NAME.json, a line for each. With --one-cpu all threads of a pipeline run on one CPU while
+the others are idle: then a thread that gets Python's lock is ready to run, and waits behind the one that gave it away,
+as it does on some virtual machines. (Where a pipeline computes side by side that is another bottleneck: those are left
+out then.)
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from loaderkit.prefetch.accounts import Histogram
-from loaderkit.prefetch.host import HostStats
-from loaderkit.prefetch.stats import StageStats, Stats, blank
-from loaderkit.prefetch.turns import Trial
+from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.host import HostStats
+from loaderkit.engine.metrics.snapshot import StageStats, Stats, blank
+from loaderkit.engine.metrics.worker_clock import Histogram
 from profiles.bottlenecks import CASES, Case, run
 
-FOLDER = Path(__file__).parent.parent / "tests" / "prefetch" / "accounts"
+FOLDER = Path(__file__).parent.parent / "tests" / "engine" / "metrics" / "recorded"
 _SIDE_BY_SIDE = ("CPU-bound decode", "batch assembly")
 _PLAIN = ("wall_s", "num_batches", "num_samples", "num_self_served", "stall_s", "memory", "tuning")
 
@@ -49,7 +50,7 @@ def from_json(values: Mapping[str, Any]) -> Stats:
         blank(rows, values["memory"]["budget_bytes"]),
         **{name: values[name] for name in _PLAIN},
         host=HostStats(**values["host"]),
-        trials={stage: Trial(**trial) for stage, trial in values["trials"].items()},
+        trials={stage: ContentionResult(**trial) for stage, trial in values["trials"].items()},
     )
 
 

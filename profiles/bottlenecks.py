@@ -22,15 +22,15 @@ import torch
 from PIL import Image
 
 from loaderkit import Loader, Pipeline
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.builder import make_parts
-from loaderkit.config import PipelineConfig
+from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.loader import to_config
-from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.stretch import Stretch, stretched
-from loaderkit.types import Connector
+from loaderkit.engine.base import Engine
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.loader import to_config
+from loaderkit.stages.slowed import Slowdown, stretched
 
 NUM_OBJECTS = 400
 BATCH = 8
@@ -106,10 +106,10 @@ def light(sample: dict[str, Any]) -> None:
     sample["label"] = len(sample["__key__"])
 
 
-def in_python(sample: dict[str, Any], turns: int) -> None:
-    """Work that holds Python's lock: a loop of `turns` turns."""
+def in_python(sample: dict[str, Any], probe: int) -> None:
+    """Work that holds Python's lock: a loop of `probe` turns."""
     value = 1
-    for _ in range(turns):
+    for _ in range(probe):
         value = (value * 1103515245 + 12345) & 0x7FFFFFFF
     sample["label"] = value
 
@@ -208,8 +208,8 @@ def decoding(size: float) -> Parts:
     return Parts(ordinary(), "decode", lambda: Store(photographs(int(size))))
 
 
-def python(turns: float) -> Parts:
-    return Parts(ordinary(in_python, {"turns": int(turns)}), "call", small_photographs)
+def python(probe: float) -> Parts:
+    return Parts(ordinary(in_python, {"turns": int(probe)}), "call", small_photographs)
 
 
 def locked(seconds: float) -> Parts:
@@ -274,7 +274,7 @@ DOZEN = [
 ]
 
 
-def build(case: Case, more: Mapping[str, Any] | None = None, stretch: Stretch | None = None) -> tuple[Loader, float]:
+def build(case: Case, more: Mapping[str, Any] | None = None, stretch: Slowdown | None = None) -> tuple[Loader, float]:
     """The loader of a case, with more overrides, and how long the loop takes for a batch, in s."""
     bottleneck = BOTTLENECKS[case.bottleneck]
     parts = bottleneck.make(bottleneck.strength[case.is_strong])

@@ -21,7 +21,7 @@ import numpy as np
 
 import loaderkit
 from loaderkit.profile.compare import compare_reports
-from loaderkit.profile.model import Report
+from loaderkit.profile.report import Report
 
 _STEP_S = 0.004
 _SAMPLE_S = 0.6e-3

@@ -24,15 +24,15 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.demo.photos import demo_data
-from loaderkit.formats.tar_index import default_cache_dir
-from loaderkit.prefetch import stalls
-from loaderkit.prefetch.accounts import Account
-from loaderkit.types import Chunk
+from loaderkit.cli.demo.photos import demo_data
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.worker_clock import WorkerClock
+from loaderkit.engine.work import Chunk
+from loaderkit.sources.formats.tar_index import default_cache_dir
 from profiles.record import record
 
 
-class Silent(Account):
+class Silent(WorkerClock):
     """Keeps no account."""
 
     def enter(self, state: int) -> float:
@@ -68,7 +68,7 @@ def silenced(pipeline: Pipeline, overrides: dict[str, Any]) -> Any:
     """A loader whose engine keeps no accounts and attributes no waits."""
     loader: Any = loaderkit.build(pipeline, overrides=overrides)
     loader._make_monitor = lambda engine: None
-    with patch("loaderkit.prefetch.engine.Account", Silent):
+    with patch("loaderkit.engine.base.WorkerClock", Silent):
         next(iter(loader))  # all workers are there now
     loader._engine.attribute = lambda begin_s, end_s, way: {stalls.WAKEUP: end_s - begin_s}
     return loader
@@ -101,7 +101,7 @@ def cpu_s_a_batch(pair: Mapping[str, Iterator[Any]], num_turns: int, seconds: fl
     return {name: spent[name] / count[name] for name in pair}
 
 
-def accounts(pipeline: Pipeline, stack: ExitStack, executor: str = "thread") -> dict[str, Iterator[Any]]:
+def worker_clocks(pipeline: Pipeline, stack: ExitStack, executor: str = "thread") -> dict[str, Iterator[Any]]:
     """Batches with accounts and without them."""
     overrides = {"prefetch.executor": executor, "prefetch.concurrency": 2}
     whole = stack.enter_context(loaderkit.build(pipeline, overrides=overrides))
@@ -110,13 +110,13 @@ def accounts(pipeline: Pipeline, stack: ExitStack, executor: str = "thread") -> 
 
 def profiled(stack: ExitStack, *, trace: bool) -> dict[str, Iterator[Any]]:
     """Steps of a loop that is profiled, and of one that is not."""
-    turns = {}
+    probe = {}
     for name in ("with", "without"):
         loader = stack.enter_context(loaderkit.build(pictures(), overrides={"prefetch.concurrency": 2}))
         if name == "with":
             stack.enter_context(loader.profile(trace=trace))
-        turns[name] = steps(endless(loader))
-    return turns
+        probe[name] = steps(endless(loader))
+    return probe
 
 
 def steps(batches: Iterator[Any]) -> Iterator[None]:
@@ -160,19 +160,19 @@ def profiler_calls(rounds: int) -> dict[str, Any]:
 
 # What makes the two, and how long a turn is, in s: a few batches, or hundreds.
 WORKS: dict[str, tuple[Callable[[ExitStack], dict[str, Iterator[Any]]], float]] = {
-    "accounts, pictures": (lambda stack: accounts(pictures(), stack), 0.4),
-    "accounts, one-element tensors": (lambda stack: accounts(tensors(), stack), 0.1),
+    "accounts, pictures": (lambda stack: worker_clocks(pictures(), stack), 0.4),
+    "accounts, one-element tensors": (lambda stack: worker_clocks(tensors(), stack), 0.1),
     # In one thread nobody hands Python's lock back and forth, which costs threads more than all else, now more and now less.
-    "accounts, one-element tensors, inline": (lambda stack: accounts(tensors(), stack, "inline"), 0.1),
+    "accounts, one-element tensors, inline": (lambda stack: worker_clocks(tensors(), stack, "inline"), 0.1),
     "profile, training": (lambda stack: profiled(stack, trace=False), 0.4),
     "profile with a trace, training": (lambda stack: profiled(stack, trace=True), 0.4),
 }
 
 
-def measure(pair: Mapping[str, Iterator[Any]], rounds: int, turns: int, seconds: float) -> dict[str, Any]:
+def measure(pair: Mapping[str, Iterator[Any]], rounds: int, probe: int, seconds: float) -> dict[str, Any]:
     ratios = []
     for number in range(rounds + 1):
-        took = cpu_s_a_batch(pair, turns, seconds)
+        took = cpu_s_a_batch(pair, probe, seconds)
         if number:  # the first warms up
             ratios.append(took["with"] / took["without"])
     mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(rounds)
@@ -192,7 +192,7 @@ def main() -> None:
         if arguments.only not in name:
             continue
         with ExitStack() as stack:
-            one = found[name] = measure(make(stack), arguments.rounds, arguments.turns, seconds)
+            one = found[name] = measure(make(stack), arguments.rounds, arguments.probe, seconds)
         print(f"{name}: {100 * (one['mean'] - 1):+.1f} %, at most {100 * (one['upper_limit'] - 1):+.1f} %", flush=True)
     if arguments.only in "profile":
         calls = profiler_calls(arguments.rounds)
@@ -200,7 +200,7 @@ def main() -> None:
         print(
             f"the profiler's own calls: {calls['median_percent']:.3f} % of 60 steps, {calls['most_percent']:.3f} % at most"
         )
-    record(arguments.out, "overhead", rounds=arguments.rounds, turns=arguments.turns, works=found)
+    record(arguments.out, "overhead", rounds=arguments.rounds, probe=arguments.probe, works=found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What it is worth to decode only the crops of JPEGs: python -m profiles.pieces [--rounds 15] [--out profiles]
 
-The same loader with `loaderkit._jpeg` and without it, in short turns in one process: photographs to crops of 224, of
+The same loader with `loaderkit.native._jpeg` and without it, in short turns in one process: photographs to crops of 224, of
 `profiles.peers`' data, or loaderkit's demo pictures. By worker threads, and in the training's thread. Reported are the medians
 of the rounds: how many times as fast the loader is, and what share of the time decoding takes.
 """
@@ -16,8 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 import loaderkit
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.native import jpeg
-from loaderkit.prefetch.stats import StageStats
 from profiles.overhead import endless, pictures
 from profiles.record import record
 
@@ -46,7 +46,7 @@ def compare(executor: str, num_rounds: int) -> dict[str, Any]:
         batches = endless(loader)
         for number in range(num_rounds + 1):
             for way in list(found)[:: 1 if number % 2 else -1]:
-                with patch("loaderkit.stages.decode.jpeg", jpeg if way == "crop" else None):
+                with patch("loaderkit.stages.image.decode.jpeg", jpeg if way == "crop" else None):
                     found[way].append(picture_us(loader, batches))
     pairs = list(zip(found["whole"][1:], found["crop"][1:], strict=True))  # the first warms up
     speeds = [whole[0] / crop[0] for whole, crop in pairs]

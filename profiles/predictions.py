@@ -17,13 +17,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from loaderkit.loader import Loader
-from loaderkit.prefetch.stretch import Stretch
-from loaderkit.profile.causal import check_verdict
-from loaderkit.profile.driving import drive, endless, resting
-from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
-from loaderkit.profile.model import Report, Setting
-from loaderkit.profile.whatif import verify, what_if
+from loaderkit.pipeline.loader import Loader
+from loaderkit.profile.experiments.causal import check_verdict
+from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments.loops import drive, endless, resting
+from loaderkit.profile.report import Report, Setting
+from loaderkit.profile.whatif.table import verify, what_if
+from loaderkit.stages.slowed import Slowdown
 from profiles.bottlenecks import CASES, DOZEN, Case, build, is_right
 
 _NUM_WARM, _NUM_STEPS = 10, 48
@@ -38,7 +38,7 @@ _STAYS_HERE = frozenset(
 
 
 def maker(case: Case) -> Make:
-    def make(overrides: Mapping[str, Any], stretch: Stretch | None) -> Loader:
+    def make(overrides: Mapping[str, Any], stretch: Slowdown | None) -> Loader:
         return build(case, overrides, stretch)[0]
 
     return make

@@ -26,12 +26,12 @@ import safetensors.torch
 import torch
 
 from loaderkit.checkpoint import write_manifest
-from loaderkit.profile import restore_text
-from loaderkit.profile.model import Report
-from loaderkit.profile.restoring import RestoreReport
-from loaderkit.profile.tables import comparison
-from loaderkit.profile.terminal import to_text
-from loaderkit.report import as_text
+from loaderkit.profile.render import restore
+from loaderkit.profile.render.summary import as_text
+from loaderkit.profile.render.tables import comparison
+from loaderkit.profile.render.terminal import to_text
+from loaderkit.profile.report import Report
+from loaderkit.profile.restore_report import RestoreReport
 from profiles.stores.servers import Seaweed, delay, upload
 
 ROOT = Path(__file__).parents[1]
@@ -151,7 +151,7 @@ def text_of(path: Path) -> str:
     """What the terminal shows of a report's JSON file, in lines of at most 80 characters."""
     text = path.read_text()
     if json.loads(text).get("kind") == "restore":
-        return restore_text.to_text(RestoreReport.model_validate_json(text))
+        return restore.to_text(RestoreReport.model_validate_json(text))
     report = Report.from_json(text)
     return to_text(report) + ("" if report.baseline is None else as_text(comparison(report.baseline)))
 

@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader, write_manifest
-from loaderkit.checkpoint.laying import bytes_of
+from loaderkit.checkpoint.transfer.layout import bytes_of
+from loaderkit.connectors.config import S3Args
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.stores import S3Args
 from profiles.record import record
 from profiles.stores.servers import Seaweed, nginx
 

@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = "LOADERKIT_SEED"
+HELPERS = Path(__file__).parent / "helpers"
 
 
 def pytest_configure(config: pytest.Config) -> None:

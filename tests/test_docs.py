@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from of_stores import upload
+from buckets import upload
 from seaweed import Seaweed
 
 import loaderkit

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from of_stores import upload
+from buckets import upload
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))

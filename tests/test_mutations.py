@@ -19,7 +19,7 @@ MOST_AT_ONCE = 4000
 
 
 def command(seed: int, first: int, last: int, *more: str) -> list[str]:
-    return [sys.executable, "tests/mutants.py", "--seed", str(seed), "--numbers", str(first), str(last), *more]
+    return [sys.executable, "tests/helpers/mutants.py", "--seed", str(seed), "--numbers", str(first), str(last), *more]
 
 
 def again(seed: int, number: int, *more: str) -> str:

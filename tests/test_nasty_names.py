@@ -24,8 +24,8 @@ from loaderkit.checkpoint import latest
 from loaderkit.cli import console, main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, FormatError, StageError, printable
-from loaderkit.formats.tar_index import load_index
-from loaderkit.report import PlainConsole, table_of
+from loaderkit.profile.render.summary import PlainConsole, table_of
+from loaderkit.sources.formats.tar_index import load_index
 
 SEED = int(os.environ.get("NASTY_SEED") or random.SystemRandom().randrange(2**32))
 ORDERS = ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\x08\x08", "\r", "\x7f", "\u202egpj", "\u2028", "\udcff"]

@@ -51,7 +51,11 @@ def guarded(folder: Path, files: list[Odd], *what: str) -> dict[str, Any]:
         (folder / "work" / "odd" / odd.name).write_bytes(odd.data)
         (folder / "work" / "odd" / odd.name).chmod(0o755)
     report = folder / "work" / "report.json"
-    command = [sys.executable, "-P", *map(str, (ROOT / "tests" / "odd_guard.py", folder / "work", report, *what))]
+    command = [
+        sys.executable,
+        "-P",
+        *map(str, (ROOT / "tests" / "helpers" / "odd_guard.py", folder / "work", report, *what)),
+    ]
     ran = subprocess.run(command, cwd=folder / "work", env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
     found: dict[str, Any] = json.loads(report.read_text())
@@ -116,7 +120,7 @@ def test_the_guard_notices(tmp_path: Path) -> None:
 
 
 RUN = "import sys; from loaderkit.cli import main; sys.exit(main(['run', 'p.json', '--set', 'prefetch.executor=process']))"
-RESUME = "from pathlib import Path; from loaderkit.demo.show import _resume; _resume(Path('nowhere'))"
+RESUME = "from pathlib import Path; from loaderkit.cli.demo.show import _resume; _resume(Path('nowhere'))"
 
 
 @pytest.mark.parametrize("program", [RUN, RESUME])

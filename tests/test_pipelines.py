@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from of_stores import upload
+from buckets import upload
 
 import loaderkit
 from loaderkit.cli import main

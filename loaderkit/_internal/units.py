@@ -1,24 +1,32 @@
-"""The base of everything that may stand in a YAML file: strict, frozen, and with units.
-
-Each source and each stage declares its own arguments as a model derived from these, next to its code; `config.py` puts
-them together and turns their complaints into one `ConfigError`.
-"""
+"""Sizes and durations: read from text, and written as text."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PositiveInt
+
+def say_seconds(seconds: float) -> str:
+    """A duration for people."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
+
 
 _SIZE_UNITS = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+
+
 _TIME_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -69,49 +77,3 @@ def parse_seconds(value: Any) -> float:
 def format_seconds(seconds: float) -> str:
     """The shortest text that `parse_seconds` turns back into the same number."""
     return f"{seconds:g}s" if float(f"{seconds:g}") == seconds else f"{seconds!r}s"
-
-
-ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), PlainSerializer(format_bytes, when_used="always")]
-Duration = Annotated[
-    float, BeforeValidator(parse_seconds), Field(gt=0, le=1e9), PlainSerializer(format_seconds, when_used="always")
-]
-
-
-class Model(BaseModel):
-    """A frozen part of a configuration: no unknown keys, no silent conversions ("3" is not 3, 1 is not true)."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        validate_default=False,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-    )
-
-
-class SourceArgs(Model):
-    """What every source takes."""
-
-    limit: PositiveInt | None = Field(None, description="only the first N samples of the canonical order")
-
-
-class StageArgs(Model):
-    """What every stage takes."""
-
-    name: str | None = Field(
-        None,
-        min_length=1,
-        pattern=r"^[A-Za-z_][\w-]*$",
-        description="default: its kind; a second one of a kind is kind-2",
-    )
-    workers: PositiveInt | Literal["auto"] = Field(
-        "auto", description="threads of its own, or auto: share the automatic pool with its neighbours"
-    )
-
-
-FieldNames = Annotated[
-    Annotated[tuple[str, ...], Field(min_length=1)] | None,
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
-"""Which fields a stage acts on; None: every field it fits."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loaderkit.checkpoint.manifest import write_manifest
-    from loaderkit.checkpoint.newest import latest
-    from loaderkit.checkpoint.reader import StreamReader
+    from loaderkit.checkpoint.discovery.latest import latest
+    from loaderkit.checkpoint.discovery.manifest import write_manifest
+    from loaderkit.checkpoint.restore.dcp_reader import StreamReader
 
 __all__ = ["StreamReader", "latest", "write_manifest"]
 
-_HOMES = {"StreamReader": "reader", "latest": "newest", "write_manifest": "manifest"}
+_HOMES = {"StreamReader": "restore.dcp_reader", "latest": "discovery.latest", "write_manifest": "discovery.manifest"}
 
 
 def __getattr__(name: str) -> Any:

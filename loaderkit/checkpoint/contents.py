@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from loaderkit.formats.dcp import Layouts
-from loaderkit.types import ByteRange, Connector, ObjectInfo
+from loaderkit.checkpoint.formats.dcp import Layouts
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+
+SMALL_BLOB = 256 * 2**10  # an archive of so many bytes is read whole, at once
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorShard:
     """A box of a tensor (all of it, mostly) and its bytes: `length` of them from `start` on, in the object `key`.
 
     They are laid out by `strides` (in elements), the box's first element first. With `is_blob` they are an archive of
@@ -30,12 +32,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorEntry:
     """A tensor of a checkpoint. `storage` is the record it is a view of, (key, start, bytes), where tensors may share one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorShard, ...]
     storage: tuple[str, int, int] | None = None
 
     @property
@@ -56,7 +58,7 @@ class Checkpoint:
     connector: Connector
     prefix: str
     objects: dict[str, ObjectInfo]
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     pickled: dict[str, ByteRange] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)

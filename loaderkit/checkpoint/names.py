@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from loaderkit.checkpoint.formats.restricted_pickle import Array, Dtype, StandIn
 from loaderkit.errors import CheckpointError
-from loaderkit.garbage import collected_later
-from loaderkit.unpickling import Array, Dtype, StandIn
+from loaderkit.native.garbage import collected_later
 
 _MAX_DEPTH = 100
 

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import typer
 
 from loaderkit.cli import console
-from loaderkit.cli.describing import check, explain
-from loaderkit.cli.indexing import index
+from loaderkit.cli.check import check, explain
+from loaderkit.cli.index import index
 from loaderkit.cli.options import AsJson, Debug, Settings
-from loaderkit.cli.profiling import profile
-from loaderkit.cli.restoring import manifest, restore
-from loaderkit.cli.running import run
-from loaderkit.cli.tuning import tune
+from loaderkit.cli.profile import profile
+from loaderkit.cli.restore import manifest, restore
+from loaderkit.cli.run import run
+from loaderkit.cli.tune import tune
 from loaderkit.errors import ConfigError, LoaderkitError
 
 # Typer's base of all complaints about the command line: Click's, or in newer releases Typer's own copy of it.
@@ -70,7 +70,7 @@ def demo(
     debug: Debug = False,
 ) -> None:
     """Make a data set of photographs, train on it, stop in mid-epoch, resume in a new process: the whole job."""
-    from loaderkit.demo import run_demo
+    from loaderkit.cli.demo import run_demo
 
     out = console.stderr() if as_json else console.stdout()
     result = run_demo(out, data=data, seconds=seconds, num_images=num_images, keep=keep)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_parts
-from loaderkit.cli.restoring import check_checkpoint
+from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
-    from loaderkit.builder import Parts
+    from loaderkit.pipeline.build import Parts
 
 _NUM_CLASSES_SHOWN = 5
 
@@ -45,7 +45,7 @@ def check(
 
 def _first_batch(parts: Parts) -> dict[str, Any]:
     """{"fields": [{name, dtype, shape}], "num_bad": ...} of the first batch: shapes are those of one sample."""
-    from loaderkit.loader import Loader
+    from loaderkit.pipeline.loader import Loader
 
     Loader(parts)  # complains about a quarantine file that cannot be written ...
     errors = parts.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
@@ -110,7 +110,7 @@ def explain(
     pipeline: PipelineFile, assignments: Assignments = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
     """Print pipeline P with every default filled in, and the pools of workers it will run in: YAML that can be run."""
-    from loaderkit.prefetch.cpus import num_cpus
+    from loaderkit._internal.cgroups import num_cpus
 
     of_tensors = checkpoint_config(pipeline, assignments)
     if of_tensors is not None:
@@ -151,7 +151,9 @@ def explain(
         here = ", in the process that trains" if "process" in pool else ""
         console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
     if "jpeg" in tuning:
-        without = "whole: for the crop alone loaderkit._jpeg is missing, which wants libjpeg-turbo and its headers"
+        without = (
+            "whole: for the crop alone loaderkit.native._jpeg is missing, which wants libjpeg-turbo and its headers"
+        )
         console.tell(f"# JPEGs     decoded: {without if tuning['jpeg'] == 'whole' else tuning['jpeg']}")
     for line in tuning.get("graph", ()):
         console.tell(f"# DALI      {line}")

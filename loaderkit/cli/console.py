@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from loaderkit.errors import printable
-from loaderkit.report import PlainConsole
+from loaderkit.profile.render.summary import PlainConsole
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error of anyone's

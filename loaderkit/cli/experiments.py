@@ -17,9 +17,9 @@ from loaderkit.cli import console
 from loaderkit.cli.options import parse_assignments, parse_duration
 
 if TYPE_CHECKING:
-    from loaderkit.config import PipelineConfig
-    from loaderkit.profile.driving import Step
-    from loaderkit.profile.experiments import Make
+    from loaderkit.pipeline.config.model import PipelineConfig
+    from loaderkit.profile.experiments.interleave import Make
+    from loaderkit.profile.experiments.loops import Step
 
 _SECONDS_A_LINE = 5.0
 
@@ -41,7 +41,7 @@ Consumer = Annotated[
 
 def open_step(step_time: str | None, consumer: str | None) -> Step | None:
     """What the loop does with a batch; None if nothing was said about it. Raises BadParameter, ConfigError."""
-    from loaderkit.profile.driving import open_consumer, resting
+    from loaderkit.profile.experiments.loops import open_consumer, resting
 
     if step_time is not None and consumer is not None:
         raise typer.BadParameter(
@@ -58,7 +58,7 @@ def open_step(step_time: str | None, consumer: str | None) -> Step | None:
 
 def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
     """The pipeline's description, as the file and `--set` say."""
-    from loaderkit.loader import to_config
+    from loaderkit.pipeline.loader import to_config
 
     return to_config(pipeline, parse_assignments(assignments or []))
 
@@ -75,8 +75,8 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str, Any] = MappingProxyType({})) -> Make:
     """What makes loaders of the pipeline with `sizes` and more overrides. They go on without end, and write to no quarantine
     file."""
-    from loaderkit.builder import make_parts
-    from loaderkit.loader import Loader, to_config
+    from loaderkit.pipeline.build import make_parts
+    from loaderkit.pipeline.loader import Loader, to_config
 
     given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None, **sizes}
 

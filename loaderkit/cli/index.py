@@ -16,8 +16,9 @@ from loaderkit.cli.options import AsJson, Debug
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, SourceError
 
 if TYPE_CHECKING:
-    from loaderkit.formats.tar_index import TarIndex
-    from loaderkit.types import Connector, Member
+    from loaderkit.connectors.base import Connector
+    from loaderkit.sources.formats.tar_index import TarIndex
+    from loaderkit.sources.formats.tar_index.index import Member
 
 _WORDS = {"missing": "there is no index", "stale": "the index does not fit the shard"}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*/", re.DOTALL)
@@ -66,9 +67,9 @@ def index(
 
 def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
     """The shards that are meant; for every folder of a store one connector, closed with `stack`."""
+    from loaderkit.connectors.factory import open_connector
     from loaderkit.connectors.file import FileConnector
-    from loaderkit.formats.tar_index import wds_index_key
-    from loaderkit.opening import open_connector
+    from loaderkit.sources.formats.tar_index import wds_index_key
 
     found: list[_Shard] = []
     opened: dict[str, Connector] = {}
@@ -91,7 +92,7 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
 
 def _keys(connector: Connector, url: str, pattern: str) -> list[str]:
     """What a name with globs and braces means; a shell expands them for paths only."""
-    from loaderkit.catalog import Patterns
+    from loaderkit.sources.patterns import Patterns
 
     patterns = Patterns(pattern)
     if patterns.names is not None:
@@ -124,7 +125,7 @@ def _indexed(shards: list[_Shard], verify: bool) -> Iterator[dict[str, Any]]:
 
 
 def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
-    from loaderkit.formats.tar_index import scan_tar, write_wds_index
+    from loaderkit.sources.formats.tar_index import scan_tar, write_wds_index
 
     row: dict[str, Any] = {"shard": shard.name, "index": shard.shown_index, "status": "failed"}
     row |= {"num_samples": None, "num_members": None, "error": None}
@@ -145,7 +146,7 @@ def _index_one(shard: _Shard, verify: bool) -> dict[str, Any]:
 
 
 def _write(connector: Connector, key: str, data: bytes) -> None:
-    from loaderkit.connectors.retry import RetryConnector
+    from loaderkit.connectors.layers.retry import RetryConnector
 
     inner: Any = connector.inner if isinstance(connector, RetryConnector) else connector  # a write is not tried again
     inner.write(key, data)
@@ -153,7 +154,7 @@ def _write(connector: Connector, key: str, data: bytes) -> None:
 
 def _verify(connector: Connector, key: str, members: TarIndex) -> str:
     from loaderkit.errors import ObjectNotFoundError
-    from loaderkit.formats.tar_index import parse_wds_index
+    from loaderkit.sources.formats.tar_index import parse_wds_index
 
     try:
         info = connector.stat(key)
@@ -171,7 +172,7 @@ def _verify(connector: Connector, key: str, members: TarIndex) -> str:
 
 def _listed(members: TarIndex) -> list[Member]:
     """The members that belong to a sample."""
-    from loaderkit.formats.tar_index.index import sample_key_and_extension
+    from loaderkit.sources.formats.tar_index.index import sample_key_and_extension
 
     return [member for member in members if sample_key_and_extension(member.name) is not None]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from loaderkit.builder import Parts
-    from loaderkit.config import PipelineConfig
+    from loaderkit.pipeline.build import Parts
+    from loaderkit.pipeline.config.model import PipelineConfig
 
 
 @dataclass
@@ -64,7 +64,7 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
 
 def parse_duration(text: str, option: str) -> float:
     """Seconds from "20ms", "1.5s" or "2"."""
-    from loaderkit.schema import parse_seconds
+    from loaderkit._internal.units import parse_seconds
 
     try:
         return parse_seconds(text if not text.replace(".", "", 1).isdigit() else float(text))
@@ -74,8 +74,8 @@ def parse_duration(text: str, option: str) -> float:
 
 def open_parts(pipeline: Path, assignments: Sequence[str] | None) -> Parts:
     """The pipeline's parts, its source listed; nothing runs yet. Raises LoaderkitError."""
-    from loaderkit.builder import make_parts
-    from loaderkit.loader import to_config
+    from loaderkit.pipeline.build import make_parts
+    from loaderkit.pipeline.loader import to_config
 
     # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
     # `python -m` does; last in line, so that no file lying there hides an installed package.
@@ -87,8 +87,8 @@ def open_parts(pipeline: Path, assignments: Sequence[str] | None) -> Parts:
 
 def checkpoint_config(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig | None:
     """The description of a pipeline whose source is a checkpoint, which has tensors and no batches; None for any other."""
-    from loaderkit.loader import to_config
-    from loaderkit.sources.checkpoint import CheckpointArgs
+    from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
+    from loaderkit.pipeline.loader import to_config
 
     config = to_config(pipeline, parse_assignments(assignments or []))
     return config if isinstance(config.source, CheckpointArgs) else None

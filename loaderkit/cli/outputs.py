@@ -15,9 +15,9 @@ import typer
 from loaderkit.cli import console
 
 if TYPE_CHECKING:
-    from loaderkit.profile.model import Report
     from loaderkit.profile.ranks import Merged
-    from loaderkit.profile.restoring import RestoreReport
+    from loaderkit.profile.report import Report
+    from loaderkit.profile.restore_report import RestoreReport
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def open_outputs(
     json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: list[Path]
 ) -> Outputs:
     """Raises BadParameter for what cannot be written or read."""
-    from loaderkit.textfiles import why_not_writable
+    from loaderkit._internal.atomic_file import why_not_writable
 
     path = None if json_path in (None, "-") else Path(str(json_path))
     for one, option in ((path, "--json"), (html, "--html"), (trace, "--trace")):
@@ -50,7 +50,7 @@ def open_outputs(
         if (reason := why_not_writable(folder / "report.json")) is not None:
             raise typer.BadParameter(reason, param_hint="--out")
     if html is not None:
-        from loaderkit.profile.page import why_no_html
+        from loaderkit.profile.render.html import why_no_html
 
         if (reason := why_no_html()) is not None:
             raise typer.BadParameter(reason, param_hint="--html")
@@ -60,7 +60,7 @@ def open_outputs(
 
 def read_report(path: Path, option: str) -> Report:
     """A report that was written as JSON. Raises BadParameter."""
-    from loaderkit.profile.model import Report
+    from loaderkit.profile.report import Report
 
     try:
         return Report.from_json(path.read_bytes())
@@ -84,9 +84,9 @@ def compared(report: Report, outputs: Outputs) -> Report:
 
 def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json: Callable[[], str] | None) -> None:
     """Show it and write it. `pipeline` is the file that a patch would be for; `trace_json` makes the trace."""
-    from loaderkit.profile.tables import comparison
-    from loaderkit.profile.terminal import render, to_text
-    from loaderkit.profile.yamledit import diff_of
+    from loaderkit.profile.render.tables import comparison
+    from loaderkit.profile.render.terminal import render, to_text
+    from loaderkit.profile.yaml_edit import diff_of
 
     patch = diff_of(pipeline, report.verdict.settings) if pipeline is not None else None
     if outputs.is_on_stdout:
@@ -106,7 +106,7 @@ def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json:
         if patch is not None:
             texts[Path(f"{stem}.patch")] = patch
     if outputs.html is not None:
-        from loaderkit.profile.page import to_html
+        from loaderkit.profile.render.html import to_html
 
         texts[outputs.html] = to_html(report)
     _write(texts)
@@ -116,7 +116,7 @@ def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json:
 
 def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> None:
     """Show and write what the reports of all ranks say together; the page shows the rank that waits longest besides."""
-    from loaderkit.profile.tables import merged
+    from loaderkit.profile.render.tables import merged
 
     if outputs.is_on_stdout:
         sys.stdout.write(found.model_dump_json(indent=2) + "\n")
@@ -126,7 +126,7 @@ def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> No
     if outputs.json is not None:
         texts[outputs.json] = found.model_dump_json(indent=2) + "\n"
     if outputs.html is not None:
-        from loaderkit.profile.page import to_html
+        from loaderkit.profile.render.html import to_html
 
         worst = max(found.ranks, key=lambda row: row.extra_s).rank
         texts[outputs.html] = to_html(next(report for report in reports if report.rank == worst), found)
@@ -135,7 +135,7 @@ def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> No
 
 def deliver_restore(report: RestoreReport, outputs: Outputs) -> None:
     """Show and write what was found about a restore."""
-    from loaderkit.profile.restore_text import render, to_text
+    from loaderkit.profile.render.restore import render, to_text
 
     if outputs.is_on_stdout:
         sys.stdout.write(report.to_json())
@@ -151,7 +151,7 @@ def deliver_restore(report: RestoreReport, outputs: Outputs) -> None:
 
 
 def _write(texts: dict[Path, str]) -> None:
-    from loaderkit.textfiles import write_atomically
+    from loaderkit._internal.atomic_file import write_atomically
 
     for path, text in texts.items():
         write_atomically(path, text)

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from loaderkit.cli import console
+from loaderkit.cli.experiments import Consumer, StepTime, described, maker, open_step, progress, sizes_of
 from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_parts
 from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, deliver_restore, open_outputs, read_report
-from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress, sizes_of
 
 if TYPE_CHECKING:
-    from loaderkit.builder import Parts
-    from loaderkit.config import PipelineConfig
-    from loaderkit.loader import Loader
-    from loaderkit.profile.condition import Condition
-    from loaderkit.profile.driving import Step
-    from loaderkit.profile.experiments import Make
-    from loaderkit.profile.model import Report
+    from loaderkit.pipeline.build import Parts
+    from loaderkit.pipeline.config.model import PipelineConfig
+    from loaderkit.pipeline.loader import Loader
+    from loaderkit.profile.experiments.interleave import Make
+    from loaderkit.profile.experiments.loops import Step
+    from loaderkit.profile.fail_if import Condition
     from loaderkit.profile.recording import Profile
+    from loaderkit.profile.report import Report
 
 _NUM_STEPS = 60
 _MOST_S = 45.0  # for the steps, if nobody says how many they are to be
@@ -146,7 +146,7 @@ def profile(
             )
         _profile_restore(restoring, outputs, cold=cold)
         return
-    from loaderkit.loader import Loader  # torch, too
+    from loaderkit.pipeline.loader import Loader  # torch, too
 
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
@@ -176,7 +176,7 @@ def profile(
 
 def _profile_restore(config: PipelineConfig, outputs: Outputs, *, cold: bool) -> None:
     """Read a checkpoint through, and say how near that came to what its store gives."""
-    from loaderkit.profile.restoring import profile_restore
+    from loaderkit.profile.restore_report import profile_restore
 
     with progress("reading"):
         report = profile_restore(config, cold=cold)
@@ -212,7 +212,7 @@ def _record(
     loader: Loader, step: Step | None, limits: Limits, import_s: float | None, *, trace: bool
 ) -> tuple[Profile, BaseException | None]:
     """A recording of a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
-    from loaderkit.profile.driving import drive, endless, resting
+    from loaderkit.profile.experiments.loops import drive, endless, resting
 
     recording = loader.profile(import_s=import_s, trace=trace)
     ended_by: BaseException | None = None
@@ -226,9 +226,9 @@ def _record(
 
 def _subset(parts: Parts) -> Any:
     """The samples that headspace is measured on."""
-    from loaderkit.assembly import order_of
-    from loaderkit.page_cache import files_of
-    from loaderkit.profile.headspace import MOST_BATCHES, Subset
+    from loaderkit.pipeline.engine_factory import order_of
+    from loaderkit.profile.experiments.headspace import MOST_BATCHES, Subset
+    from loaderkit.profile.experiments.page_cache import files_of
 
     schedule, source = parts.schedule, parts.source
     num_batches = min(MOST_BATCHES, schedule.num_batches())
@@ -242,10 +242,10 @@ def _subset(parts: Parts) -> Any:
 
 def _measure(found: dict[str, Any], report: Report, make: Make, step: Step | None, wanted: Wanted) -> None:
     """Put what was asked for besides into `found`, one part of a report after the other."""
-    from loaderkit.profile.causal import check_verdict
-    from loaderkit.profile.driving import resting
-    from loaderkit.profile.headspace import measure_headspace
-    from loaderkit.profile.whatif import verify, what_if
+    from loaderkit.profile.experiments.causal import check_verdict
+    from loaderkit.profile.experiments.headspace import measure_headspace
+    from loaderkit.profile.experiments.loops import resting
+    from loaderkit.profile.whatif.table import verify, what_if
 
     loop = step or resting(0.0)
     with progress("headspace"):
@@ -265,7 +265,7 @@ def _measure(found: dict[str, Any], report: Report, make: Make, step: Step | Non
 
 
 def _condition(text: str) -> Condition:
-    from loaderkit.profile.condition import parse_condition
+    from loaderkit.profile.fail_if import parse_condition
 
     try:
         return parse_condition(text)

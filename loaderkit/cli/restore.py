@@ -13,9 +13,10 @@ from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Debug
 
 if TYPE_CHECKING:
-    from loaderkit.checkpoint.filling import Filling
-    from loaderkit.checkpoint.restoring import Progress, Source
-    from loaderkit.config import PipelineConfig
+    from loaderkit.checkpoint.restore.api import OpenCheckpoint
+    from loaderkit.checkpoint.restore.progress import Progress
+    from loaderkit.checkpoint.transfer.session import TransferSession
+    from loaderkit.pipeline.config.model import PipelineConfig
 
 _SECONDS_A_LINE = 5.0
 Url = Annotated[
@@ -47,15 +48,15 @@ def restore(
     debug: Debug = False,
 ) -> None:
     """Read the checkpoint at URL through, as a training job would, and say how fast that was and what it waited for."""
-    from loaderkit.checkpoint.restoring import opened
+    from loaderkit.checkpoint.restore.api import opened
 
     begin_s = time.perf_counter()
     with opened(url, None, memory, True if verify_only else "auto") as source:
         if list_only:
             _tell_list(source, keys, as_json)
             return
-        from loaderkit.checkpoint.restoring import parse_device
-        from loaderkit.checkpoint.wanting import choose
+        from loaderkit.checkpoint.restore.api import parse_device
+        from loaderkit.checkpoint.restore.requests import choose
 
         names, values = choose(source.found, keys)
         source.plain_values(values)
@@ -68,7 +69,7 @@ def restore(
 
 def run_checkpoint(config: PipelineConfig, as_json: bool) -> None:
     """`loaderkit run` of a pipeline whose source is a checkpoint: read it through once."""
-    from loaderkit.checkpoint.loading import TensorLoader
+    from loaderkit.pipeline.tensor_loader import TensorLoader
 
     begin_s = time.perf_counter()
     with TensorLoader(config, {}, time.perf_counter) as loader:
@@ -79,7 +80,7 @@ def run_checkpoint(config: PipelineConfig, as_json: bool) -> None:
 
 def check_checkpoint(config: PipelineConfig, as_json: bool) -> None:
     """`loaderkit check` of such a pipeline: whether it is whole, and what is in it."""
-    from loaderkit.checkpoint.loading import TensorLoader
+    from loaderkit.pipeline.tensor_loader import TensorLoader
 
     with TensorLoader(config, {}, time.perf_counter) as loader:
         name, tensor = next(iter(loader), (None, None))
@@ -108,9 +109,9 @@ def _tell_result(result: dict[str, Any], as_json: bool) -> None:
         _tell(result)
 
 
-def _read_through(source: Source, filling: Filling, begin_s: float, num_values: int) -> dict[str, Any]:
+def _read_through(source: OpenCheckpoint, filling: TransferSession, begin_s: float, num_values: int) -> dict[str, Any]:
     """Make every tensor and let go of it: what counts is that it can be read, and how fast."""
-    from loaderkit.checkpoint.restoring import progress_of
+    from loaderkit.checkpoint.restore.progress import progress_of
 
     num_tensors = 0
     total = filling.plan.num_bytes
@@ -174,7 +175,7 @@ def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
 
 
 def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
-    from loaderkit.schema import say_size
+    from loaderkit._internal.units import say_size
 
     due_s = _SECONDS_A_LINE
 
@@ -195,8 +196,8 @@ def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
 
 
 def _tell(result: dict[str, Any]) -> None:
-    from loaderkit.report import print_summary
-    from loaderkit.schema import say_size
+    from loaderkit._internal.units import say_size
+    from loaderkit.profile.render.summary import print_summary
 
     more = result["fetched_bytes"] / max(result["num_bytes"], 1)
     name = f"{result['pipeline']}: " if "pipeline" in result else ""
@@ -213,9 +214,9 @@ def _tell(result: dict[str, Any]) -> None:
         print_summary(console.stdout(), result["stats"])
 
 
-def _tell_list(source: Source, keys: list[str] | None, as_json: bool) -> None:
-    from loaderkit.checkpoint.wanting import choose
-    from loaderkit.schema import say_size
+def _tell_list(source: OpenCheckpoint, keys: list[str] | None, as_json: bool) -> None:
+    from loaderkit._internal.units import say_size
+    from loaderkit.checkpoint.restore.requests import choose
 
     found = source.found
     names, values = choose(found, keys)
@@ -243,8 +244,8 @@ def _tell_list(source: Source, keys: list[str] | None, as_json: bool) -> None:
 
 def manifest(url: Url, as_json: AsJson = False, debug: Debug = False) -> None:
     """Read the checkpoint at URL once and write the checksums of its blocks beside it; restoring compares them."""
+    from loaderkit._internal.units import say_size
     from loaderkit.checkpoint import write_manifest
-    from loaderkit.schema import say_size
 
     written = write_manifest(url)
     num_bytes = sum(item["num_bytes"] for item in written["objects"].values())

@@ -21,11 +21,11 @@ from loaderkit.cli.options import (
     open_parts,
     parse_duration,
 )
-from loaderkit.cli.restoring import run_checkpoint
+from loaderkit.cli.restore import run_checkpoint
 
 if TYPE_CHECKING:
-    from loaderkit.builder import Parts
-    from loaderkit.loader import Loader
+    from loaderkit.pipeline.build import Parts
+    from loaderkit.pipeline.loader import Loader
 
 _SECONDS_A_LINE = 5.0
 _SECONDS_A_LOOK = 0.2
@@ -71,7 +71,7 @@ def run(
     if save_state is not None and not save_state.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {save_state.absolute().parent}", param_hint="--save-state")
 
-    from loaderkit.loader import Loader
+    from loaderkit.pipeline.loader import Loader
 
     if (config := checkpoint_config(pipeline, assignments)) is not None:
         run_checkpoint(config, as_json)
@@ -109,8 +109,8 @@ def run(
 
 
 def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
-    from loaderkit.assembly import Recipe
-    from loaderkit.quarantine import places_of, read_quarantine, try_again
+    from loaderkit.pipeline.bad_samples import places_of, read_quarantine, try_again
+    from loaderkit.pipeline.engine_factory import Recipe
 
     lines = read_quarantine(quarantine)
     parts = open_parts(pipeline, [*(assignments or []), "prefetch.executor=inline"])
@@ -236,13 +236,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def save_state_of(loader: Loader, path: Path) -> None:
     """Write where the loader stands, in one piece."""
-    from loaderkit.textfiles import write_atomically
+    from loaderkit._internal.atomic_file import write_atomically
 
     write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
 
 
 def _tell(result: dict[str, Any], step_s: float) -> None:
-    from loaderkit.report import print_summary, reading
+    from loaderkit.profile.render.summary import print_summary, reading
 
     rate = result["samples"] / result["wall_s"] if result["wall_s"] else 0.0
     console.tell(

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loaderkit.cli import console
+from loaderkit.cli.experiments import Consumer, StepTime, described, maker, open_step, progress
 from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config
-from loaderkit.cli.trying import Consumer, StepTime, described, maker, open_step, progress
 
 if TYPE_CHECKING:
-    from loaderkit.profile.tuning import Tuned
+    from loaderkit.profile.experiments.search import Tuned
 
 
 def tune(
@@ -30,7 +30,7 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Search for the workers, the batches ahead and the executor with which pipeline P is fastest; show before and after."""
-    from loaderkit.textfiles import why_not_writable
+    from loaderkit._internal.atomic_file import why_not_writable
 
     if write and assignments:
         raise typer.BadParameter(
@@ -43,8 +43,8 @@ def tune(
     if checkpoint_config(pipeline, assignments) is not None:
         raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches to tune", param_hint="P")
     from loaderkit.errors import LoaderkitError
-    from loaderkit.profile.driving import resting
-    from loaderkit.profile.tuning import tune as search
+    from loaderkit.profile.experiments.loops import resting
+    from loaderkit.profile.experiments.search import tune as search
 
     make, config = maker(pipeline, assignments), described(pipeline, assignments)
     with progress("tuning"):
@@ -66,11 +66,11 @@ def tune(
 
 def _write(pipeline: Path, found: Tuned) -> None:
     """Put what was found into the file, in one piece, once it is known to read as what was measured."""
+    from loaderkit._internal.atomic_file import write_atomically
     from loaderkit.errors import ConfigError
-    from loaderkit.loader import to_config
-    from loaderkit.profile.tuning import with_comment
-    from loaderkit.profile.yamledit import edited
-    from loaderkit.textfiles import write_atomically
+    from loaderkit.pipeline.loader import to_config
+    from loaderkit.profile.experiments.search import with_comment
+    from loaderkit.profile.yaml_edit import edited
 
     text = with_comment(
         edited(pipeline.read_text(encoding="utf-8"), found.settings), found, f"{datetime.now(UTC):%Y-%m-%d}"
@@ -90,8 +90,8 @@ def _write(pipeline: Path, found: Tuned) -> None:
 
 
 def _tell(pipeline: Path, found: Tuned, *, is_written: bool) -> None:
-    from loaderkit.profile.terminal import say_rate
-    from loaderkit.profile.yamledit import diff_of
+    from loaderkit.profile.render.terminal import say_rate
+    from loaderkit.profile.yaml_edit import diff_of
 
     console.tell(f"before  {say_rate(found.before)}, {found.stall_before_percent:.0f} % of the time waiting")
     console.tell(f"after   {say_rate(found.after)}, {found.stall_after_percent:.0f} % of the time waiting")

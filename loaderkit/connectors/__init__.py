@@ -1,1 +1,1 @@
-"""Where bytes are: one module a kind of store, all with the contract `loaderkit.types.Connector`."""
+"""Where bytes are: one module a kind of store, which fills memory given to it, or raises."""

@@ -14,22 +14,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from loaderkit._internal.forks import ending_forks
 from loaderkit.errors import ClosedError
-from loaderkit.forks import ending_forks
 
 T = TypeVar("T")
 _MOST_LOST = 64
 _CLOSED = "it was closed while it was read"
 
 
-class GivenUp(Exception):  # noqa: N818 - not an error, but how a thread learns that nobody waits
+class CallCancelled(Exception):  # noqa: N818 - not an error, but how a thread learns that nobody waits
     """Raised in the thread of a call that nobody waits for any more."""
 
 
 class Call(Generic[T]):
     """One call on its way. The function gets it as its argument, to write results and to say that it goes on."""
 
-    def __init__(self, function: Callable[[Call[T]], T], hands: Hands, origin: object = None) -> None:
+    def __init__(self, function: Callable[[Call[T]], T], call_pool: CallPool, origin: object = None) -> None:
         self.origin = origin  # what is true of one call may be true of all with the same
         # It hangs if it says nothing for longer, also where nobody waits for it yet.
         self.timeout_s: float | None = None
@@ -37,7 +37,7 @@ class Call(Generic[T]):
         # Those begun with it, of which one has its turn once this is done; None: that has been so.
         self.others: deque[Call[T]] | None = None
         self._function = function
-        self._hands = hands
+        self._call_pool = call_pool
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._is_given_up = False
@@ -47,15 +47,15 @@ class Call(Generic[T]):
         self._error: BaseException | None = None
 
     def write(self, target: Any, source: Any) -> None:
-        """`target[:] = source`, unless nobody waits any more: then the memory may be another one's. Raises `GivenUp`."""
+        """`target[:] = source`, unless nobody waits any more: then the memory may be another one's. Raises `CallCancelled`."""
         with self._lock:
             if self._is_given_up:
-                raise GivenUp
+                raise CallCancelled
             target[:] = source
-            self._touched_s = self._hands.clock()
+            self._touched_s = self._call_pool.clock()
 
-    def goes_on(self) -> None:
-        """Say so, for what is waited for with a time limit. Raises `GivenUp` if nobody waits any more."""
+    def check_cancelled(self) -> None:
+        """Say so, for what is waited for with a time limit. Raises `CallCancelled` if nobody waits any more."""
         self.write([], [])
 
     def wait(self, timeout_s: float) -> T:
@@ -63,12 +63,12 @@ class Call(Generic[T]):
         while not self._done.wait(max(0.0, self._left_s(timeout_s))):
             if self._touched_s is None:
                 try:
-                    self._hands.look_after()
+                    self._call_pool.look_after()
                 except BaseException:
                     self.give_up()
                     raise
             elif self._left_s(timeout_s) <= 0 and self.give_up():
-                self._hands.count_timeout()
+                self._call_pool.count_timeout()
                 raise TimeoutError
         error, self._error = self._error, None  # its traceback holds the buffers
         if error is not None:
@@ -101,19 +101,19 @@ class Call(Generic[T]):
 
     def _left_s(self, timeout_s: float) -> float:
         touched_s = self._touched_s
-        return timeout_s if touched_s is None else touched_s + timeout_s - self._hands.clock()
+        return timeout_s if touched_s is None else touched_s + timeout_s - self._call_pool.clock()
 
     def run(self) -> None:
         """Make the call, in the thread that has taken it."""
         with self._lock:
             if self._is_given_up:
                 return
-            self._touched_s = self._hands.clock()
+            self._touched_s = self._call_pool.clock()
         result, error = None, None
         try:
             result = ending_forks(self._function)(self)
             if self.others and not self.keeps_turn:
-                self._hands.pass_on(self, wakes=False)  # this thread comes for it
+                self._call_pool.pass_on(self, wakes=False)  # this thread comes for it
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -124,7 +124,7 @@ class Call(Generic[T]):
         del error  # its traceback holds this frame
 
 
-class Hands:
+class CallPool:
     """At most `num_threads` daemon threads, started when there is something to do, and kept until `close`, or until `owner` is
     gone, or the program ends. A child of the process begins with none."""
 
@@ -273,13 +273,13 @@ class Hands:
                 thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-_ALL: weakref.WeakSet[Hands] = weakref.WeakSet()
+_ALL: weakref.WeakSet[CallPool] = weakref.WeakSet()
 
 
 def _begin_anew_in_child() -> None:
     """The threads are not here, and one of them may have held a lock."""
-    for hands in list(_ALL):
-        hands._begin_anew()
+    for call_pool in list(_ALL):
+        call_pool._begin_anew()
 
 
 os.register_at_fork(after_in_child=_begin_anew_in_child)

@@ -6,7 +6,13 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from loaderkit.schema import ByteSize, Duration, Model, SourceArgs
+from loaderkit._internal.settings import ByteSize, Duration, Model
+
+
+class SourceArgs(Model):
+    """What every source takes."""
+
+    limit: PositiveInt | None = Field(None, description="only the first N samples of the canonical order")
 
 
 class S3Args(Model):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from loaderkit.connectors.backoff import RetryPolicy
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import RetryArgs, StoreArgs
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.retry import with_retries
+from loaderkit.connectors.layers.retry import with_retries
 from loaderkit.errors import ConfigError
-from loaderkit.registry import SCHEMES
-from loaderkit.retries import RetryPolicy
-from loaderkit.stores import RetryArgs, StoreArgs
-from loaderkit.types import Connector
+
+SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "hf")
+
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _TIMEOUT_S = 10.0
@@ -61,7 +63,7 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
 def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True) -> Connector:
     if args.cache.dir is None:
         return connector
-    from loaderkit.connectors.cache import CacheConnector  # as that of S3
+    from loaderkit.connectors.layers.cache import CacheConnector  # as that of S3
 
     return CacheConnector(connector, args.cache, owns_inner=owns_inner)
 

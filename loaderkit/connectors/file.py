@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit._internal.interrupts import opened
+from loaderkit.connectors.base import Hashed, ObjectInfo, Ranges
+from loaderkit.connectors.ranges import runs
 from loaderkit.errors import (
     AccessDeniedError,
     ConnectorError,
@@ -22,10 +25,7 @@ from loaderkit.errors import (
     ShortReadError,
     TemporaryError,
 )
-from loaderkit.interrupts import opened
 from loaderkit.native import kernels
-from loaderkit.ranges import runs
-from loaderkit.types import Hashed, ObjectInfo, Ranges
 
 # What a network disk may say while its server is away or has started again; a broken disk says EIO as well.
 _TEMPORARY = {
@@ -59,7 +59,7 @@ class FileConnector:
     a small file in the page cache costs four system calls, about 6 us.
     """
 
-    gap_bytes = 64 * 2**10  # to read so many bytes too many costs less than another read
+    coalesce_gap = 64 * 2**10  # to read so many bytes too many costs less than another read
 
     def __init__(self, root: str | Path) -> None:
         self._root = os.path.abspath(root)
@@ -107,7 +107,7 @@ class FileConnector:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
         self._read(key, start, buffer, etag)
 
-    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+    def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """The same past the page cache; through it without the C module, and where the filesystem knows no other way."""
         self._read(key, start, buffer, etag, around=True)
 
@@ -133,7 +133,7 @@ class FileConnector:
         around: bool = False,
         etag: str | None = None,
     ) -> Hashed | None:
-        """`read_into`, or `read_around`, and what the C function at `address` makes of every `block_bytes`; None, and nothing
+        """`read_into`, or `read_direct`, and what the C function at `address` makes of every `block_bytes`; None, and nothing
         read, without the C module."""
         if kernels is None:
             return None

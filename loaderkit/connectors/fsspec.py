@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.errors import (
     AccessDeniedError,
     ConfigError,
@@ -27,7 +28,6 @@ from loaderkit.errors import (
     ThrottledError,
     UnreachableError,
 )
-from loaderkit.types import ObjectInfo
 
 _PACKAGES = {
     "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs", "hf": "huggingface_hub",

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError
-from loaderkit.types import ObjectInfo
 
 
 class MemoryConnector:
     """A dictionary of objects. The etag is a digest of the content, so it means the same in another process."""
 
-    gap_bytes = 64 * 2**10  # as for files: tests of them mean the same here
+    coalesce_gap = 64 * 2**10  # as for files: tests of them mean the same here
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()

@@ -9,24 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from loaderkit.interrupts import opened
-from loaderkit.types import Connector, Source
+from loaderkit._internal.interrupts import opened
+from loaderkit.connectors.base import Connector
 
 _NUM_SAMPLES = 256
 
 _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-
-
-def files_of(source: Source, connector: Connector | None, indices: Iterable[int]) -> list[str] | None:
-    """The paths in which these samples lie; None where they are no files of this machine."""
-    if connector is None or getattr(connector, "is_remote", False):
-        return None
-    keys: dict[str, None] = {}
-    for index in indices:
-        keys.update((found.range.key, None) for found in source.ranges(index))
-    paths = [connector.describe(key) for key in keys]
-    return paths if all(os.path.isfile(path) for path in paths) else None
 
 
 def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> dict[str, list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.types import Connector
+from loaderkit.connectors.base import Connector
 
 _MOST_GAP_BYTES = 1 << 20
 _FREE_GAP_BYTES = 64 << 10
@@ -57,7 +57,7 @@ def runs(starts: NDArray[np.int64], length: int, buffer: memoryview) -> Iterator
         yield int(starts[first]), buffer[first * length : end * length]
 
 
-class Piece(NamedTuple):
+class RangeSlice(NamedTuple):
     """Neighbouring bytes of one object to be fetched by one request, since reads of `wanted_bytes` in it are to come.
 
     The first of them is for the sample `first` (counted along the rank's order), none for one behind `last`.
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
     wanted_bytes: int
 
 
-class Wanted(NamedTuple):
+class RangeRequest(NamedTuple):
     """One range that is going to be read, and for which sample of the rank's order."""
 
     key: str
@@ -82,13 +82,13 @@ class Wanted(NamedTuple):
     first: int
 
 
-def coalesce(wanted: Iterable[Wanted], *, most_bytes: int) -> list[Piece]:
+def coalesce(wanted: Iterable[RangeRequest], *, most_bytes: int) -> list[RangeSlice]:
     """Ranges that lie close together as one piece, as long as that reads not much more than is wanted.
 
     Between two ranges lie at most 1 MiB, and all that lies between the ranges of a piece is at most a quarter of what is wanted
     of it (or 64 KiB: headers between members of an archive). No piece of several ranges is longer than `most_bytes`.
     """
-    pieces: list[Piece] = []
+    pieces: list[RangeSlice] = []
     for one in sorted(wanted, key=lambda one: (one.key, one.start)):
         if not one.length:
             continue
@@ -107,5 +107,5 @@ def coalesce(wanted: Iterable[Wanted], *, most_bytes: int) -> list[Piece]:
                     wanted_bytes=num_wanted,
                 )
                 continue
-        pieces.append(Piece(one.key, one.start, one.length, one.etag, one.first, one.first, one.length))
+        pieces.append(RangeSlice(one.key, one.start, one.length, one.etag, one.first, one.first, one.length))
     return pieces

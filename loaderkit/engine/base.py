@@ -12,22 +12,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from loaderkit._internal.cgroups import idle_so_far_s
+from loaderkit._internal.lazily import torch
+from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
+from loaderkit.engine.contracts import Plan
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.slow_samples import SlowItems
+from loaderkit.engine.metrics.snapshot import Stats, collect
+from loaderkit.engine.metrics.trace import WHOLE, Handoff, TraceRecorder, cut, new_tape, tape_length
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
+from loaderkit.engine.pools import Buffer, PoolPlan
+from loaderkit.engine.work import BatchContext, Chunk, Stage, WorkItem
 from loaderkit.errors import ClosedError
-from loaderkit.lazily import torch
-from loaderkit.prefetch import stalls
-from loaderkit.prefetch.accounts import Account, Clock, States
-from loaderkit.prefetch.buffers import Buffer
-from loaderkit.prefetch.cpus import idle_so_far_s
-from loaderkit.prefetch.plan import Plan
-from loaderkit.prefetch.pools import PoolPlan
-from loaderkit.prefetch.slowest import SlowItems
-from loaderkit.prefetch.stats import Stats, collect
-from loaderkit.prefetch.tape import WHOLE, Handover, Recording, cut, new_tape, tape_length
-from loaderkit.prefetch.turns import Ticket, Turns
-from loaderkit.types import BatchContext, Chunk, Destination, Stage
 
 
-class Pool:
+class WorkerPool:
     """A running pool. The first takes its chunks from the engine's intake, the others from a buffer."""
 
     def __init__(
@@ -35,7 +34,7 @@ class Pool:
         number: int,
         plan: PoolPlan,
         stages: Sequence[Stage],
-        states: States,
+        states: WorkerStates,
         clock: Clock,
         *,
         takes_turns: bool = True,
@@ -50,23 +49,23 @@ class Pool:
         # To pad is the work of `batch`, though `normalize` may have come since: that stage then, else None.
         self.padding = next((number for number in before_last if stages[number].kind == "batch"), None)
         self.num_workers = plan.num_workers  # that are wanted; others rest
-        self.buffer: Buffer[Chunk | Destination] | None = Buffer(2 * plan.num_workers, states) if number else None
-        self.turns = Turns([stage.name for stage in stages], clock)
-        self.accounts: list[Account] = []
+        self.buffer: Buffer[Chunk | WorkItem] | None = Buffer(2 * plan.num_workers, states) if number else None
+        self.probe = ContentionProbe([stage.name for stage in stages], clock)
+        self.worker_clocks: list[WorkerClock] = []
         self.threads: list[threading.Thread] = []
 
     def one_works(self) -> bool:
         """Whether only one worker takes chunks at present."""
-        return self.num_workers == 1 or self.turns.one_at_a_time
+        return self.num_workers == 1 or self.probe.one_at_a_time
 
-    def begin(self, account: Account) -> Ticket | None:
+    def begin(self, worker_clock: WorkerClock) -> Ticket | None:
         """A worker begins with a chunk."""
-        return self.turns.begin(account) if self.num_workers > 1 and self._takes_turns else None
+        return self.probe.begin(worker_clock) if self.num_workers > 1 and self._takes_turns else None
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it."""
         if ticket is not None or (self.num_workers > 1 and self._takes_turns):
-            self.turns.end(ticket, num_samples)
+            self.probe.end(ticket, num_samples)
 
 
 class Engine(ABC):
@@ -86,15 +85,16 @@ class Engine(ABC):
         because they wait for a store. `counters`: what the store has done."""
         self.plan = plan
         self.stages = stages
-        self.states = States(len(stages))
+        self.states = WorkerStates(len(stages))
         self.clock = clock
         self.counters = counters
         self.pools = [
-            Pool(number, pool, stages, self.states, clock, takes_turns=takes_turns) for number, pool in enumerate(pools)
+            WorkerPool(number, pool, stages, self.states, clock, takes_turns=takes_turns)
+            for number, pool in enumerate(pools)
         ]
         self._stage_names = [stage.name for stage in stages]
-        accounts = [pool.accounts for pool in self.pools]
-        self._facts = {short: stalls.Facts(short, self._stage_names, accounts) for short in (False, True)}
+        worker_clocks = [pool.worker_clocks for pool in self.pools]
+        self._facts = {short: stalls.WaitFacts(short, self._stage_names, worker_clocks) for short in (False, True)}
         self.waits = stalls.Waits()
         self.slow_items = SlowItems(len(stages))
         self.num_delivered = 0
@@ -114,11 +114,11 @@ class Engine(ABC):
         """Begin to work ahead, if that is done. Idempotent."""
 
     @abstractmethod
-    def _wait(self, begin_s: float) -> Destination:
+    def _wait(self, begin_s: float) -> WorkItem:
         """The next destination, once it is complete; `begin_s`: since when it is waited for."""
 
     @abstractmethod
-    def _land(self, chunk: Chunk) -> Destination | None:
+    def _land(self, chunk: Chunk) -> WorkItem | None:
         """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Engine(ABC):
         """Cancel what is under way, and return when no worker is left, or after `join_s`."""
 
     @abstractmethod
-    def head(self) -> Destination | None:
+    def head(self) -> WorkItem | None:
         """The awaited destination, for reports; from any thread."""
 
     @property
@@ -167,7 +167,7 @@ class Engine(ABC):
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
-    def next(self) -> Destination:
+    def next(self) -> WorkItem:
         """The next destination in order, complete; its error, if it has one, is still in it."""
         begin = self.clock()
         if self.first_wait_s is None:
@@ -175,24 +175,24 @@ class Engine(ABC):
         self.waits.begin(begin)
         try:
             self.start()
-            destination = self._wait(begin)
+            work_item = self._wait(begin)
             end = self.clock()
         except BaseException:
             self.waits.begin(None)  # only waits that end in a batch count
             raise
-        assert destination.last_chunk is not None
-        way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
+        assert work_item.last_chunk is not None
+        way = stalls.Way(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         causes = self.attribute(begin, end, way)
         self.waits.end(causes)
         if self.waits.tape is not None:
-            batch = (destination.epoch, destination.end, len(destination))
-            self.waits.tape.append(Handover(begin, end, *batch, causes))
-        if destination.error is None:
+            batch = (work_item.epoch, work_item.end, len(work_item))
+            self.waits.tape.append(Handoff(begin, end, *batch, causes))
+        if work_item.error is None:
             self.num_delivered += 1
-            self.num_samples += len(destination)
-        destination.last_chunk = None
-        destination.chunks = []
-        return destination
+            self.num_samples += len(work_item)
+        work_item.last_chunk = None
+        work_item.chunks = []
+        return work_item
 
     def attribute(self, begin_s: float, end_s: float, way: stalls.Way) -> dict[str, float]:
         """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
@@ -226,32 +226,34 @@ class Engine(ABC):
         self._tape_length = tape_length(sum(pool.num_workers for pool in self.pools))
         self.waits.record(self._tape_length)
         for pool in self.pools:
-            for account in pool.accounts:
-                self._record(account)
+            for worker_clock in pool.worker_clocks:
+                self._record(worker_clock)
 
-    def _new_account(self, first_state: int, since_s: float | None = None) -> Account:
+    def _new_account(self, first_state: int, since_s: float | None = None) -> WorkerClock:
         """A worker's, recorded if that is wanted."""
-        account = Account(self.states, self.clock, first_state=first_state, since_s=since_s, slow_items=self.slow_items)
-        self._record(account)
-        return account
+        worker_clock = WorkerClock(
+            self.states, self.clock, first_state=first_state, since_s=since_s, slow_items=self.slow_items
+        )
+        self._record(worker_clock)
+        return worker_clock
 
-    def _record(self, account: Account) -> None:
+    def _record(self, worker_clock: WorkerClock) -> None:
         if self._tape_length:
-            account.tape = new_tape(self._tape_length, self.clock(), account.open_state)
+            worker_clock.tape = new_tape(self._tape_length, self.clock(), worker_clock.open_state)
 
-    def recorded(self) -> Recording:
+    def recorded(self) -> TraceRecorder:
         """What was kept; nothing more is. For any thread."""
         self._tape_length = 0
         names = (*self._stage_names, "starved", "blocked", "idle")
         found = []
         for pool in self.pools:
             stages = "+".join(self._stage_names[number] for number in pool.plan.stages)
-            for number, account in enumerate(pool.accounts):
-                tape, account.tape = account.tape, None
+            for number, worker_clock in enumerate(pool.worker_clocks):
+                tape, worker_clock.tape = worker_clock.tape, None
                 if tape is not None:
                     name = f"{stages} {number}" if pool.threads else "in the loop's thread"
                     found.append(cut(tape, self._pid, name, names, self.clock()))
-        return Recording(found, self.waits.recorded())
+        return TraceRecorder(found, self.waits.recorded())
 
     def close(self, join_s: float = 10.0) -> None:
         """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state."""
@@ -288,72 +290,72 @@ class Engine(ABC):
 
     # --------------------------------------------------------------------------------------------- running stages
 
-    def _carry(self, chunk: Chunk, account: Account) -> Chunk | Destination | None:
+    def _carry(self, chunk: Chunk, worker_clock: WorkerClock) -> Chunk | WorkItem | None:
         """Take a chunk through every pool, in the consumer's thread; its destination, if that is complete."""
-        item: Chunk | Destination | None = chunk
+        item: Chunk | WorkItem | None = chunk
         num_torch_threads = torch.get_num_threads()
         try:
             if num_torch_threads > 1:
                 torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
             for pool in self.pools:
                 if item is not None:
-                    item = self._run(pool, account, item)
+                    item = self._run(pool, worker_clock, item)
         finally:
             if num_torch_threads > 1:
                 torch.set_num_threads(num_torch_threads)
         return item
 
-    def _run(self, pool: Pool, account: Account, item: Chunk | Destination) -> Chunk | Destination | None:
+    def _run(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> Chunk | WorkItem | None:
         """Run a pool's stages on an item; what goes on from there: the chunk, its complete destination, or nothing."""
-        if isinstance(item, Destination):
-            self._run_batch_stages(pool, account, item)
+        if isinstance(item, WorkItem):
+            self._run_batch_stages(pool, worker_clock, item)
             return item
-        destination = item.destination
-        if account.tape is not None:
-            account.item = (destination.epoch, destination.end, item.lo, item.hi)
+        work_item = item.work_item
+        if worker_clock.tape is not None:
+            worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
         try:
             for number, run in pool.sample_stages:
-                if destination.cancelled:
+                if work_item.cancelled:
                     break
-                item.marks.append((account.enter(number), number))
+                item.marks.append((worker_clock.enter(number), number))
                 num_failed = len(item.failures)
                 num_bytes = run(item)
-                account.served(number, len(item), num_bytes or 0, item)
+                worker_clock.served(number, len(item), num_bytes or 0, item)
                 if len(item.failures) > num_failed:
-                    account.failed(number, len(item.failures) - num_failed)
+                    worker_clock.failed(number, len(item.failures) - num_failed)
         except Exception as error:
-            destination.error = destination.error or error
+            work_item.error = work_item.error or error
         if not pool.plan.lands:
             return item
         landed = self._land(item)
         if landed is not None:
-            self._run_batch_stages(pool, account, landed)
+            self._run_batch_stages(pool, worker_clock, landed)
         return landed
 
-    def _run_batch_stages(self, pool: Pool, account: Account, destination: Destination) -> None:
-        if account.tape is not None:
-            account.item = (destination.epoch, destination.end, WHOLE, WHOLE)
+    def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
+        if worker_clock.tape is not None:
+            worker_clock.item = (work_item.epoch, work_item.end, WHOLE, WHOLE)
         try:
-            if destination.result is None and destination.error is None:
+            if work_item.result is None and work_item.error is None:
                 if pool.padding is not None:
-                    self._enter(destination, account, pool.padding)
-                destination.result = self.plan.finish(destination)
+                    self._enter(work_item, worker_clock, pool.padding)
+                work_item.result = self.plan.finish(work_item)
             for number, run in pool.batch_stages:
-                if destination.cancelled or destination.error is not None:
+                if work_item.cancelled or work_item.error is not None:
                     break
-                self._enter(destination, account, number)
-                first = int(destination.positions[0])
+                self._enter(work_item, worker_clock, number)
+                first = int(work_item.positions[0])
                 context = BatchContext(
-                    destination.epoch, destination.step, first, destination.result["__key__"], destination.specs
+                    work_item.epoch, work_item.step, first, work_item.result["__key__"], work_item.specs
                 )
-                run(destination.result, context)
-                account.served(number, len(destination), 0)
+                run(work_item.result, context)
+                worker_clock.served(number, len(work_item), 0)
         except Exception as error:
-            destination.error = error
+            work_item.error = error
 
     @staticmethod
-    def _enter(destination: Destination, account: Account, stage: int) -> None:
+    def _enter(work_item: WorkItem, worker_clock: WorkerClock, stage: int) -> None:
         """A worker begins with a stage on a whole batch."""
-        now = account.enter(stage)
-        assert destination.last_chunk is not None
-        destination.last_chunk.marks.append((now, stage))
+        now = worker_clock.enter(stage)
+        assert work_item.last_chunk is not None
+        work_item.last_chunk.marks.append((now, stage))

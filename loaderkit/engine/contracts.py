@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.tape import Recording
-from loaderkit.types import Delivery
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.trace import TraceRecorder
+from loaderkit.engine.work import Delivery, FieldSpec, WorkItem
+
+
+class Plan(Protocol):
+    """Which destinations there are to fill, in their order: what `Engine` asks for, be it batches or tensors."""
+
+    specs: Mapping[str, FieldSpec] | None
+    """None until `prepare` has run."""
+    memory_bytes: int
+
+    @property
+    def batch_size(self) -> int:
+        """Into how many slots a destination can be split, if chunks are to be chosen in size."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, position) of the destination that would be opened next."""
+
+    @property
+    def room(self) -> tuple[int, bool]:
+        """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
+
+    def prepare(self) -> None:
+        """Find out what destinations look like. It may run a user's code, and is called without the lock."""
+
+    def open(self, chunk_size: int) -> WorkItem | None:
+        """The next destination with its memory and its chunks, or None after the last."""
+
+    def finish(self, work_item: WorkItem) -> Any:
+        """What the consumer gets of a full destination; called without the lock."""
+
+    def release(self, work_item: WorkItem) -> None:
+        """A destination has left the budget: it was handed over, or dropped."""
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Go on from another place."""
+
+    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """The `place` to which `seek` would bring it."""
+
+    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
+        """Change how far is read ahead; None: as it is."""
+
+    def key(self, index: int) -> str:
+        """What a chunk's index stands for, for messages."""
+
+    def memory_stats(self, num_open: int) -> dict[str, int]:
+        """What `Stats.memory` says of slabs and batches, while so many destinations are open; for any thread."""
 
 
 class Executor(Protocol):
@@ -33,7 +81,7 @@ class Executor(Protocol):
     def record(self) -> None:
         """Keep what workers and loop do from now on."""
 
-    def recorded(self) -> Recording:
+    def recorded(self) -> TraceRecorder:
         """What was kept since `record`; nothing more is."""
 
     def close(self, join_s: float = 10.0) -> None:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
+from loaderkit.engine.base import Engine
+from loaderkit.engine.contracts import Plan
+from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.pools import PoolPlan
+from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ClosedError, ConfigError
-from loaderkit.prefetch.accounts import Clock
-from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.pace import Pace, trim
-from loaderkit.prefetch.plan import Plan
-from loaderkit.prefetch.pools import PoolPlan
-from loaderkit.types import Chunk, Destination, Stage
 
 
 class InlineEngine(Engine):
@@ -29,8 +29,8 @@ class InlineEngine(Engine):
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         super().__init__(plan, stages, pools, clock=clock, counters=counters)
-        self._pace = Pace()
-        self._open: Destination | None = None  # what is being made
+        self._chunk_sizer = ChunkSizer()
+        self._open: WorkItem | None = None  # what is being made
         self._planning = threading.Lock()  # another thread may change the plan's depth
         self._is_lost = False  # what was being made, when it was torn out of it
         self._scratch: dict[str, Any] = {}
@@ -38,8 +38,8 @@ class InlineEngine(Engine):
 
     def start(self) -> None:
         self._check_usable()
-        if not self.pools[0].accounts:
-            self.pools[0].accounts.append(self._new_account(self.states.blocked))
+        if not self.pools[0].worker_clocks:
+            self.pools[0].worker_clocks.append(self._new_account(self.states.blocked))
 
     def resize(self, stage: str, num_workers: int) -> NoReturn:
         self._check_usable()
@@ -60,59 +60,59 @@ class InlineEngine(Engine):
 
     # -------------------------------------------------------------------------------------------- making a batch
 
-    def _wait(self, begin_s: float) -> Destination:
+    def _wait(self, begin_s: float) -> WorkItem:
         if self._failure is not None:
             raise self._failure
         if self._is_lost:
             raise ClosedError("the batch that was being made was interrupted: build another loader")
         self._is_lost = True  # until it is made: a batch that was begun must not be passed over in silence
         try:
-            destination = self._make()
+            work_item = self._make()
             self._is_lost = False
-            return destination
+            return work_item
         finally:
             self._open = None
 
-    def _make(self) -> Destination:
+    def _make(self) -> WorkItem:
         """The next destination: open it, and carry its chunks through all the stages."""
-        plan, account = self.plan, self.pools[0].accounts[0]
+        plan, worker_clock = self.plan, self.pools[0].worker_clocks[0]
         if plan.specs is None:
             begin_s = self.clock()
             plan.prepare()
-            self._pace.sample_s = self.clock() - begin_s
+            self._chunk_sizer.sample_s = self.clock() - begin_s
         with self._planning:
-            destination = plan.open(self._pace.next_chunk_size(plan.batch_size, 1))
-        assert destination is not None, "the loader asks for no batch past the last"
-        destination.opened_s = self.clock()
-        self._open = destination
-        for chunk in destination.chunks:
+            work_item = plan.open(self._chunk_sizer.next_chunk_size(plan.batch_size, 1))
+        assert work_item is not None, "the loader asks for no batch past the last"
+        work_item.opened_s = self.clock()
+        self._open = work_item
+        for chunk in work_item.chunks:
             if not self._is_closed:  # by another thread, or by a stage
                 chunk.scratch = self._scratch
-                self._carry(chunk, account)
+                self._carry(chunk, worker_clock)
         if self._is_closed:
             raise ClosedError("the loader was closed while a batch was awaited")
-        plan.release(destination)
-        destination.done_s = account.enter(self.states.blocked)
-        return destination
+        plan.release(work_item)
+        work_item.done_s = worker_clock.enter(self.states.blocked)
+        return work_item
 
     def _chunk_size(self) -> int:
-        return self._pace.chunk_size(self.plan.batch_size, 1)
+        return self._chunk_sizer.chunk_size(self.plan.batch_size, 1)
 
-    def _land(self, chunk: Chunk) -> Destination | None:
-        destination = chunk.destination
-        if destination.cancelled:
+    def _land(self, chunk: Chunk) -> WorkItem | None:
+        work_item = chunk.work_item
+        if work_item.cancelled:
             return None
-        self._pace.landed(self.clock() - chunk.marks[0][0], len(chunk))
+        self._chunk_sizer.landed(self.clock() - chunk.marks[0][0], len(chunk))
         trim(chunk.empty(), self._chunk_size)
-        destination.num_pending -= 1
-        if destination.num_pending:
+        work_item.num_pending -= 1
+        if work_item.num_pending:
             return None
-        destination.last_chunk = chunk
-        return destination
+        work_item.last_chunk = chunk
+        return work_item
 
     # -------------------------------------------------------------------------------------------- for other threads
 
-    def head(self) -> Destination | None:
+    def head(self) -> WorkItem | None:
         return self._open
 
     @property
@@ -121,8 +121,8 @@ class InlineEngine(Engine):
 
     @property
     def num_queued(self) -> int:
-        destination = self._open
-        return 0 if destination is None else sum(not chunk.marks for chunk in destination.chunks)
+        work_item = self._open
+        return 0 if work_item is None else sum(not chunk.marks for chunk in work_item.chunks)
 
     @property
     def num_open(self) -> int:
@@ -137,6 +137,6 @@ class InlineEngine(Engine):
 
     def _stop(self, join_s: float) -> None:
         self._is_closed = True
-        destination = self._open
-        if destination is not None:  # the consumer is at it, in another thread
-            destination.cancelled = True
+        work_item = self._open
+        if work_item is not None:  # the consumer is at it, in another thread
+            work_item.cancelled = True

@@ -18,9 +18,9 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.worker_clock import Histogram
 from loaderkit.errors import ClosedError
-from loaderkit.prefetch.accounts import Histogram
-from loaderkit.prefetch.stats import Stats
 
 TICK_S = 0.25
 _NUM_POINTS = 512

@@ -2,10 +2,74 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from loaderkit.types import Stage
+from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
+from loaderkit.engine.work import Stage
+
+T = TypeVar("T")
+
+
+class Buffer(Generic[T]):
+    """A bounded first-in, first-out queue between two pools."""
+
+    def __init__(self, capacity: int, states: WorkerStates) -> None:
+        self.capacity = capacity
+        self._states = states
+        self._items: deque[T] = deque()
+        self._lock = threading.Lock()
+        self._not_empty = threading.Condition(self._lock)
+        self._not_full = threading.Condition(self._lock)
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: T, worker_clock: WorkerClock) -> bool:
+        """Wait for room (blocked) and append; False if the buffer was closed."""
+        with self._lock:
+            while len(self._items) >= self.capacity and not self.is_closed:
+                worker_clock.enter(self._states.blocked)
+                self._not_full.wait()
+            if self.is_closed:
+                return False
+            self._items.append(item)
+            self._not_empty.notify()
+            return True
+
+    def get(self, worker_clock: WorkerClock) -> T | None:
+        """Wait for an item (starved) and take it; None once the buffer is closed, or this worker is not wanted."""
+        with self._lock:
+            while not self._items and worker_clock.is_wanted and not self.is_closed:
+                worker_clock.enter(self._states.starved)
+                self._not_empty.wait()
+            if self.is_closed:
+                return None
+            if not worker_clock.is_wanted:
+                self._not_empty.notify()  # it may have been woken in another one's place
+                return None
+            item = self._items.popleft()
+            self._not_full.notify()
+            return item
+
+    def resize(self, capacity: int) -> None:
+        """Hold so many items from now on; whoever waits looks again."""
+        with self._lock:
+            self.capacity = capacity
+            self._not_empty.notify_all()
+            self._not_full.notify_all()
+
+    def close(self) -> None:
+        """Wake everybody up; what is queued is dropped."""
+        with self._lock:
+            self.is_closed = True
+            self._items.clear()
+            self._not_empty.notify_all()
+            self._not_full.notify_all()
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
+from loaderkit.engine.contracts import Plan
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ClosedError
-from loaderkit.prefetch import stalls
-from loaderkit.prefetch.accounts import Account, Clock, States
-from loaderkit.prefetch.pace import Pace, trim
-from loaderkit.prefetch.plan import Plan
-from loaderkit.types import Chunk, Destination
 
 # Batches quicker than this are handed over several at a time: to wake the other thread up, and to hand it the GIL, costs as
 # much as such a batch (16 windows of tokens: 47,000 a second one at a time). The consumer looks by itself after _LOOK_S.
@@ -25,13 +25,13 @@ _QUICK_S = 0.5e-3
 _LOOK_S = 2e-3
 
 
-class Intake:
+class Scheduler:
     """What is being filled, and what comes next."""
 
     def __init__(
         self,
         plan: Plan,
-        states: States,
+        states: WorkerStates,
         clock: Clock,
         *,
         num_workers: int,
@@ -49,13 +49,13 @@ class Intake:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._ready = threading.Condition(self._lock)
-        self._queue: deque[Destination] = deque()  # open destinations in order, complete or not
+        self._queue: deque[WorkItem] = deque()  # open destinations in order, complete or not
         self._chunks: deque[Chunk] = deque()  # of open destinations, taken by nobody yet
-        self._resting: list[Account] = []  # of the first pool's workers that wait for room or work
-        self._lent: Account | None = None  # one of theirs, while the consumer works in that worker's place
+        self._resting: list[WorkerClock] = []  # of the first pool's workers that wait for room or work
+        self._lent: WorkerClock | None = None  # one of theirs, while the consumer works in that worker's place
         self.is_self_service = False  # the consumer makes its batches itself: workers rest
         self._scratches: list[dict[str, Any]] = []
-        self._pace = Pace()
+        self._chunk_sizer = ChunkSizer()
         self._at_end = False
         self._is_preparing = False
         self._is_closed = False
@@ -67,7 +67,7 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
-    def first(self, *, keep: bool = False) -> Destination | None:
+    def first(self, *, keep: bool = False) -> WorkItem | None:
         """The first destination in order, taken out, if it is complete. Raises what made the workers stop.
 
         With `keep` it stays in the budget until `leave`, for somebody who takes it on the consumer's behalf.
@@ -75,7 +75,7 @@ class Intake:
         with self._lock:
             return self._first(keep=keep)
 
-    def wait_for_first(self, timeout_s: float) -> tuple[Destination | None, float]:
+    def wait_for_first(self, timeout_s: float) -> tuple[WorkItem | None, float]:
         """The same after waiting for it, and what is left of `timeout_s`; None when that has passed, or when there is something
         to `borrow` for."""
         with self._lock:
@@ -108,7 +108,7 @@ class Intake:
             if self._resting:
                 self._room.notify(count)
 
-    def _first(self, *, keep: bool = False) -> Destination | None:
+    def _first(self, *, keep: bool = False) -> WorkItem | None:
         if self._is_closed:
             raise ClosedError("the loader was closed while a batch was awaited")
         if self._failure is not None:
@@ -131,12 +131,12 @@ class Intake:
     @property
     def batch_s(self) -> float | None:
         """How long one worker takes for a batch, as far as is known."""
-        sample_s = self._pace.sample_s
+        sample_s = self._chunk_sizer.sample_s
         return None if sample_s is None else sample_s * self._plan.batch_size
 
     def _is_quick(self) -> bool:
         # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
-        sample_s = self._pace.sample_s
+        sample_s = self._chunk_sizer.sample_s
         return self._is_whole and sample_s is not None and sample_s * self._plan.batch_size < _QUICK_S
 
     def _is_worth_waking(self) -> bool:
@@ -160,7 +160,7 @@ class Intake:
         """Whether the consumer has something to do itself, in the place of a worker that rests."""
         return self.is_self_service and bool(self._resting) and (bool(self._chunks) or not self._queue)
 
-    def borrow(self) -> Account | None:
+    def borrow(self) -> WorkerClock | None:
         """The account of a worker at rest, for the consumer to `take` with in its place until `give_back`.
 
         None if a worker has begun with the awaited batch, or none rests yet: the consumer is to wait until that is done, or
@@ -177,7 +177,7 @@ class Intake:
             if self._is_closed or not self.is_self_service:
                 self._room.notify_all()  # that worker may have been woken while it had to go on sleeping
 
-    def head(self) -> Destination | None:
+    def head(self) -> WorkItem | None:
         """The awaited destination, for reports."""
         with self._lock:
             return self._queue[0] if self._queue else None
@@ -189,13 +189,13 @@ class Intake:
             if stands == self._plan.begins_at(epoch, position):
                 return
             self._chunks.clear()
-            for destination in self._queue:
-                destination.cancelled = True
-                num_untaken = sum(not chunk.marks for chunk in destination.chunks)
-                destination.num_pending -= num_untaken
+            for work_item in self._queue:
+                work_item.cancelled = True
+                num_untaken = sum(not chunk.marks for chunk in work_item.chunks)
+                work_item.num_pending -= num_untaken
                 # Chunks inside a stage, and batches inside a batch stage, drop their destination when they come out.
-                if destination.is_done or (num_untaken and not destination.num_pending):
-                    self._drop(destination)
+                if work_item.is_done or (num_untaken and not work_item.num_pending):
+                    self._drop(work_item)
             self._queue.clear()
             self.num_ready = 0
             self._at_end = False
@@ -212,8 +212,8 @@ class Intake:
         """Wake everybody up and cancel everything."""
         with self._lock:
             self._is_closed = True
-            for destination in self._queue:
-                destination.cancelled = True
+            for work_item in self._queue:
+                work_item.cancelled = True
             self._room.notify_all()
             self._ready.notify_all()
 
@@ -225,12 +225,12 @@ class Intake:
 
     # ------------------------------------------------------------------------------------------------- the workers
 
-    def take(self, account: Account) -> Chunk | None:
+    def take(self, worker_clock: WorkerClock) -> Chunk | None:
         """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed, or when this worker
         is not wanted."""
         while True:
             with self._lock:
-                while not self.is_over and account.is_wanted:
+                while not self.is_over and worker_clock.is_wanted:
                     if self._chunks:
                         chunk = self._chunks.popleft()
                         chunk.marks.append((self._clock(), stalls.QUEUED))
@@ -241,12 +241,12 @@ class Intake:
                     if self._plan.specs is None and not self._is_preparing:
                         self._is_preparing = True
                         break
-                    if self._plan.specs is None or not self._may_open(account) or not self._open_next():
-                        if account is self._lent:
+                    if self._plan.specs is None or not self._may_open(worker_clock) or not self._open_next():
+                        if worker_clock is self._lent:
                             return None
-                        self._rest(account)
+                        self._rest(worker_clock)
                 else:
-                    if self._resting and not account.is_wanted:
+                    if self._resting and not worker_clock.is_wanted:
                         self._room.notify()  # it may have been woken in another one's place
                     return None
             self._prepare()
@@ -268,22 +268,22 @@ class Intake:
             self._plan.set_depth(num_batches, memory_bytes)
             self._room.notify_all()
 
-    def _may_open(self, account: Account) -> bool:
-        return not self.is_self_service or account is self._lent
+    def _may_open(self, worker_clock: WorkerClock) -> bool:
+        return not self.is_self_service or worker_clock is self._lent
 
-    def _rest(self, account: Account) -> None:
+    def _rest(self, worker_clock: WorkerClock) -> None:
         """Let a worker wait for room or work. Under the lock."""
         states = self._states
         has_work = self.num_open and not self._at_end
-        account.enter(states.idle if self.is_self_service else states.blocked if has_work else states.starved)
+        worker_clock.enter(states.idle if self.is_self_service else states.blocked if has_work else states.starved)
         self._announce()
-        self._resting.append(account)
+        self._resting.append(worker_clock)
         if self.is_self_service:
             self._ready.notify()  # it may have waited for somebody to rest
         self._room.wait()
-        while account is self._lent:  # the consumer writes it just now
+        while worker_clock is self._lent:  # the consumer writes it just now
             self._room.wait()
-        self._resting.remove(account)
+        self._resting.remove(worker_clock)
 
     def wake_worker(self) -> None:
         """Wake a worker that waits for room or work, if there is one."""
@@ -297,7 +297,7 @@ class Intake:
         begin = self._clock()
         try:
             self._plan.prepare()
-            self._pace.sample_s = (
+            self._chunk_sizer.sample_s = (
                 self._clock() - begin
             )  # so that large samples begin with small chunks, and little memory
         except BaseException as raised:
@@ -315,54 +315,54 @@ class Intake:
         if self.num_open >= num_allowed:
             self.is_short_of_memory = by_memory
             return False
-        destination = plan.open(self._pace.next_chunk_size(plan.batch_size, self._num_workers))
-        if destination is None:
+        work_item = plan.open(self._chunk_sizer.next_chunk_size(plan.batch_size, self._num_workers))
+        if work_item is None:
             self._at_end = True
             return False
-        destination.opened_s = self._clock()
+        work_item.opened_s = self._clock()
         self.num_open += 1
-        self._queue.append(destination)
-        self._chunks.extend(destination.chunks)
+        self._queue.append(work_item)
+        self._chunks.extend(work_item.chunks)
         return True
 
     def _chunk_size(self) -> int:
-        return self._pace.chunk_size(self._plan.batch_size, self._num_workers)
+        return self._chunk_sizer.chunk_size(self._plan.batch_size, self._num_workers)
 
-    def land(self, chunk: Chunk) -> Destination | None:
+    def land(self, chunk: Chunk) -> WorkItem | None:
         """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""
-        destination = chunk.destination
+        work_item = chunk.work_item
         took_s = self._clock() - chunk.marks[0][0]
         with self._lock:
-            self._pace.landed(took_s, len(chunk))
+            self._chunk_sizer.landed(took_s, len(chunk))
             scratch = chunk.empty()
             trim(scratch, self._chunk_size)
             self._scratches.append(scratch)
-            destination.num_pending -= 1
-            if destination.num_pending:
+            work_item.num_pending -= 1
+            if work_item.num_pending:
                 return None
-            destination.last_chunk = chunk
-            if destination.cancelled:
-                self._drop(destination)
+            work_item.last_chunk = chunk
+            if work_item.cancelled:
+                self._drop(work_item)
                 return None
-        return destination
+        return work_item
 
-    def _drop(self, destination: Destination) -> None:
+    def _drop(self, work_item: WorkItem) -> None:
         """The last chunk of a cancelled destination is out of the stages: its memory is free. Under the lock."""
-        destination.let_go()
-        destination.result = None
+        work_item.let_go()
+        work_item.result = None
         self.num_open -= 1
-        self._plan.release(destination)
+        self._plan.release(work_item)
         if self._resting:
             self._room.notify()
 
-    def deliver(self, destination: Destination) -> None:
+    def deliver(self, work_item: WorkItem) -> None:
         """A destination is complete; wake the consumer if it is the one awaited."""
         with self._lock:
-            if destination.cancelled:
-                self._drop(destination)
+            if work_item.cancelled:
+                self._drop(work_item)
                 return
-            destination.done_s = self._clock()
-            destination.is_done = True
+            work_item.done_s = self._clock()
+            work_item.is_done = True
             self.num_ready += 1
             if self._is_asleep or not self._is_quick() or self.num_ready >= self._burst():
                 self._announce()

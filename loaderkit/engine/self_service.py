@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from loaderkit.lazily import torch
-from loaderkit.prefetch.intake import Intake
+from loaderkit._internal.lazily import torch
+from loaderkit.engine.scheduler import Scheduler
 
 # Neither a batch nor what the loop does before it wants the next one may take longer: it might be late by more than a hand-over
 # can cost, and with a loop that does something else for long there is nothing to be gained.
@@ -34,8 +34,8 @@ _MOST_PATIENCE_S = 30.0
 class SelfService:
     """One loop's habit. All methods but `forget` belong to the consumer's thread."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._away_s = _QUICK_S  # how long the loop takes between two batches
         self._left_s: float | None = None
         self._is_own = False  # the way of now: the loop makes its batches itself
@@ -51,13 +51,13 @@ class SelfService:
         """The loop asks for a batch: whether it is to make it itself."""
         if self._left_s is not None:
             self._away_s += _SMOOTHING * (now - self._left_s - self._away_s)
-        batch_s = self._intake.batch_s
+        batch_s = self._scheduler.batch_s
         is_quick = batch_s is not None and max(batch_s, self._away_s) < _QUICK_S
         if not is_quick or self._is_forgotten:
             self._begin_anew(now)
         wanted = is_quick and not torch.is_inference_mode_enabled() and self._is_to_make_it(now)
-        if wanted != self._intake.is_self_service:
-            self._intake.set_self_service(wanted)
+        if wanted != self._scheduler.is_self_service:
+            self._scheduler.set_self_service(wanted)
         return wanted
 
     def leaves(self, now: float) -> None:
@@ -83,7 +83,7 @@ class SelfService:
         """Whether it makes this batch itself: to try how long that takes, or since it is settled that this is faster."""
         if now < self._until_s:
             return self._is_own
-        if self._is_own and self._intake.num_ready:
+        if self._is_own and self._scheduler.num_ready:
             self._num_batches = 0  # made by workers
             return True
         self._num_batches += 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.lazily import torch
+from loaderkit._internal.lazily import torch
 
 _UINT8 = np.dtype(np.uint8)  # to make one of the type takes NumPy 0.3 us
 

@@ -1,6 +1,6 @@
 """The engine of threads: pools of workers that pull chunks from the intake and read ahead.
 
-A hand-off to another pool costs 10 to 20 us. Where chunks come from and where they land is `intake.py`.
+A hand-off to another pool costs 10 to 20 us. Where chunks come from and where they land is `scheduler.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from loaderkit.engine import watchdog
+from loaderkit.engine.base import Engine, WorkerPool
+from loaderkit.engine.contracts import Plan
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
+from loaderkit.engine.pools import PoolPlan
+from loaderkit.engine.scheduler import Scheduler
+from loaderkit.engine.self_service import SelfService
+from loaderkit.engine.torch_threads import ONE_AT_A_TIME, threads_to_come_kept
+from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch import stalls, watch
-from loaderkit.prefetch.accounts import Account, Clock
-from loaderkit.prefetch.engine import Engine, Pool
-from loaderkit.prefetch.intake import Intake
-from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
-from loaderkit.prefetch.plan import Plan
-from loaderkit.prefetch.pools import PoolPlan
-from loaderkit.prefetch.self_service import SelfService
-from loaderkit.types import Chunk, Destination, Stage
 
 logger = logging.getLogger("loaderkit")
 
@@ -47,7 +48,7 @@ class ThreadEngine(Engine):
         super().__init__(plan, stages, pools, takes_turns=takes_turns, clock=clock, counters=counters)
         self._timeout_s = timeout_s
         self._raises = raises
-        self.intake = Intake(
+        self.scheduler = Scheduler(
             plan,
             self.states,
             self.clock,
@@ -57,7 +58,7 @@ class ThreadEngine(Engine):
         )
         self._sizing = threading.RLock()  # of pools
         self._resized = threading.Condition(self._sizing)  # workers that are not wanted wait on it
-        self._self_service = SelfService(self.intake) if self_service and len(pools) == 1 else None
+        self._self_service = SelfService(self.scheduler) if self_service and len(pools) == 1 else None
         self._is_started = False
 
     # ------------------------------------------------------------------------------------------------ the consumer
@@ -71,7 +72,7 @@ class ThreadEngine(Engine):
             try:
                 self._start_missing_workers()
             except BaseException as error:  # Ctrl-C, or no more threads to be had
-                self.intake.fail(error)
+                self.scheduler.fail(error)
                 raise
 
     def resize(self, stage: str, num_workers: int) -> None:
@@ -95,20 +96,20 @@ class ThreadEngine(Engine):
                     f"resize: {num_workers} workers for {stage!r} could not be started ({error}): the system allows no more "
                     f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
                 ) from error
-        self.intake.resize(sum(pool.num_workers for pool in self.pools))
+        self.scheduler.resize(sum(pool.num_workers for pool in self.pools))
         if self._self_service is not None:
             self._self_service.forget()
         if pool.buffer is not None:
             pool.buffer.resize(2 * num_workers)
 
-    def _want(self, pool: Pool, num_workers: int) -> None:
+    def _want(self, pool: WorkerPool, num_workers: int) -> None:
         """Let the first so many workers of a pool work, and the others rest. Under the lock of sizes."""
         pool.num_workers = num_workers
-        for number, account in enumerate(pool.accounts):
-            account.is_wanted = number < num_workers
+        for number, worker_clock in enumerate(pool.worker_clocks):
+            worker_clock.is_wanted = number < num_workers
         self._resized.notify_all()
 
-    def _pool_of(self, stage: str) -> Pool:
+    def _pool_of(self, stage: str) -> WorkerPool:
         for pool in self.pools:
             if stage in (self.stages[number].name for number in pool.plan.stages):
                 return pool
@@ -116,13 +117,13 @@ class ThreadEngine(Engine):
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         self._check_usable()
-        self.intake.set_depth(num_batches, memory_bytes)
+        self.scheduler.set_depth(num_batches, memory_bytes)
 
     def _start_missing_workers(self) -> None:
         """Start as many threads as are wanted and not there; returns when all of them run, or, raising, when none of them
         is left. Under the lock of sizes."""
-        num_there = [len(pool.accounts) for pool in self.pools]
-        missing = [(pool, n) for pool in self.pools for n in range(len(pool.accounts), pool.num_workers)]
+        num_there = [len(pool.worker_clocks) for pool in self.pools]
+        missing = [(pool, n) for pool in self.pools for n in range(len(pool.worker_clocks), pool.num_workers)]
         since_s = self.clock()  # starting them is part of their time: a few milliseconds
         ready = threading.Barrier(len(missing) + 1)
         with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
@@ -135,63 +136,63 @@ class ThreadEngine(Engine):
                 for pool, num_before in zip(self.pools, num_there, strict=True):
                     for thread in pool.threads[num_before:]:
                         thread.join()
-                    del pool.accounts[num_before:], pool.threads[num_before:]
+                    del pool.worker_clocks[num_before:], pool.threads[num_before:]
                 raise
 
     def _start_worker(
-        self, pool: Pool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
+        self, pool: WorkerPool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
     ) -> None:
-        account = self._new_account(self.states.starved, since_s)
+        worker_clock = self._new_account(self.states.starved, since_s)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(
             target=self._work,
-            args=(pool, account, ready, compute_alone),
+            args=(pool, worker_clock, ready, compute_alone),
             name=f"loaderkit-{'+'.join(names)}-{number}"[:64],
             daemon=True,
         )
         thread.start()
         pool.threads.append(thread)
-        pool.accounts.append(account)
+        pool.worker_clocks.append(worker_clock)
 
     def seek(self, epoch: int, position: int) -> None:
         self._check_usable()
-        self.intake.seek(epoch, position)
+        self.scheduler.seek(epoch, position)
 
-    def _wait(self, begin_s: float) -> Destination:
+    def _wait(self, begin_s: float) -> WorkItem:
         service = self._self_service
         try:
-            destination = self._first(service is not None and service.comes(begin_s))
+            work_item = self._first(service is not None and service.comes(begin_s))
             if service is not None:
                 service.leaves(self.clock())
-            return destination
+            return work_item
         except BaseException:
             if os.getpid() == self._pid:  # in a fork's child its lock may never open
-                self.intake.give_back()  # Ctrl-C may have come right after borrowing
+                self.scheduler.give_back()  # Ctrl-C may have come right after borrowing
             raise
 
-    def _first(self, works_itself: bool) -> Destination:
+    def _first(self, works_itself: bool) -> WorkItem:
         """The next destination, when it is complete; `works_itself`: the consumer makes it itself if it can."""
         patience, left_s = None, 0.0
         while True:
             while works_itself:
-                found = self.intake.first() if self.intake.num_ready else None
+                found = self.scheduler.first() if self.scheduler.num_ready else None
                 if found is not None:
                     return found
                 if not self._work_for_a_worker():
                     break
             if patience is None:
-                patience = watch.Patience(self._timeout_s, self._raises)
+                patience = watchdog.Patience(self._timeout_s, self._raises)
                 left_s = patience.next_s
-            found, left_s = self.intake.wait_for_first(left_s)
+            found, left_s = self.scheduler.wait_for_first(left_s)
             if found is not None:
                 return found
             if left_s <= 0:
                 patience.ends(self.describe_wait)
                 left_s = patience.next_s
 
-    def describe_wait(self) -> watch.Report:
+    def describe_wait(self) -> watchdog.HangReport:
         """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""
-        return watch.describe_wait(
+        return watchdog.describe_wait(
             self.head(),
             self.clock(),
             stage_names=[stage.name for stage in self.stages],
@@ -199,7 +200,7 @@ class ThreadEngine(Engine):
             threads=[thread for pool in self.pools for thread in pool.threads],
         )
 
-    def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.Segment]:
+    def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.WaitSegment]:
         """What the chunk that was waited for went through within [begin_s, end_s)."""
         return stalls.trace(begin_s, end_s, way, self._facts[self.is_short_of_memory])
 
@@ -208,15 +209,15 @@ class ThreadEngine(Engine):
             super().record()
 
     def fail(self, error: BaseException) -> None:
-        self.intake.fail(error)
+        self.scheduler.fail(error)
 
     def _stop(self, join_s: float) -> None:
         """A worker that is still inside a stage after `join_s` is left to end by itself, with a warning."""
-        self.intake.close()
+        self.scheduler.close()
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
-            pool.turns.close()
+            pool.probe.close()
         with self._sizing:
             self._is_closed = True
             self._resized.notify_all()
@@ -225,9 +226,9 @@ class ThreadEngine(Engine):
             if thread.ident != threading.get_ident():
                 thread.join(max(0.0, deadline - time.monotonic()))
                 if thread.is_alive():
-                    stack = watch.stack_of(thread)
+                    stack = watchdog.stack_of(thread)
                     logger.warning("%s did not stop within %g s: a stage hangs\n%s", thread.name, join_s, stack)
-        self.intake.clear()
+        self.scheduler.clear()
 
     def abandon(self) -> None:
         """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one
@@ -237,78 +238,80 @@ class ThreadEngine(Engine):
         else:
             self.close()
 
-    def head(self) -> Destination | None:
-        return self.intake.head()
+    def head(self) -> WorkItem | None:
+        return self.scheduler.head()
 
     @property
     def is_short_of_memory(self) -> bool:
-        return self.intake.is_short_of_memory
+        return self.scheduler.is_short_of_memory
 
     @property
     def num_queued(self) -> int:
-        return self.intake.num_queued
+        return self.scheduler.num_queued
 
     @property
     def num_open(self) -> int:
-        return self.intake.num_open
+        return self.scheduler.num_open
 
     @property
     def num_ready(self) -> int:
-        return self.intake.num_ready
+        return self.scheduler.num_ready
 
     # ------------------------------------------------------------------------------------------------- the workers
 
-    def _work(self, pool: Pool, account: Account, ready: threading.Barrier, compute_alone: Callable[[], None]) -> None:
+    def _work(
+        self, pool: WorkerPool, worker_clock: WorkerClock, ready: threading.Barrier, compute_alone: Callable[[], None]
+    ) -> None:
         try:
             compute_alone()  # two threads inside an operation of a worker cost 13 % of the throughput
             ready.wait()
             while True:
-                if not account.is_wanted:
-                    self._rest(pool, account)
+                if not worker_clock.is_wanted:
+                    self._rest(pool, worker_clock)
                 if pool.num_workers > 1:
-                    pool.turns.wait(account, self.states.idle, self.intake.wake_worker)
-                item = self.intake.take(account) if pool.buffer is None else pool.buffer.get(account)
+                    pool.probe.wait(worker_clock, self.states.idle, self.scheduler.wake_worker)
+                item = self.scheduler.take(worker_clock) if pool.buffer is None else pool.buffer.get(worker_clock)
                 if item is not None:
-                    self._process(pool, account, item)
-                elif self.intake.is_over or (pool.buffer is not None and pool.buffer.is_closed):
+                    self._process(pool, worker_clock, item)
+                elif self.scheduler.is_over or (pool.buffer is not None and pool.buffer.is_closed):
                     return
                 del item  # or the worker would keep a delivered batch's memory while it waits
         except threading.BrokenBarrierError:
             return
         except BaseException as error:
-            self.intake.fail(error)
+            self.scheduler.fail(error)
 
-    def _rest(self, pool: Pool, account: Account) -> None:
+    def _rest(self, pool: WorkerPool, worker_clock: WorkerClock) -> None:
         """Return when this worker is wanted again, or nothing more will come."""
-        account.enter(self.states.idle)
-        pool.turns.leave(account)
+        worker_clock.enter(self.states.idle)
+        pool.probe.leave(worker_clock)
         with self._sizing:
-            while not account.is_wanted and not self._is_closed:
+            while not worker_clock.is_wanted and not self._is_closed:
                 self._resized.wait()
 
     def _work_for_a_worker(self) -> bool:
         """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""
-        account = self.intake.borrow()
-        if account is None:
+        worker_clock = self.scheduler.borrow()
+        if worker_clock is None:
             return False
         try:
-            chunk = self.intake.take(account)
+            chunk = self.scheduler.take(worker_clock)
             if chunk is None:  # no room: what else there is has to end first
-                self.intake.set_self_service(False)
+                self.scheduler.set_self_service(False)
                 return False
-            item = self._carry(chunk, account)
-            if isinstance(item, Destination):
-                self.intake.deliver(item)
+            item = self._carry(chunk, worker_clock)
+            if isinstance(item, WorkItem):
+                self.scheduler.deliver(item)
                 self.num_self_served += 1
-            account.enter(self.states.idle)
+            worker_clock.enter(self.states.idle)
             return True
         finally:
-            self.intake.give_back()
+            self.scheduler.give_back()
 
-    def _process(self, pool: Pool, account: Account, item: Chunk | Destination) -> None:
-        ticket = pool.begin(account)
+    def _process(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> None:
+        ticket = pool.begin(worker_clock)
         try:
-            onward = self._run(pool, account, item)
+            onward = self._run(pool, worker_clock, item)
         finally:
             pool.end(ticket, len(item))
         if onward is None:
@@ -319,9 +322,9 @@ class ThreadEngine(Engine):
             chunk = onward if isinstance(onward, Chunk) else onward.last_chunk
             assert chunk is not None
             chunk.marks.append((self.clock(), stalls.QUEUED - following.number))
-            following.buffer.put(onward, account)
-        elif isinstance(onward, Destination):
-            self.intake.deliver(onward)
+            following.buffer.put(onward, worker_clock)
+        elif isinstance(onward, WorkItem):
+            self.scheduler.deliver(onward)
 
-    def _land(self, chunk: Chunk) -> Destination | None:
-        return self.intake.land(chunk)
+    def _land(self, chunk: Chunk) -> WorkItem | None:
+        return self.scheduler.land(chunk)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from loaderkit.lazily import has_torch, torch
+from loaderkit._internal.lazily import has_torch, torch
 
 ONE_AT_A_TIME = threading.Lock()
 """To be held around `threads_to_come_kept`: what that guards belongs to the process."""

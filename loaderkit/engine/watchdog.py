@@ -9,14 +9,14 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import StallTimeout
-from loaderkit.types import Chunk, Destination
 
 _WARN_SHARE = 0.25  # of the limit
 logger = logging.getLogger("loaderkit")
 
 
-class Report(NamedTuple):
+class HangReport(NamedTuple):
     """Several lines for people, and the stage and sample at which the chunk is that is the least far, where known."""
 
     text: str
@@ -37,7 +37,7 @@ class Patience:
         self._waited_s = 0.0
         self.next_s = _WARN_SHARE * limit_s
 
-    def ends(self, report: Callable[[], Report]) -> None:
+    def ends(self, report: Callable[[], HangReport]) -> None:
         """`next_s` has passed once more. Raises `StallTimeout` if that is asked for and it is time."""
         self._waited_s += self.next_s
         found = report()
@@ -52,29 +52,27 @@ class Patience:
 
 
 def describe_wait(
-    destination: Destination | None,
+    work_item: WorkItem | None,
     now_s: float,
     *,
     stage_names: Sequence[str],
     key_of: Callable[[int], str],
     threads: Iterable[threading.Thread],
-) -> Report:
+) -> HangReport:
     """A report on the awaited batch, as it stands while its chunks move on."""
     lines = []
     stage = key = None
-    if destination is None:
+    if work_item is None:
         lines.append("no batch has been opened yet")
     else:
-        lines.append(
-            f"awaited: batch {destination.step} of epoch {destination.epoch}, {destination.num_pending} chunks left"
-        )
-        inside = [chunk for chunk in destination.chunks if chunk.marks and chunk.samples]
+        lines.append(f"awaited: batch {work_item.step} of epoch {work_item.epoch}, {work_item.num_pending} chunks left")
+        inside = [chunk for chunk in work_item.chunks if chunk.marks and chunk.samples]
         for chunk in inside:
             since, state = chunk.marks[-1]
             place = stage_names[state] if state >= 0 else "a queue"
             keys = " to ".join(map(repr, _keys_at(chunk, key_of)))
             lines.append(f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {keys}")
-        lines += [f"  slots {c.lo} to {c.hi}: taken by no worker yet" for c in destination.chunks if not c.marks]
+        lines += [f"  slots {c.lo} to {c.hi}: taken by no worker yet" for c in work_item.chunks if not c.marks]
         if inside:
             last = min(inside, key=lambda chunk: len(chunk.marks))
             state = last.marks[-1][1]
@@ -82,7 +80,7 @@ def describe_wait(
             keys_at = _keys_at(last, key_of)
             key = keys_at[0] if len(keys_at) == 1 else None
     lines += [stack_of(thread) for thread in threads]
-    return Report("\n".join(lines), stage, key)
+    return HangReport("\n".join(lines), stage, key)
 
 
 def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:

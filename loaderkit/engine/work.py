@@ -1,285 +1,35 @@
 """The contracts and records that everything else is written against.
 
-The way of a batch: an `Order` says which samples stand at which positions; a `Destination` (one batch) is split into
+The way of a batch: an `Order` says which samples stand at which positions; a `WorkItem` (one batch) is split into
 `Chunk`s of a few slots each; every chunk goes through the `Stage`s; the last chunk to land delivers the destination.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
+from loaderkit.sources.base import Sample
 
 if TYPE_CHECKING:
-    import torch
+    from loaderkit.engine.slots import Slots
 
-    from loaderkit.slots import Slots
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
 
 _ALIGNMENT = 64
-
-Sample = dict[str, Any]
-"""One sample between two stages: field name -> value (bytes, `Encoded`, `Image`, tensor, number, text, ...)."""
 
 
 # ---------------------------------------------------------------------------------------------- where bytes are
 
 
-class ObjectInfo(NamedTuple):
-    """One object of a store: its key (relative, POSIX), its size in bytes, and a tag that changes with its content."""
-
-    key: str
-    size: int
-    etag: str
-
-
-class ByteRange(NamedTuple):
-    """The half-open range [start, start + length) of an object, as it was when its etag was taken."""
-
-    key: str
-    start: int
-    length: int
-    etag: str | None = None
-
-
-class Ranges(NamedTuple):
-    """Many byte ranges, as columns of one length: what `ByteRange` says of one."""
-
-    keys: list[str]
-    starts: list[int]
-    lengths: list[int]
-    etags: list[str | None]
-
-
-class Member(NamedTuple):
-    """One regular file inside an archive: where its bytes lie in the archive."""
-
-    name: str
-    start: int
-    size: int
-
-
-class Connector(Protocol):
-    """A place with objects. One instance serves any number of threads at once."""
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix`, ordered by the UTF-8 bytes of the key."""
-
-    def stat(self, key: str) -> ObjectInfo:
-        """Size and etag of one object. Raises `ObjectNotFoundError`, `AccessDeniedError`."""
-
-    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """Fill `buffer` (writable, contiguous bytes) with the object's bytes from `start` on, or raise.
-
-        Raises `ShortReadError` if the object ends first, `ObjectChangedError` if `etag` is given and no longer fits.
-        """
-
-    def describe(self, key: str) -> str:
-        """The full name of an object for messages: a path or a URL, without secrets."""
-
-    def close(self) -> None:
-        """Release what is held; idempotent."""
-
-
-class Hashed(NamedTuple):
-    """The hashes of blocks that were read one behind another, the last of which may be shorter, and the seconds they took."""
-
-    hashes: list[int]
-    took_s: float
-
-
-class BulkConnector(Connector, Protocol):
-    """What a connector may have besides, where many ranges cost less together: any of the methods.
-
-    A subclass that overrides `read_into` overrides these too, or they are not used; see `loaderkit.ranges.bulk_method`.
-    `gap_bytes` says from how many unwanted bytes on another range costs less than reading them; without it, 1 MiB, as for
-    a store that takes milliseconds to answer, and many ranges are asked for at a time. `spread_bytes`: a read of so many is
-    several requests at a time, by the connector's own doing; without it, or 0, a read is one.
-    """
-
-    gap_bytes: int
-    spread_bytes: int
-
-    def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
-        """Read every range to its offset in `buffer`; the errors, as `read_into` raises them, by number of the range."""
-
-    def gather_into(
-        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
-    ) -> None:
-        """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
-
-    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """`read_into`, of what is not in the page cache and need not be there behind it."""
-
-    def read_hashed(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        block_bytes: int,
-        address: int,
-        around: bool = False,
-        etag: str | None = None,
-    ) -> Hashed | None:
-        """`read_into`, or `read_around`, and the hash of every `block_bytes` from `start` on, made while they lie in the CPU's
-        cache. `address` is that of a C function, `uint64_t (const void *, size_t)`. None: nothing is read, as it cannot do
-        that here."""
-
-
 # ------------------------------------------------------------------------------------------- what samples are
-
-
-class Encoded(NamedTuple):
-    """The bytes of one field before `decode`, and the extension that says what they are ("jpg", "cls", "seg.png")."""
-
-    data: memoryview
-    extension: str
-
-
-class Image(NamedTuple):
-    """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised).
-
-    With `whole` = (height, width) it was not decoded in full: smaller, if `reduction` is N > 1, so that a pixel stands for
-    N x N; and a piece only, whose first pixel is `origin` = (row, column) of the pixels there would be. `box` = (top, left,
-    height, width) of the whole is what the piece was made for: the next stage will take that, and no more.
-    """
-
-    pixels: NDArray[np.uint8]
-    mask: bool = False
-    reduction: int = 1
-    whole: tuple[int, int] | None = None
-    origin: tuple[int, int] = (0, 0)
-    box: tuple[int, int, int, int] | None = None
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(height, width) of the whole image."""
-        return self.whole or (self.pixels.shape[0], self.pixels.shape[1])
-
-
-class Landed(NamedTuple):
-    """A field whose value, of `num_bytes`, stands in its slot already: `read` wrote it there, and `batch` need not."""
-
-    num_bytes: int
-
-
-class Rendered(NamedTuple):
-    """An image that is a row of a tensor [n, C, H, W], of its whole chunk if it can be, by a stage that works on chunks."""
-
-    tensor: torch.Tensor
-    row: int
-
-
-class Bundle(NamedTuple):
-    """What one field's bytes hold when that is several fields: name -> `Encoded`, `Landed` or value. `decode` opens it."""
-
-    fields: dict[str, Any]
-
-
-class FieldRange(NamedTuple):
-    """Where the bytes of one field of a sample lie, and the extension that says what they are."""
-
-    field: str
-    extension: str
-    range: ByteRange
-
-
-class Table(NamedTuple):
-    """The ranges of several samples with the same fields: sample by sample, the fields in their order."""
-
-    fields: tuple[tuple[str, str], ...]  # (field, extension)
-    ranges: Ranges
-    constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading, one value a sample
-
-
-class Source(Protocol):
-    """A finite set of samples in canonical order, numbered from 0."""
-
-    classes: list[str] | None
-
-    def __len__(self) -> int: ...
-
-    def key(self, index: int) -> str:
-        """The sample's key, unique inside its origin."""
-
-    def origin(self, index: int) -> str:
-        """The object the sample lies in, for messages."""
-
-    def ranges(self, index: int) -> list[FieldRange]:
-        """The byte ranges that make up the sample. Raises `SourceError` if a wanted field is missing."""
-
-    def constants(self, index: int) -> Sample:
-        """The fields known without reading (the class from the folder's name); a fresh dict."""
-
-    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
-        """Cut the samples into runs of about `block_bytes`, never across an object that holds several samples.
-
-        Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1].
-        """
-
-    def fingerprint(self) -> str:
-        """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
-
-
-class TableSource(Protocol):
-    """What a `Source` may have besides, so that nothing is asked sample by sample."""
-
-    def table(self, indices: NDArray[np.int64]) -> Table | None:
-        """The ranges of these samples, or None if they have to be asked one by one: fields differ, or are missing."""
-
-    def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The keys of these samples."""
-
-
-class ItemSource(Protocol):
-    """What a `Source` must have instead of `ranges` when its samples are Python objects, not bytes."""
-
-    dataset: Any
-    """Where they are: dataset[index]."""
-
-    def items(self, indices: list[int]) -> list[Any] | None:
-        """Several of them in one call; None if that cannot be had, or failed."""
-
-    def sample(self, item: Any) -> Sample:
-        """The fields of an item; a fresh dict. Raises ValueError."""
-
-    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
-        """The same of several items, field by field; None if they have to be looked at one by one."""
-
-
-class Records(NamedTuple):
-    """Samples of one size that lie in one object: the batch's field they are, and what one of them is.
-
-    `dtype` is torch's name; `is_swapped`: the bytes of its numbers are in the other order than this machine's.
-    """
-
-    field: str
-    dtype: str
-    shape: tuple[int, ...]
-    is_swapped: bool
-    num_bytes: int
-
-
-class RecordSource(Protocol):
-    """What a `Source` has besides when all its samples are `Records`, so that a chunk of them can be read at once."""
-
-    records: Records
-
-    @property
-    def file(self) -> ObjectInfo:
-        """Where they lie, as it was when they were numbered."""
-
-    def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The first byte of every sample: int64 [n]."""
-
-    def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The keys of many samples at once; any source may have this."""
 
 
 # --------------------------------------------------------------------------------- what the engine moves around
@@ -302,7 +52,7 @@ class FieldSpec:
     num_bytes: int = 0  # of one sample, where it lies in no slab: what the first one took
 
 
-class Destination:
+class WorkItem:
     """A piece of memory being filled by chunks: here, one batch.
 
     `num_pending` counts the chunks that have not landed (guarded by the engine's lock). The rest is written once
@@ -383,7 +133,6 @@ class Chunk:
 
     __slots__ = (
         "columns",
-        "destination",
         "epoch",
         "failures",
         "hi",
@@ -394,10 +143,11 @@ class Chunk:
         "samples",
         "scratch",
         "slowest",
+        "work_item",
     )
 
-    def __init__(self, destination: Destination, lo: int, hi: int, epoch: int, indices: NDArray[np.int64]) -> None:
-        self.destination = destination
+    def __init__(self, work_item: WorkItem, lo: int, hi: int, epoch: int, indices: NDArray[np.int64]) -> None:
+        self.work_item = work_item
         self.lo = lo
         self.hi = hi
         self.epoch = epoch
@@ -474,11 +224,6 @@ class Stage:
     workers: int | None = None  # None: shares the automatic pool
     close: Callable[[], None] | None = None  # let go of what it holds; it may run again after that
     interrupt: Callable[[], None] | None = None  # end its waits, before its workers are joined
-
-
-def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
-    """The fields that are images to be normalised (masks are not)."""
-    return tuple(name for name, spec in specs.items() if spec.image)
 
 
 class BatchContext(NamedTuple):

@@ -13,5 +13,5 @@ def _load(name: str) -> Any:
         return None
 
 
-kernels: Any = _load("loaderkit._kernels")
-jpeg: Any = _load("loaderkit._jpeg")
+kernels: Any = _load("loaderkit.native._kernels")
+jpeg: Any = _load("loaderkit.native._jpeg")

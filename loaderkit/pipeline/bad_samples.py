@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.config import ErrorsArgs
+from loaderkit.engine.work import Chunk, Delivery, WorkItem
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
-from loaderkit.types import Chunk, Delivery, Destination, Source
+from loaderkit.pipeline.config.model import ErrorsArgs
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.sources.base import Source
 
 _BLOCK = 65_536  # keys looked through at a time
 logger = logging.getLogger("loaderkit")
@@ -42,11 +43,11 @@ class BadSamples:
             if os.path.isdir(path) or not os.path.isdir(folder) or not is_writable:
                 raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
 
-    def note(self, destination: Delivery) -> None:
+    def note(self, work_item: Delivery) -> None:
         """Write new bad samples down; raise TooManyBadSamplesError when there are more than allowed."""
-        if destination.epoch != self._epoch:
-            self._epoch, self._seen = destination.epoch, set()
-        for failure in destination.failures:
+        if work_item.epoch != self._epoch:
+            self._epoch, self._seen = work_item.epoch, set()
+        for failure in work_item.failures:
             if failure.sample in self._seen:
                 continue
             self._seen.add(failure.sample)
@@ -57,18 +58,18 @@ class BadSamples:
                     "source": error.origin,
                     "stage": error.stage,
                     "error": str(error),
-                    "epoch": destination.epoch,
+                    "epoch": work_item.epoch,
                     "position": failure.position,
                 }
             )
             if self._errors.on_bad_sample != "raise" and len(self._seen) > self._errors.max_bad_samples:
                 raise TooManyBadSamplesError(
-                    f"more than errors.max_bad_samples = {self._errors.max_bad_samples} samples of epoch {destination.epoch} "
+                    f"more than errors.max_bad_samples = {self._errors.max_bad_samples} samples of epoch {work_item.epoch} "
                     f"were bad; the last: {error}",
                     stage=error.stage,
                     key=error.key,
                     origin=error.origin,
-                    epoch=destination.epoch,
+                    epoch=work_item.epoch,
                     position=failure.position,
                 ) from error
             if self._errors.on_bad_sample != "raise":
@@ -146,16 +147,16 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
     try:
         for line, index in places.items():
             indices = np.array([index], np.int64)
-            destination = Destination(
+            work_item = WorkItem(
                 epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
             )
-            destination.specs = plan.specs
-            destination.fields = plan.slabs.take()
-            destination.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
-            chunk = Chunk(destination, 0, 1, line.epoch, indices)
+            work_item.specs = plan.specs
+            work_item.fields = plan.slabs.take()
+            work_item.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
+            chunk = Chunk(work_item, 0, 1, line.epoch, indices)
             for stage in stages:
                 stage.run(chunk)
-            yield line, next((failure.error for failure in destination.failures), None)
+            yield line, next((failure.error for failure in work_item.failures), None)
     finally:
         for stage in assembly.stages:
             if stage.close is not None:

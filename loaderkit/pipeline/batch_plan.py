@@ -8,70 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit._internal.lazily import torch
+from loaderkit._internal.units import say_bytes
+from loaderkit.engine.process.shared_memory import check_room
+from loaderkit.engine.slots import Slots
+from loaderkit.engine.work import Bytes, Chunk, FieldSpec, WorkItem
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.lazily import torch
-from loaderkit.order import Order, Schedule
-from loaderkit.prefetch.free_memory import check_room
-from loaderkit.prefetch.runner import raise_store_failure
-from loaderkit.prefetch.share import WHOLE, Share
-from loaderkit.prefetch.slabs import Bytes, SlabLayout, SlabPool
-from loaderkit.schema import say_bytes
-from loaderkit.slots import Slots
+from loaderkit.pipeline.slabs import SlabLayout, SlabPool
+from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
+from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.sources.base import Sample, Source
 from loaderkit.stages.batch import pad, put_together
-from loaderkit.types import Chunk, Destination, FieldSpec, Sample, Source
-
-
-class Plan(Protocol):
-    """Which destinations there are to fill, in their order: what `Engine` asks for, be it batches or tensors."""
-
-    specs: Mapping[str, FieldSpec] | None
-    """None until `prepare` has run."""
-    memory_bytes: int
-
-    @property
-    def batch_size(self) -> int:
-        """Into how many slots a destination can be split, if chunks are to be chosen in size."""
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(epoch, position) of the destination that would be opened next."""
-
-    @property
-    def room(self) -> tuple[int, bool]:
-        """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
-
-    def prepare(self) -> None:
-        """Find out what destinations look like. It may run a user's code, and is called without the lock."""
-
-    def open(self, chunk_size: int) -> Destination | None:
-        """The next destination with its memory and its chunks, or None after the last."""
-
-    def finish(self, destination: Destination) -> Any:
-        """What the consumer gets of a full destination; called without the lock."""
-
-    def release(self, destination: Destination) -> None:
-        """A destination has left the budget: it was handed over, or dropped."""
-
-    def seek(self, epoch: int, position: int) -> None:
-        """Go on from another place."""
-
-    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
-        """The `place` to which `seek` would bring it."""
-
-    def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how far is read ahead; None: as it is."""
-
-    def key(self, index: int) -> str:
-        """What a chunk's index stands for, for messages."""
-
-    def memory_stats(self, num_open: int) -> dict[str, int]:
-        """What `Stats.memory` says of slabs and batches, while so many destinations are open; for any thread."""
-
+from loaderkit.stages.runner import raise_store_failure
 
 _BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
 
@@ -103,8 +56,8 @@ class BatchPlan:
         self,
         *,
         source: Source,
-        order: Order,
-        schedule: Schedule,
+        order: SamplePermutation,
+        schedule: BatchSampler,
         shape: BatchShape,
         num_epochs: int | None,
         probe: Callable[[Chunk], None],
@@ -115,7 +68,7 @@ class BatchPlan:
         whole_chunks: bool = False,
         allocate: Callable[[int], Bytes] | None = None,
         on_seek: Callable[[int, int], None] | None = None,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
         run: Callable[..., Any] | None = None,
         names_samples: bool = True,
         gives_tensors: bool = True,
@@ -139,7 +92,7 @@ class BatchPlan:
         self._whole_chunks = whole_chunks  # a stage works on batches at once
         self._allocate = allocate
         self._on_seek = on_seek
-        self._share = share
+        self._shard = shard
         self._run = run
         self._names_samples = names_samples
         self._gives_tensors = gives_tensors
@@ -166,12 +119,12 @@ class BatchPlan:
 
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
         """The `place` to which `seek` would bring it."""
-        return self._schedule.place_after(epoch, position, self._share.number)
+        return self._schedule.place_after(epoch, position, self._shard.number)
 
     def seek(self, epoch: int, position: int) -> None:
         """Deal the batches out anew, from global `position` of `epoch` on."""
         self._enter(epoch, position)
-        self._pass_over(self._share.number)
+        self._pass_over(self._shard.number)
         if self._on_seek is not None:
             self._on_seek(epoch, position)
 
@@ -197,7 +150,7 @@ class BatchPlan:
         first_error: StageError | None = None
         for index in range(min(self._shape.num_probes, len(self._source))):
             indices = np.array([index], np.int64)
-            probe = Destination(epoch=0, step=0, positions=indices, indices=indices)
+            probe = WorkItem(epoch=0, step=0, positions=indices, indices=indices)
             chunk = Chunk(probe, 0, 1, 0, indices)
             self._probe(chunk)
             sample = chunk.samples[0]
@@ -217,7 +170,7 @@ class BatchPlan:
         num_open, _ = self.room = self._room_for(self._num_batches, self.memory_bytes)
         self._check_room(num_open)
         self.slabs = SlabPool(
-            layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, share=self._share
+            layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, shard=self._shard
         )
         self.specs = specs  # the last: whoever sees it may open batches
 
@@ -234,7 +187,7 @@ class BatchPlan:
 
     def _check_memory(self, memory_bytes: int) -> None:
         if self.batch_bytes > memory_bytes:
-            num = self._share.of
+            num = self._shard.of
             each, times = (f" for each of {num} processes", f"{num} times ") if num > 1 else ("", "")
             raise ConfigError(
                 f"prefetch.memory is {say_bytes(memory_bytes)}{each}, but one batch of {self._shape.size} takes "
@@ -249,9 +202,9 @@ class BatchPlan:
     def _check_room(self, num_more: int) -> None:
         """Raise ConfigError if the machine has no memory for so many more batches, here and in every process like this one."""
         if num_more > 0 and self._allocate is not None:  # memory that another process sees
-            check_room(self._share.of * num_more, self.batch_bytes)
+            check_room(self._shard.of * num_more, self.batch_bytes)
 
-    def release(self, destination: Destination) -> None:
+    def release(self, work_item: WorkItem) -> None:
         """Nothing to count: a slab's lease brings it back."""
 
     def memory_stats(self, num_open: int) -> dict[str, int]:
@@ -266,7 +219,7 @@ class BatchPlan:
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
         }
 
-    def open(self, chunk_size: int) -> Destination | None:
+    def open(self, chunk_size: int) -> WorkItem | None:
         """The next batch with its memory and its chunks, or None after the last epoch."""
         assert self.specs is not None
         assert self.slabs is not None
@@ -279,25 +232,25 @@ class BatchPlan:
         epoch, step, begin = self._epoch, self._step, self._end
         positions, indices, wrapped = self._samples()
         self._pass_over(1)
-        destination = Destination(
+        work_item = WorkItem(
             epoch=epoch, step=step, positions=positions, indices=indices, wrapped=wrapped, begin=begin, end=self._end
         )
-        destination.specs = self.specs
-        destination.fields = self.slabs.take()
+        work_item.specs = self.specs
+        work_item.fields = self.slabs.take()
         size = len(positions)
         for name in self._loose:
-            destination.values[name] = [None] * size
+            work_item.values[name] = [None] * size
         if chunk_size >= size or self._whole_chunks:
-            destination.chunks = [Chunk(destination, 0, size, epoch, indices)]
+            work_item.chunks = [Chunk(work_item, 0, size, epoch, indices)]
         else:
             num = -(-size // chunk_size)
             bounds = [size * number // num for number in range(num + 1)]
             for lo, hi in pairwise(bounds):
-                destination.chunks.append(Chunk(destination, lo, hi, epoch, indices[lo:hi]))
-        destination.num_pending = len(destination.chunks)
-        if self._share.of > 1:
-            self._pass_over(self._share.of - 1)
-        return destination
+                work_item.chunks.append(Chunk(work_item, lo, hi, epoch, indices[lo:hi]))
+        work_item.num_pending = len(work_item.chunks)
+        if self._shard.of > 1:
+            self._pass_over(self._shard.of - 1)
+        return work_item
 
     def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
         """(positions, samples, which of them are read again) of the batch at the current step."""
@@ -322,23 +275,23 @@ class BatchPlan:
             indices = positions.copy()
         return _Ahead(self._step, self._step + num_steps, positions, indices, wrapped)
 
-    def finish(self, destination: Destination) -> dict[str, Any]:
+    def finish(self, work_item: WorkItem) -> dict[str, Any]:
         """The batch of a full destination, as the user will see it but for the batch stages."""
-        found: dict[str, Any] = self._gather(destination) if self._run is None else self._run(self._gather, destination)
+        found: dict[str, Any] = self._gather(work_item) if self._run is None else self._run(self._gather, work_item)
         return found
 
-    def _gather(self, destination: Destination) -> dict[str, Any]:
-        num_slots = len(destination)
-        slots = self._good_slots(destination) if destination.failures else None
+    def _gather(self, work_item: WorkItem) -> dict[str, Any]:
+        num_slots = len(work_item)
+        slots = self._good_slots(work_item) if work_item.failures else None
         batch: dict[str, Any] = {}
-        for name, spec in destination.specs.items():
+        for name, spec in work_item.specs.items():
             if spec.kind == "slab":
-                field = destination.fields[name]
+                field = work_item.fields[name]
                 if slots is not None or num_slots < self._shape.size:
                     field = field.part(slice(num_slots) if slots is None else slots)
                 batch[name] = field.tensor if self._gives_tensors else field
                 continue
-            values = destination.values[name]
+            values = work_item.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
             if spec.kind == "rendered":
                 batch[name] = put_together(kept)
@@ -347,18 +300,18 @@ class BatchPlan:
             else:
                 batch[name] = kept
         if self._names_samples:
-            batch["__key__"] = self._keys(destination.indices if slots is None else destination.indices[slots])
+            batch["__key__"] = self._keys(work_item.indices if slots is None else work_item.indices[slots])
         if self._schedule.world_size > 1 and not self._schedule.drop_last:
-            wrapped = np.zeros(num_slots, np.bool_) if destination.wrapped is None else destination.wrapped
+            wrapped = np.zeros(num_slots, np.bool_) if work_item.wrapped is None else work_item.wrapped
             marks = wrapped if slots is None else wrapped[slots]
             field = Slots(marks, marks.shape, "bool")
             batch["__wrapped__"] = field.tensor if self._gives_tensors else field
-        destination.let_go()
+        work_item.let_go()
         return batch
 
-    def _good_slots(self, destination: Destination) -> NDArray[np.int64] | None:
+    def _good_slots(self, work_item: WorkItem) -> NDArray[np.int64] | None:
         """Those that are to be delivered; None for all, since the bad ones were replaced. Raises `StageError`."""
-        failures, num_slots = destination.failures, len(destination)
+        failures, num_slots = work_item.failures, len(work_item)
         failures.sort(key=lambda failure: (failure.slot, failure.sample))
         first = failures[0].error
         if self._shape.policy == "raise":
@@ -368,9 +321,9 @@ class BatchPlan:
         bad = {failure.slot for failure in failures}
         if len(bad) == num_slots:
             raise StageError(
-                f"all {num_slots} samples of batch {destination.step} of epoch {destination.epoch} were bad, so nothing is "
+                f"all {num_slots} samples of batch {work_item.step} of epoch {work_item.epoch} were bad, so nothing is "
                 f"left to deliver; the first: {first}",
                 stage=first.stage,
-                epoch=destination.epoch,
+                epoch=work_item.epoch,
             ) from first.__cause__
         return np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)

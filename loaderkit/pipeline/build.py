@@ -16,27 +16,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.config import PipelineConfig
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.factory import open_connector
+from loaderkit.engine.contracts import Executor
+from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ConfigError
-from loaderkit.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.native import jpeg
-from loaderkit.opening import open_connector
-from loaderkit.order import Schedule
-from loaderkit.prefetch.accounts import Clock
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.executor import Executor
+from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.array import ArrayArgs, ArraySource
-from loaderkit.sources.checkpoint import CheckpointArgs
+from loaderkit.sources.base import Source
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.sources.tar import TarArgs, TarSource
 from loaderkit.stages.batch import BatchArgs
-from loaderkit.stages.transfer import Lane
-from loaderkit.types import Connector, Source
+from loaderkit.stages.transfer import TransferStream
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.stretch import Stretch
+    from loaderkit.stages.slowed import Slowdown
 
 logger = logging.getLogger("loaderkit")
 
@@ -49,11 +50,11 @@ class Parts:
     source: Source
     connector: Connector | None
     owns_connector: bool  # False: it was given, and others may use it
-    schedule: Schedule
+    schedule: BatchSampler
     fingerprint: dict[str, str]
     tuning: dict[str, Any]
     make_executor: Callable[[], Executor]
-    lane: Lane | None = None  # None: batches stay on the CPU
+    lane: TransferStream | None = None  # None: batches stay on the CPU
     list_s: float = 0.0  # what it took to list the source, but for
     index_s: float = 0.0  # the indexes of archives, which were read or built
 
@@ -117,7 +118,7 @@ def make_parts(
     world_size: int | None,
     connectors: Mapping[str, Connector],
     clock: Clock,
-    stretch: Stretch | None = None,
+    stretch: Slowdown | None = None,
 ) -> Parts:
     """Open the source and prepare everything; no thread is started. `stretch` slows one stage down. Raises LoaderkitError."""
     if isinstance(config.source, CheckpointArgs):
@@ -137,7 +138,7 @@ def make_parts(
         list_s = time.perf_counter() - begin_s
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
-        schedule = Schedule(len(source), rank, world_size, batch.size, batch.drop_last)
+        schedule = BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last)
         if schedule.num_batches() == 0:
             raise ConfigError(
                 f"an epoch has no batch at all: {len(source)} samples do not fill one batch of {batch.size} on each of "
@@ -165,11 +166,11 @@ def _prepare(
     config: PipelineConfig,
     source: Source,
     connector: Connector | None,
-    schedule: Schedule,
+    schedule: BatchSampler,
     *,
     clock: Clock,
-    stretch: Stretch | None,
-) -> tuple[dict[str, Any], Lane | None, Callable[[], Executor]]:
+    stretch: Slowdown | None,
+) -> tuple[dict[str, Any], TransferStream | None, Callable[[], Executor]]:
     """What statistics say of how it runs, where batches go on a GPU, and what makes the executor."""
     recipe = Recipe(config, source, connector, schedule, _num_workers(config), stretch)
     assembly = Assembly(recipe)
@@ -180,7 +181,9 @@ def _prepare(
         tuning["jpeg"] = f"crop of {assembly.cropping}" if jpeg is not None else "whole"
     if config.prefetch.executor == "process":
         tuning["processes"] = config.prefetch.processes
-        from loaderkit.hosting import in_a_process  # a tenth of what it takes to begin, and only wanted here
+        from loaderkit.pipeline.process_setup import (
+            in_a_process,  # a tenth of what it takes to begin, and only wanted here
+        )
 
         pools, make_executor = in_a_process(recipe, assembly, clock)
     else:

@@ -7,37 +7,35 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.config import PipelineConfig, StageConfig
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.device import resolve_device
+from loaderkit._internal.dtypes import type_in_numpy
+from loaderkit._internal.lazily import torch
+from loaderkit.connectors.base import Connector
+from loaderkit.engine.work import BatchContext, Chunk, FieldSpec, SampleFailure, Stage
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
-from loaderkit.kernels import can_resample, type_in_numpy
-from loaderkit.keyed import generator, uniforms
-from loaderkit.lazily import torch
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.limits import TimeLimit
-from loaderkit.prefetch.runner import (
-    FailureNamer,
-    StageKeys,
-    each_call,
-    each_sample,
-    raise_store_failure,
-    replace_failed,
-)
-from loaderkit.registry import STAGES
+from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
+from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.sampling.random import generator, uniforms
 from loaderkit.sources.array import ArraySource
+from loaderkit.sources.base import Source
 from loaderkit.sources.dataset import DatasetSource
+from loaderkit.stages.base import image_fields
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
-from loaderkit.stages.decode import DecodeArgs, Decoder
-from loaderkit.stages.normalize import NormalizeArgs, finish_of, normalize, normalize_slots
+from loaderkit.stages.image.decode import DecodeArgs, Decoder
+from loaderkit.stages.image.normalize import NormalizeArgs, finish_of, normalize, normalize_slots
+from loaderkit.stages.image.ops import DecodeHint, foresight
+from loaderkit.stages.kernels import can_resample
 from loaderkit.stages.read import read_items, read_ranges
-from loaderkit.stages.records import read_records
-from loaderkit.stages.straight import Straight
-from loaderkit.stages.transfer import Lane, TransferArgs, resolve_device, shape
-from loaderkit.steps import Foresight, foresight
-from loaderkit.types import BatchContext, Chunk, Connector, FieldSpec, SampleFailure, Source, Stage, image_fields
+from loaderkit.stages.read_arrays import DirectRead
+from loaderkit.stages.read_records import read_records
+from loaderkit.stages.runner import FailureNamer, StageKeys, each_call, each_sample, raise_store_failure, replace_failed
+from loaderkit.stages.time_limit import TimeLimit
+from loaderkit.stages.transfer import TransferArgs, TransferStream, shape
 
 if TYPE_CHECKING:
-    from loaderkit.stages.dali import Graph, Renderer
+    from loaderkit.stages.image.dali import Graph, Renderer
 
 
 class Compiler:
@@ -63,7 +61,7 @@ class Compiler:
             except RuntimeError as error:
                 raise ConfigError(f"stages.transfer.device: {error}") from error
             self.device = found if found.type == "cuda" else None
-        self.lane = None if self.device is None else Lane(self.device)
+        self.lane = None if self.device is None else TransferStream(self.device)
         self._in_graph: list[StageConfig] = []  # stages that DALI does, `decode` first
         self._lowered = next(
             (s for s in config.stages if isinstance(s.args, DecodeArgs) and s.args.device != "cpu"), None
@@ -72,7 +70,7 @@ class Compiler:
         self._normalized_in_slots = self._find_slot_normalize() if self.graph is None else None
 
     @property
-    def early_lane(self) -> Lane | None:
+    def early_lane(self) -> TransferStream | None:
         """The stream for what is done before `transfer`, where that has tensors on a GPU."""
         return self.lane if self.graph is not None and self.graph.device is not None else None
 
@@ -132,7 +130,7 @@ class Compiler:
 
         What stands behind a `transfer` to CUDA is done there, when DALI runs in another process.
         """
-        from loaderkit.stages.dali import Graph  # only where it is asked for
+        from loaderkit.stages.image.dali import Graph  # only where it is asked for
 
         assert isinstance(decoding.args, DecodeArgs)
         stages = self._config.stages
@@ -187,7 +185,7 @@ class Compiler:
             )
 
     def _renderer(self, decoding: StageConfig) -> Renderer:
-        from loaderkit.stages.dali import Renderer
+        from loaderkit.stages.image.dali import Renderer
 
         assert isinstance(decoding.args, DecodeArgs)
         assert self.graph is not None
@@ -302,7 +300,7 @@ class Compiler:
         kind, keys = STAGES[following.kind], StageKeys(self._seed, following.name)
         return each_sample(decoder.begin, kind.num_draws, keys, failed, reuse=self._may_reuse, finish=decoder.finish)
 
-    def _foreseen(self, name: str, args: DecodeArgs) -> tuple[StageConfig, Foresight | None]:
+    def _foreseen(self, name: str, args: DecodeArgs) -> tuple[StageConfig, DecodeHint | None]:
         """The stage that a `decode` decodes for, and what that needs of a JPEG, if it is not everything."""
         stages = self._config.stages
         behind = stages[[stage.name for stage in stages].index(name) + 1 :]
@@ -325,7 +323,7 @@ class Compiler:
         fetch = straight.fetch if straight is not None else None
         return read_ranges(self._source, self._connector, failed, fetch=fetch, as_bytes=self._border == 1)
 
-    def _straight(self, connector: Connector) -> Straight | None:
+    def _straight(self, connector: Connector) -> DirectRead | None:
         """How arrays may go into their slots: if there is `decode`, and every other stage before `batch` says on which fields
         it acts."""
         between = self._config.stages[1 : self._border]
@@ -335,14 +333,14 @@ class Compiler:
         if decoding is None or any(stage.kind == "call" for stage in others) or None in named:
             return None
         decoded = None if decoding.fields is None else frozenset(decoding.fields)
-        return Straight(connector, decoded, frozenset(name for names in named for name in names or ()))
+        return DirectRead(connector, decoded, frozenset(name for names in named for name in names or ()))
 
     @property
     def _may_reuse(self) -> bool:
         """A user's function may keep what it is given; without one, nobody sees a stage's memory after `batch`."""
         return not any(stage.kind == "call" for stage in self._config.stages[: self._border])
 
-    def _bind(self, name: str, args: CallArgs, lane: Lane | None) -> tuple[Callable[..., Any], bool]:
+    def _bind(self, name: str, args: CallArgs, lane: TransferStream | None) -> tuple[Callable[..., Any], bool]:
         """The function, with its limit, and whether it wants random numbers. `lane`: the stream it is called on."""
         try:
             function, wants_rng = bind(args)
@@ -363,10 +361,10 @@ class Compiler:
 
         def fill(chunk: Chunk) -> None:
             self.run_sample_stages(chunk)
-            land(chunk, chunk.destination.specs, failed)
+            land(chunk, chunk.work_item.specs, failed)
 
         def run(chunk: Chunk) -> None:
-            land(chunk, chunk.destination.specs, failed)
+            land(chunk, chunk.work_item.specs, failed)
             if not chunk.failures:
                 return
             if tolerates:
@@ -378,7 +376,7 @@ class Compiler:
                     SampleFailure(chunk.lo + place, int(chunk.indices[place]), error.position, error)
                     for place, error in chunk.failures.items()
                 ]
-            chunk.destination.failures.extend(found)
+            chunk.work_item.failures.extend(found)
 
         return run
 
@@ -387,12 +385,12 @@ class Compiler:
         run = normalize_slots(config.args)
 
         def checked(chunk: Chunk) -> None:
-            if not image_fields(chunk.destination.specs):
-                raise _batch_error(config.name, chunk.epoch, chunk.destination.step, "the batch has no image field")
+            if not image_fields(chunk.work_item.specs):
+                raise _batch_error(config.name, chunk.epoch, chunk.work_item.step, "the batch has no image field")
             try:
                 run(chunk)
             except (RuntimeError, ValueError) as error:
-                raise _batch_error(config.name, chunk.epoch, chunk.destination.step, str(error)) from error
+                raise _batch_error(config.name, chunk.epoch, chunk.work_item.step, str(error)) from error
 
         return checked
 

@@ -10,32 +10,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.compiler import Compiler
-from loaderkit.config import PipelineConfig, StageConfig
-from loaderkit.connectors.ahead import AheadConnector
+from loaderkit._internal.lazily import torch
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.retry import BulkRetryConnector
+from loaderkit.connectors.layers.read_ahead import AheadConnector
+from loaderkit.connectors.layers.retry import BulkRetryConnector
+from loaderkit.engine.base import Engine
+from loaderkit.engine.inline import InlineEngine
+from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.pools import plan_pools
+from loaderkit.engine.threaded import ThreadEngine
+from loaderkit.engine.work import Bytes, Stage
 from loaderkit.errors import SourceError
-from loaderkit.forecast import Forecast
-from loaderkit.lazily import torch
-from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
-from loaderkit.prefetch.accounts import Clock
-from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.inline import InlineEngine
-from loaderkit.prefetch.plan import BatchPlan, BatchShape
-from loaderkit.prefetch.pools import plan_pools
-from loaderkit.prefetch.share import WHOLE, Share
-from loaderkit.prefetch.slabs import Bytes
-from loaderkit.prefetch.stats import StageStats
-from loaderkit.prefetch.threads import ThreadEngine
+from loaderkit.pipeline.batch_plan import BatchPlan, BatchShape
+from loaderkit.pipeline.compiler import Compiler
+from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.sources.base import Source
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
+from loaderkit.sources.forecast import Forecast
 from loaderkit.stages.batch import BatchArgs
-from loaderkit.stages.transfer import Lane, TransferArgs
-from loaderkit.stores import StoreArgs
-from loaderkit.types import Connector, Source, Stage
+from loaderkit.stages.transfer import TransferArgs, TransferStream
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.stretch import Stretch
+    from loaderkit.stages.slowed import Slowdown
 
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
 _MOST_BATCHES = 64  # that `batches: auto` may come to
@@ -48,28 +49,28 @@ class Recipe:
     config: PipelineConfig
     source: Source
     connector: Connector | None
-    schedule: Schedule
+    schedule: BatchSampler
     num_workers: int  # threads in all
-    stretch: Stretch | None = None  # a stage that is slowed down, to see what follows
+    stretch: Slowdown | None = None  # a stage that is slowed down, to see what follows
 
 
 class Assembly:
     """The stages of a recipe, ready to run, and the pools they will run in, for one share of it. Raises ConfigError."""
 
-    def __init__(self, recipe: Recipe, share: Share = WHOLE) -> None:
+    def __init__(self, recipe: Recipe, shard: Shard = WHOLE) -> None:
         self._recipe = recipe
-        self._share = share
-        self._ahead = _read_ahead(recipe, share)
+        self._shard = shard
+        self._ahead = _read_ahead(recipe, shard)
         self._compiler = Compiler(
             recipe.config, recipe.source, self._ahead or recipe.connector, num_workers=recipe.num_workers
         )
         self.stages = self._compiler.stages()
         if recipe.stretch is not None:
-            from loaderkit.prefetch.stretch import stretched  # only the profiler's experiments have one
+            from loaderkit.stages.slowed import stretched  # only the profiler's experiments have one
 
             self.stages = [stretched(stage, recipe.stretch) for stage in self.stages]
         self.pools = [
-            replace(pool, num_workers=share.num_workers(pool.num_workers))
+            replace(pool, num_workers=shard.num_workers(pool.num_workers))
             for pool in plan_pools(self.stages, recipe.num_workers)
         ]
 
@@ -84,7 +85,7 @@ class Assembly:
         return self._compiler.needs_torch
 
     @property
-    def lane(self) -> Lane | None:
+    def lane(self) -> TransferStream | None:
         """The stream on which batches are copied, if that is to CUDA."""
         return self._compiler.lane
 
@@ -113,13 +114,13 @@ class Assembly:
             num_epochs=config.order.epochs,
             probe=self._compiler.run_sample_stages,
             specs_of=self._compiler.specs_of,
-            num_batches=self._share.num_batches(config.prefetch.first_batches),
-            memory_bytes=self._share.num_bytes(config.prefetch.memory),
+            num_batches=self._shard.num_batches(config.prefetch.first_batches),
+            memory_bytes=self._shard.num_bytes(config.prefetch.memory),
             pinned_for=self.device,
             whole_chunks=self._compiler.graph is not None,
             allocate=allocate,
             on_seek=self._ahead.seek if self._ahead is not None else None,
-            share=self._share,
+            shard=self._shard,
             run=None if lane is None else lane.run,
             names_samples=self._names_samples(),
             gives_tensors=allocate is None or self._compiler.changes_batches,
@@ -172,13 +173,13 @@ class Assembly:
         return [
             {
                 "stages": [self.stages[n].name for n in pool.stages],
-                "workers": self._share.of * pool.num_workers,
+                "workers": self._shard.of * pool.num_workers,
             }
             for pool in self.pools
         ]
 
 
-def _read_ahead(recipe: Recipe, share: Share) -> AheadConnector | None:
+def _read_ahead(recipe: Recipe, shard: Shard) -> AheadConnector | None:
     """What reads a slow store ahead of the stages; None for others, and where no thread may."""
     config, source, connector = recipe.config, recipe.source, recipe.connector
     args = config.source
@@ -189,20 +190,20 @@ def _read_ahead(recipe: Recipe, share: Share) -> AheadConnector | None:
     bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
     forecast = Forecast(
-        source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds, share=share
+        source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds, shard=shard
     )
     return AheadConnector(
         connector,
         forecast.pieces,
-        memory_bytes=share.num_bytes(args.read_ahead.memory),
-        num_requests=share.num_workers(args.read_ahead.requests),
+        memory_bytes=shard.num_bytes(args.read_ahead.memory),
+        num_requests=shard.num_workers(args.read_ahead.requests),
         # Far enough for the next window of blocks, or for some seconds of small files; never much of the epoch after this.
         num_samples=min(_NUM_AHEAD + 2 * forecast.window, len(source) // recipe.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * recipe.schedule.batch_size,
     )
 
 
-def order_of(config: PipelineConfig, source: Source) -> Order:
+def order_of(config: PipelineConfig, source: Source) -> SamplePermutation:
     """Which sample comes at which position, as described."""
     order = config.order
     if order.shuffle == "global":
@@ -253,7 +254,7 @@ class RemoteEngine:
             return cls(replace(recipe, source=None), len(recipe.source))  # type: ignore[arg-type]
         return cls(recipe)
 
-    def __call__(self, allocate: Callable[[int], Bytes], share: Share) -> ThreadEngine:
+    def __call__(self, allocate: Callable[[int], Bytes], shard: Shard) -> ThreadEngine:
         recipe = self.recipe
         if self.num_items is not None:
             args = recipe.config.source
@@ -265,4 +266,4 @@ class RemoteEngine:
                     "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
                 )
             recipe = replace(recipe, source=source)
-        return Assembly(recipe, share).make_threads(time.perf_counter, allocate)
+        return Assembly(recipe, shard).make_threads(time.perf_counter, allocate)

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loaderkit.config import PipelineConfig
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.units import parse_bytes
+from loaderkit.engine.autotune.tuner import TunedSetting, Tuner
+from loaderkit.engine.contracts import Executor
+from loaderkit.engine.metrics.snapshot import Stats
 from loaderkit.errors import ClosedError, ConfigError
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.tuner import Knob, Tuner
-from loaderkit.schema import parse_bytes
+from loaderkit.pipeline.config.model import PipelineConfig
 
 logger = logging.getLogger("loaderkit")
 
 
-class Sizes:
+class LiveSettings:
     """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats.
 
     One lock orders what a user, the tuner and a new engine want; it is held while the engine does it. `tuning` needs none.
@@ -169,9 +169,12 @@ def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
     if config.prefetch.concurrency == "auto":
         fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
         own = [pool for pool in tuning["pools"] if fixed.isdisjoint(pool["stages"]) and "process" not in pool]
-        knobs = [Knob(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"], unit=unit) for p in own]
+        knobs = [
+            TunedSetting(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"], unit=unit)
+            for p in own
+        ]
     if config.prefetch.batches == "auto":
-        knobs.append(Knob("batches", (), tuning["batches"], unit=unit))
+        knobs.append(TunedSetting("batches", (), tuning["batches"], unit=unit))
     return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
 
 

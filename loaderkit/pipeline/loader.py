@@ -13,24 +13,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from loaderkit.builder import Parts, make_parts
-from loaderkit.config import PipelineConfig
+from loaderkit.connectors.base import Connector
+from loaderkit.engine.contracts import Executor
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.trace import TraceRecorder
+from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
-from loaderkit.order import State
-from loaderkit.parsing import load_yaml, parse
-from loaderkit.pipeline import Pipeline
-from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.monitor import Monitor, Series
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.tape import Recording
-from loaderkit.quarantine import BadSamples
-from loaderkit.sizes import Sizes, make_tuner
-from loaderkit.sources.checkpoint import CheckpointArgs
-from loaderkit.types import Connector
+from loaderkit.pipeline.bad_samples import BadSamples
+from loaderkit.pipeline.build import Parts, make_parts
+from loaderkit.pipeline.config.builder import Pipeline
+from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.parsing import load_yaml, parse
+from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
+from loaderkit.sampling.state import State
 
 if TYPE_CHECKING:
     from loaderkit.profile.recording import Profile, Subject
-    from loaderkit.profile.steps import StepLog
+    from loaderkit.profile.step_log import StepLog
 
 
 def build(
@@ -49,14 +49,14 @@ def build(
     directory. `connectors` gives a connector for a URL scheme, such as {"memory": MemoryConnector(...)}.
 
     With `source.kind: checkpoint` it yields (name, tensor) instead of batches, has `values` and `stats`, and no epochs: see
-    `loaderkit.checkpoint.loading.TensorLoader`.
+    `loaderkit.pipeline.tensor_loader.TensorLoader`.
 
     The source is listed here, so that `len()` and `classes` are known; no thread runs before `start()` or the first
     `next()`. Raises ConfigError, SourceError, ConnectorError, FormatError.
     """
     config = to_config(pipeline, overrides)
     if isinstance(config.source, CheckpointArgs):
-        from loaderkit.checkpoint.loading import TensorLoader  # the one case that has no batches
+        from loaderkit.pipeline.tensor_loader import TensorLoader  # the one case that has no batches
 
         return cast(Loader, TensorLoader(config, connectors or {}, clock))
     parts = make_parts(config, rank=rank, world_size=world_size, connectors=connectors or {}, clock=clock)
@@ -96,12 +96,12 @@ class Loader:
         self._iteration = 0
         self._run = 0
         self._bad = BadSamples(parts.config.errors)
-        self._sizes = Sizes(parts.tuning, make_tuner(parts.config, parts.tuning))
+        self._sizes = LiveSettings(parts.tuning, make_tuner(parts.config, parts.tuning))
         self._series = Series()
         self._monitor: Monitor | None = None
         self._stopping = threading.Lock()
         self._steps: StepLog | None = None  # of the profile that is under way
-        self._recordings: list[Recording] | None = None  # of engines that have ended; None: nothing is recorded
+        self._recordings: list[TraceRecorder] | None = None  # of engines that have ended; None: nothing is recorded
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -109,7 +109,7 @@ class Loader:
         """One epoch: what is left of the one that was resumed, else the next one. Ends an earlier iteration."""
         self._check_open()
         if self._steps is not None:
-            self._steps.turns()
+            self._steps.probe()
         epoch, position = self._next
         self._iteration += 1
         self._next = (epoch + 1, 0)
@@ -164,20 +164,20 @@ class Loader:
         """The next batch of the current epoch. After an error nothing is left running."""
         engine = self._running_engine(self._epoch, self._position)
         try:
-            destination = engine.next()
-            self._bad.note(destination)
-            if destination.error is not None:
-                raise destination.error
+            work_item = engine.next()
+            self._bad.note(work_item)
+            if work_item.error is not None:
+                raise work_item.error
             if self._parts.lane is not None:
-                self._parts.lane.hand_over(destination.result)
-            batch = self._output(destination.result)
+                self._parts.lane.hand_over(work_item.result)
+            batch = self._output(work_item.result)
         except Exception as error:
             self._stop_engine(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
             raise
         except BaseException:  # Ctrl-C: end at once, do not wait for a stage that hangs
             self._stop_engine(join_s=1.0)
             raise
-        self._position = destination.end
+        self._position = work_item.end
         self._stands = (self._epoch, self._position)
         return batch
 
@@ -346,7 +346,7 @@ class Loader:
         if self._engine is not None:
             self._engine.record()
 
-    def _recorded(self) -> list[Recording]:
+    def _recorded(self) -> list[TraceRecorder]:
         found, self._recordings = self._recordings or [], None
         return found if self._engine is None else [*found, self._engine.recorded()]
 

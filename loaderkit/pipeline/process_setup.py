@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from loaderkit.assembly import Assembly, Recipe, RemoteEngine, split_recipe
+from loaderkit.engine.contracts import Executor
+from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.process.executor import ProcessEngine
+from loaderkit.engine.process.messages import pack
+from loaderkit.engine.process.worker_process import WorkerSpec
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch.accounts import Clock
-from loaderkit.prefetch.executor import Executor
-from loaderkit.prefetch.process import ProcessEngine
-from loaderkit.prefetch.remote import Job
-from loaderkit.prefetch.share import Share
-from loaderkit.prefetch.wire import pack
+from loaderkit.pipeline.engine_factory import Assembly, Recipe, RemoteEngine, split_recipe
+from loaderkit.sampling.shard import Shard
 from loaderkit.sources.dataset import DatasetArgs
 from loaderkit.stages.call import CallArgs
 
@@ -31,16 +31,18 @@ def in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[di
             f"make a batch each at a time: allow at least {prefetch.processes} batches"
         )
     ahead, late_stages = split_recipe(recipe, whole)
-    assembly = Assembly(ahead, Share(of=prefetch.processes))
+    assembly = Assembly(ahead, Shard(of=prefetch.processes))
     remote = RemoteEngine.of(ahead)
     _check_sendable(remote)
     pools = assembly.described_pools()
     if late_stages:
         late = [stage.name for stage in late_stages]
         pools.append({"stages": late, "workers": prefetch.processes, "process": "trainer"})
-    job = Job(
+    job = WorkerSpec(
         remote,
-        preload=["torch", "loaderkit.assembly"] if assembly.needs_torch else ["loaderkit.assembly"],
+        preload=["torch", "loaderkit.pipeline.engine_factory"]
+        if assembly.needs_torch
+        else ["loaderkit.pipeline.engine_factory"],
         rows=assembly.rows(),
         pools=[pool["stages"] for pool in assembly.described_pools()],
         num_batches=prefetch.first_batches,

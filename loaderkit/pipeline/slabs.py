@@ -10,22 +10,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaderkit.kernels import num_bytes_of, type_in_numpy
-from loaderkit.lazily import torch
-from loaderkit.prefetch.share import WHOLE, Share
-from loaderkit.schema import say_bytes
-from loaderkit.slots import Slots
+from loaderkit._internal.dtypes import num_bytes_of, type_in_numpy
+from loaderkit._internal.lazily import torch
+from loaderkit._internal.units import say_bytes
+from loaderkit.engine.process.leases import Lease
+from loaderkit.engine.slots import Slots
+from loaderkit.engine.work import Bytes, FieldSpec
+from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
-from loaderkit.types import FieldSpec
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ALIGNMENT = 64
 logger = logging.getLogger("loaderkit")
 
@@ -60,23 +59,6 @@ class Slab(NamedTuple):
     fields: list[tuple[str, dict[str, Any], tuple[int, ...], str]]
 
 
-class Lease:
-    """Keeps a slab out of the pool while it lives: the base of every array made over the slab.
-
-    What its end calls is a slot, filled with a function written in C. A `__del__` in Python would be a place for Ctrl-C to
-    arrive in: it would be printed, ignored, and the slab lost.
-    """
-
-    __slots__ = ("__array_interface__", "__del__", "__weakref__")
-
-    def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
-        """`token` goes to `returned` in the end; it, or `returned`, keeps the memory. `interface` is the `__array_interface__`
-        of what is to lie over it, made once, since that takes NumPy longer than a lease; another may be put in its place."""
-        # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
-        self.__del__ = partial(returned.put, token)
-        self.__array_interface__ = interface
-
-
 class SlabPool:
     """Slabs of one layout. `take` is called under the engine's lock; leases may end anywhere."""
 
@@ -87,7 +69,7 @@ class SlabPool:
         num_kept: int,
         pinned_for: torch.device | None = None,
         allocate: Callable[[int], Bytes] | None = None,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
     ) -> None:
         self.layout = layout
         self.num_allocated = 0
@@ -95,8 +77,8 @@ class SlabPool:
         self._pinned_for = pinned_for
         self._allocate_memory = allocate
         self._free: SimpleQueue[Slab] = SimpleQueue()
-        self._share = share
-        self._is_warned = share.number > 0  # one of them speaks for all
+        self._shard = shard
+        self._is_warned = shard.number > 0  # one of them speaks for all
 
     @property
     def num_live(self) -> int:
@@ -126,7 +108,7 @@ class SlabPool:
             self._is_warned = True
             logger.warning(
                 "%d delivered batches are still referenced, each keeping %s alive: copy what you keep, or drop the batches",
-                self._share.of * (self.num_live + 1 - self.num_kept),
+                self._shard.of * (self.num_live + 1 - self.num_kept),
                 say_bytes(self.layout.num_bytes),
             )
         memory = self._new_memory(self.layout.num_bytes)

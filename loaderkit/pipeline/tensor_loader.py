@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling
-from loaderkit.checkpoint.records import Stored
-from loaderkit.checkpoint.restoring import Source, opened, parse_device
-from loaderkit.checkpoint.wanting import choose
-from loaderkit.config import PipelineConfig
+from loaderkit.checkpoint.contents import TensorEntry
+from loaderkit.checkpoint.restore.api import OpenCheckpoint, opened, parse_device
+from loaderkit.checkpoint.restore.requests import choose
+from loaderkit.checkpoint.transfer.session import TransferSession
+from loaderkit.connectors.base import Connector
+from loaderkit.engine.metrics.snapshot import Stats, blank
+from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError
-from loaderkit.prefetch.accounts import Clock
-from loaderkit.prefetch.stats import Stats, blank
-from loaderkit.sources.checkpoint import CheckpointArgs
+from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
+from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.stages.transfer import TransferArgs
-from loaderkit.types import Connector
 
 
 class TensorLoader:
@@ -39,13 +39,13 @@ class TensorLoader:
         self.config = config
         self._args = args
         self._clock = clock
-        self._filling: Filling | None = None
+        self._filling: TransferSession | None = None
         self._last: Stats | None = None
         self._run = 0
         moves = [stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)]
         self._device = (parse_device(moves[0].device) if moves else None) or torch.device("cpu")
         self._stack = ExitStack()
-        self.source: Source = self._stack.enter_context(
+        self.source: OpenCheckpoint = self._stack.enter_context(
             opened(args.url, connectors, config.prefetch.memory, args.verify)
         )
         self._is_closed = False
@@ -62,7 +62,7 @@ class TensorLoader:
         return len(self._names)
 
     @property
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[TensorEntry]:
         """Where they lie."""
         return [self.source.found.tensors[name] for name in self._names]
 
@@ -70,7 +70,7 @@ class TensorLoader:
         """All of them, from the first; ends an earlier iteration."""
         return self._tensors(self.fill())
 
-    def fill(self) -> Filling:
+    def fill(self) -> TransferSession:
         """Begin an iteration: what gives the tensors as they come, several at a time. This loader closes it."""
         self._check_open()
         self._stop()
@@ -88,7 +88,7 @@ class TensorLoader:
         )
         return filling
 
-    def _tensors(self, filling: Filling) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, filling: TransferSession) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for given in filling:
                 while given:

@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from loaderkit.about import __version__
-from loaderkit.config import PipelineConfig
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.version import __version__
+from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import ConfigError
-from loaderkit.order import Schedule
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.stalls import START
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.turns import Trial
-from loaderkit.profile.model import (
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.profile.report import (
     FirstBatch,
     Machine,
     PassMark,
@@ -34,9 +33,10 @@ from loaderkit.profile.model import (
     Steps,
     Utilisation,
 )
-from loaderkit.profile.patch import patch_of, verdict_part
-from loaderkit.profile.steps import StepLog
-from loaderkit.types import Source
+from loaderkit.profile.settings_patch import patch_of, verdict_part
+from loaderkit.profile.step_log import StepLog
+from loaderkit.sampling.schedule import BatchSampler
+from loaderkit.sources.base import Source
 
 _NUM_SLOWEST = 10
 _NUM_STEADY = 8  # batches after the first one from which on the verdict is on those alone
@@ -46,13 +46,13 @@ PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: Cosm
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportFacts:
     """What a report is made of."""
 
     config: PipelineConfig
     config_now: PipelineConfig  # with the sizes that were found
     source: Source
-    schedule: Schedule
+    schedule: BatchSampler
     begin: Stats
     first: Stats | None  # right after the first batch
     end: Stats
@@ -65,7 +65,7 @@ class Facts:
     others_cpus: float | None
 
 
-def make_report(facts: Facts) -> Report:
+def make_report(facts: ReportFacts) -> Report:
     """The report on a block. An error or Ctrl-C may have ended the run in it: then it is on what came after that."""
     log, end = facts.log, facts.end
     loop_s = max(log.compute_s + log.next_s, 1e-9)
@@ -170,7 +170,7 @@ def utilisation(log: StepLog) -> Utilisation | None:
     return Utilisation(percent=percent, marks=marks)
 
 
-def first_batch(facts: Facts) -> FirstBatch | None:
+def first_batch(facts: ReportFacts) -> FirstBatch | None:
     """Where the time until the first batch went, if it came within the block."""
     first, wait_s = facts.first, facts.log.first_wait_s
     if first is None or wait_s is None or facts.begin.num_batches:
@@ -198,7 +198,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
     rows = []
     for row in passed.stages:
         pool = pools.get(row.name, 0)
-        trial = passed.trials.get(first_of.get(pool, row.name), Trial())
+        trial = passed.trials.get(first_of.get(pool, row.name), ContentionResult())
         waiting_s = max(0.0, row.busy_s - row.cpu_s - row.delayed_s)
         gil_s = waiting_s if trial.holds_gil and row.kind not in ("read", "transfer") else 0.0
         queued = [point["queued"][row.name] for point in series if row.name in point["queued"]]

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from loaderkit.prefetch.case import say_seconds
-from loaderkit.profile.model import ComparedFigure, Comparison, Outcome, Report, Step
-from loaderkit.profile.noise import LEAST_STEPS, Difference, against, steady
+from loaderkit._internal.units import say_seconds
+from loaderkit.profile.report import ComparedFigure, Comparison, Outcome, Report, Step
+from loaderkit.profile.statistics import LEAST_STEPS, Difference, against, steady
 
 METHOD = (
     "Steps behind the warm-up in 20 windows, and in 5; Welch's t interval of 95 % of the difference of their means, "

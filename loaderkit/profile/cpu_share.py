@@ -6,7 +6,7 @@ import os
 import time
 from typing import NamedTuple
 
-from loaderkit.prefetch.cpus import num_cpus
+from loaderkit._internal.cgroups import num_cpus
 
 
 class CpuTimes(NamedTuple):

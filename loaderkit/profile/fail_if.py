@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from loaderkit.problems import nearest
-from loaderkit.profile.model import Report
-from loaderkit.schema import parse_seconds
+from loaderkit._internal.units import parse_seconds
+from loaderkit.pipeline.config.diagnostics import nearest
+from loaderkit.profile.report import Report
 
 _BEFORE = "the first batch came before, or was the only one"
 _FORM = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|<|>)\s*(\S+(?:\s+\S+)*?)\s*")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from loaderkit.prefetch.case import say_seconds
-from loaderkit.profile.model import SCHEMA_VERSION, Part, Report, Step, VerdictPart
-from loaderkit.profile.noise import LEAST_STEPS, NUM_WINDOWS, paired, windows
+from loaderkit._internal.units import say_seconds
+from loaderkit.profile.report import SCHEMA_VERSION, Part, Report, Step, VerdictPart
+from loaderkit.profile.statistics import LEAST_STEPS, NUM_WINDOWS, paired, windows
 
 _LEAST_SHARE = 0.02  # of a step: what is less is not worth a word
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from loaderkit.ranges import bulk_method
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.ranges import bulk_method
 
 
-class Bare(NamedTuple):
+class RawRead(NamedTuple):
     """Bytes read, and in how many seconds."""
 
     num_bytes: int
@@ -31,10 +31,10 @@ def read_bare(
     part_bytes: int,
     most_s: float,
     around: bool = False,
-) -> Bare:
+) -> RawRead:
     """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most; `around`: past the
     page cache, if the connector can. Ctrl-C waits for reads that are under way. Raises ConnectorError."""
-    read_into = (bulk_method(connector, "read_around") if around else None) or connector.read_into
+    read_into = (bulk_method(connector, "read_direct") if around else None) or connector.read_into
     parts = [
         (key, start, min(part_bytes, size - start))
         for key, size in sizes.items()
@@ -79,4 +79,4 @@ def read_bare(
         raise
     if errors:
         raise errors[0]
-    return Bare(sum(counts), time.perf_counter() - begin_s)
+    return RawRead(sum(counts), time.perf_counter() - begin_s)

@@ -14,16 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from loaderkit.config import PipelineConfig
-from loaderkit.order import Schedule
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.tape import Recording
-from loaderkit.profile.attribute import Facts, make_report
-from loaderkit.profile.model import Report
-from loaderkit.profile.others import CpuTimes, cpu_times, others_cpus
-from loaderkit.profile.steps import StepLog
-from loaderkit.textfiles import write_atomically
-from loaderkit.types import Source
+from loaderkit._internal.atomic_file import write_atomically
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.trace import TraceRecorder
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.profile.build import ReportFacts, make_report
+from loaderkit.profile.cpu_share import CpuTimes, cpu_times, others_cpus
+from loaderkit.profile.report import Report
+from loaderkit.profile.step_log import StepLog
+from loaderkit.sampling.schedule import BatchSampler
+from loaderkit.sources.base import Source
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Subject:
     series: Callable[[], list[dict[str, Any]]]
     watch: Callable[[StepLog | None], None]
     record: Callable[[], None]  # what workers do is kept from now on
-    recorded: Callable[[], list[Recording]]
+    recorded: Callable[[], list[TraceRecorder]]
     source: Source
-    schedule: Schedule
+    schedule: BatchSampler
     list_s: float
     index_s: float
 
@@ -68,7 +68,7 @@ class Profile:
     def __init__(self, subject: Subject, import_s: float | None = None, *, trace: bool = False) -> None:
         self._subject = subject
         self._is_traced = trace
-        self._recordings: list[Recording] = []
+        self._recordings: list[TraceRecorder] = []
         self._import_s = import_s
         self._begin: Stats | None = None
         self._log: FirstBatchLog | None = None
@@ -108,7 +108,7 @@ class Profile:
         if end.tuning.get("executor") == "process" and end.run == begin.run:
             own_s = end.host.cpu_s - begin.host.cpu_s
         return make_report(
-            Facts(
+            ReportFacts(
                 config=subject.config,
                 config_now=subject.config_now(),
                 source=subject.source,
@@ -146,7 +146,7 @@ class Profile:
 
     def trace_json(self) -> str:
         """The trace that `save_trace` writes."""
-        from loaderkit.profile.tracefile import to_json
+        from loaderkit.profile.render.trace_file import to_json
 
         report = self.result
         if not self._is_traced:
@@ -161,6 +161,6 @@ class Profile:
 
     def __str__(self) -> str:
         """For people: the report as text of 80 columns, without colour."""
-        from loaderkit.profile.terminal import to_text
+        from loaderkit.profile.render.terminal import to_text
 
         return "the report is made when the block is over" if self._result is None else to_text(self._result)

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from loaderkit.checkpoint.bare import Bare, read_bare
-from loaderkit.checkpoint.filling import Filling
-from loaderkit.checkpoint.loading import TensorLoader
-from loaderkit.config import PipelineConfig
+from loaderkit.checkpoint.transfer.session import TransferSession
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.page_cache import cached_share, evict, parts_of
+from loaderkit.engine.metrics.snapshot import Stats
 from loaderkit.errors import ConfigError
-from loaderkit.page_cache import cached_share, evict, parts_of
-from loaderkit.prefetch.stats import Stats
-from loaderkit.profile.attribute import machine
-from loaderkit.profile.model import SCHEMA_VERSION, Machine, Part
-from loaderkit.types import Connector
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.tensor_loader import TensorLoader
+from loaderkit.profile.build import machine
+from loaderkit.profile.raw_read_baseline import RawRead, read_bare
+from loaderkit.profile.report import SCHEMA_VERSION, Machine, Part
 
 _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
@@ -186,9 +186,9 @@ def _where(share: float) -> str:
 def _report(  # noqa: PLR0917
     config: PipelineConfig,
     loader: TensorLoader,
-    filling: Filling,
+    filling: TransferSession,
     stats: Stats,
-    bare: Bare | None,
+    bare: RawRead | None,
     note: str,
     found: dict[str, Any],
 ) -> RestoreReport:
@@ -289,7 +289,9 @@ def _inside(connector: Connector) -> Connector | None:
     return getattr(connector, "inner", None) or getattr(connector, "_inner", None)
 
 
-def _rows(filling: Filling, connector: Connector, watched: Mapping[str, tuple[float, float]]) -> list[ObjectRow]:
+def _rows(
+    filling: TransferSession, connector: Connector, watched: Mapping[str, tuple[float, float]]
+) -> list[ObjectRow]:
     rows = []
     for key, totals in list(filling.totals.objects.items()):  # at once: a read that hangs may come back
         name = connector.describe(key)

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from loaderkit.config import PipelineConfig
-from loaderkit.prefetch.case import Case
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.verdict import Verdict
-from loaderkit.profile.model import Setting, VerdictPart
-from loaderkit.schema import format_bytes
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.units import format_bytes
+from loaderkit.engine.metrics.bottleneck import Verdict
+from loaderkit.engine.metrics.interval import Interval
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.profile.report import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
 _PAGE = 2**20
@@ -37,23 +37,23 @@ def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
 def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
     """What to set; empty where the change is none of a setting."""
     make = _CHANGES.get(verdict.kind)
-    return [] if make is None else make(Case.of(stats), verdict, config)
+    return [] if make is None else make(Interval.of(stats), verdict, config)
 
 
-def _deeper(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _deeper(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     return [_set(config, "prefetch.batches", 2 * case.num_wanted)]
 
 
-def _more_memory(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _more_memory(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     wanted = case.num_wanted * int(case.stats.memory.get("batch_bytes", 0))
     return [_set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))]
 
 
-def _other_process(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _other_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
 
 
-def _more_at_once(case: Case, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _more_at_once(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     if case.is_self_served:  # by workers it would take longer
         return []
     if case.is_inline:
@@ -63,7 +63,7 @@ def _more_at_once(case: Case, verdict: Verdict, config: PipelineConfig) -> list[
     return _more_workers(case, verdict.stage, config)
 
 
-_CHANGES: Mapping[str, Callable[[Case, Verdict, PipelineConfig], list[Setting]]] = {
+_CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Setting]]] = {
     "latency": _more_at_once,
     "waiting": _more_at_once,
     "computing": _more_at_once,
@@ -75,7 +75,7 @@ _CHANGES: Mapping[str, Callable[[Case, Verdict, PipelineConfig], list[Setting]]]
 }
 
 
-def _more_workers(case: Case, stage: str, config: PipelineConfig) -> list[Setting]:
+def _more_workers(case: Interval, stage: str, config: PipelineConfig) -> list[Setting]:
     pool = next((pool for pool in case.pools if any(row.name == stage for row in pool.rows)), None)
     if pool is None or pool.is_in_trainer:
         return []

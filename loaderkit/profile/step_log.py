@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 
-from loaderkit.prefetch.accounts import Histogram
+from loaderkit.engine.metrics.worker_clock import Histogram
 
 _MOST_STEPS = 2048
 
@@ -65,14 +65,14 @@ class StepLog:
         self.next_s += self._pass()
         self._count(0.0)
 
-    def turns(self) -> None:
+    def probe(self) -> None:
         """The loop begins another pass over the data, whatever became of the last one."""
         self.outside_s += self._pass()
         self._is_computing = False
 
     def close(self) -> None:
         """Nothing more is noted."""
-        self.turns()
+        self.probe()
         self.end_s = self._mark_s
 
     def kept(self) -> list[tuple[float, float, float]]:

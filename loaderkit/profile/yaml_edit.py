@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from loaderkit.errors import ConfigError
-from loaderkit.parsing import parse
-from loaderkit.profile.model import Setting
+from loaderkit.pipeline.config.parsing import parse
+from loaderkit.profile.report import Setting
 
 
 def edited(text: str, settings: Sequence[Setting]) -> str:

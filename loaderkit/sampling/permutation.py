@@ -1,74 +1,18 @@
-"""Arithmetic that stands in for lists and generators: keyed bijections and keyed random numbers.
-
-Both are pure functions of integers, vectorised with NumPy, and need no memory of what came before. Changing any constant
-here changes the order of every data set and the augmentation of every sample, and so breaks saved states: the test
-vectors in `tests/test_keyed.py` are frozen.
-"""
+"""A permutation of n numbers that is computed, not stored."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.native import kernels
+from loaderkit.sampling.random import GOLDEN, MASK, MIX_1, MIX_2, U64, mix
 
-U64 = NDArray[np.uint64]
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
 # 8 rounds are enough for large sets, but leave permutations of 5 elements visibly uneven (chi-square 28 standard
 # deviations off over 20,000 keys; 12 rounds 3, 16 rounds none). At 16 rounds a block of 16k positions runs at 10 M/s.
 _NUM_ROUNDS = 16
-_TWO_POW_MINUS_53 = 2.0**-53
-
-
-def key_of(*parts: int | str) -> int:
-    """A 64-bit key from any integers and texts; the same on every machine and in every version of Python."""
-    assert all(type(part) in (int, str) for part in parts), "numbers that print differently would be other keys"
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"loaderkit")
-    return int.from_bytes(digest.digest(), "little")
-
-
-def mix(values: U64) -> U64:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), in place.
-
-    A bijection of 64-bit integers in which every output bit depends on every input bit.
-    """
-    values ^= values >> np.uint64(30)
-    values *= _MIX_1
-    values ^= values >> np.uint64(27)
-    values *= _MIX_2
-    values ^= values >> np.uint64(31)
-    return values
-
-
-def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1): float64 [len(indices), num_draws], row i a function of (key, indices[i]) alone.
-
-    Draw j of sample i is output j of SplitMix64 seeded with a mix of the key and i, so it does not matter in which order
-    or in what company samples are drawn.
-    """
-    if kernels is not None:
-        numbers = np.empty((len(indices), num_draws))
-        kernels.uniforms(key, np.ascontiguousarray(indices, np.int64), numbers)
-        return numbers
-    seeds = indices.astype(np.uint64)
-    seeds *= _GOLDEN
-    seeds += np.uint64(key)
-    mix(seeds)
-    counters = np.arange(1, num_draws + 1, dtype=np.uint64) * _GOLDEN
-    bits = mix(seeds[:, None] + counters[None, :])
-    return (bits >> np.uint64(11)).astype(np.float64) * _TWO_POW_MINUS_53
-
-
-def generator(key: int, index: int) -> np.random.Generator:
-    """NumPy's Philox generator for one sample: the same stream whenever and wherever the sample is processed."""
-    return np.random.Generator(np.random.Philox(key=np.array([key & _MASK, index & _MASK], np.uint64)))
 
 
 class Bijection:
@@ -101,7 +45,7 @@ class Bijection:
             values = values.copy()
             kernels.permute(values, *map(np.ascontiguousarray, (self._size, self._a, self._b, self._key)))
             return values.reshape(shape)
-        keys = [mix(np.array(self._key + np.uint64((r + 1) * int(_GOLDEN) & _MASK))) for r in range(_NUM_ROUNDS)]
+        keys = [mix(np.array(self._key + np.uint64((r + 1) * int(GOLDEN) & MASK))) for r in range(_NUM_ROUNDS)]
         values = self._permute(values, slice(None), keys)
         outside = np.flatnonzero(values >= self._size)
         while outside.size:
@@ -130,13 +74,13 @@ class Bijection:
 def _scale(values: NDArray[np.int64], key: U64, below: NDArray[np.int64]) -> NDArray[np.int64]:
     """A keyed hash of `values`, spread over [0, below): the hash's upper half times `below`, shifted back (Lemire 2019)."""
     mixed = values.astype(np.uint64)
-    mixed *= _GOLDEN
+    mixed *= GOLDEN
     mixed ^= key
     # One multiplication less than `mix`: the rounds do the rest, and this is the hot loop of the order.
     mixed ^= mixed >> np.uint64(32)
-    mixed *= _MIX_1
+    mixed *= MIX_1
     mixed ^= mixed >> np.uint64(29)
-    mixed *= _MIX_2
+    mixed *= MIX_2
     mixed >>= np.uint64(32)
     mixed *= below.astype(np.uint64)
     mixed >>= np.uint64(32)

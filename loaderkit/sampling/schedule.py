@@ -7,20 +7,18 @@ every world size, batch size, number of workers and restart, and a saved state i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.errors import StateError
-from loaderkit.keyed import Bijection, key_of, mix
-from loaderkit.unpickling import shown
+from loaderkit.sampling.permutation import Bijection
+from loaderkit.sampling.random import key_of, mix
 
 Int64 = NDArray[np.int64]
 
 
-class Order(Protocol):
+class SamplePermutation(Protocol):
     """A permutation of the samples for every epoch."""
 
     def indices(self, epoch: int, positions: Int64) -> Int64:
@@ -161,7 +159,7 @@ class _Layout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class BatchSampler:
     """Which positions of an epoch one rank's batches hold, from any global position on.
 
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
@@ -203,62 +201,3 @@ class Schedule:
             return epoch, self.position_after(position, num_batches)
         num_epochs, step = divmod(num_later, self.num_batches() or 1)
         return epoch + 1 + num_epochs, self.position_after(0, step)
-
-
-STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class State:
-    """Where training stands: `position` samples of `epoch` have been delivered, counted over all ranks."""
-
-    epoch: int
-    position: int
-    seed: int
-    fingerprint: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A dict of JSON values."""
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "position": self.position,
-            "seed": self.seed,
-            "fingerprint": dict(self.fingerprint),
-        }
-
-    @classmethod
-    def from_dict(cls, data: object) -> State:
-        """Raises `StateError` naming what is missing or malformed."""
-        if not isinstance(data, dict):
-            raise StateError(f"a loader's state is a dict made by state_dict(), not {type(data).__name__}")
-        if data.get("version") != STATE_VERSION:
-            raise StateError(
-                f"the state has version {shown(data.get('version'))}, this loaderkit reads version {STATE_VERSION}: "
-                "resume with the release that wrote it"
-            )
-        for name in ("epoch", "position", "seed"):
-            value = data.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or not (name == "seed" or 0 <= value < 2**62):
-                raise StateError(f"the state's {name!r} is {shown(value)}, expected a whole number")
-        fingerprint = data.get("fingerprint")
-        if not isinstance(fingerprint, dict) or any(type(part) is not str for part in chain(*fingerprint.items())):
-            raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
-        return cls(data["epoch"], data["position"], data["seed"], fingerprint)
-
-    def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
-        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""
-        differences = [
-            f"{part}: the state has {self.fingerprint.get(part, 'nothing')}, this loader {fingerprint.get(part, 'nothing')}"
-            for part in sorted({*self.fingerprint, *fingerprint})
-            if self.fingerprint.get(part) != fingerprint.get(part)
-        ]
-        if self.seed != seed:
-            differences.append(f"seed: the state has {shown(self.seed)}, this loader {seed}")
-        if not differences and self.position > num_samples:
-            differences.append(f"position: the state has {self.position}, the data set only {num_samples} samples")
-        if differences:
-            raise StateError(
-                "this state belongs to another data set or pipeline, and going on from it would repeat or skip samples; "
-                "it differs in " + "; ".join(differences)
-            )

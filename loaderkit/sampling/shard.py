@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """Process `number` of `of`. It makes the batches number, number + of, ..., counted from where all were told to go on."""
 
     number: int = 0
@@ -28,5 +28,5 @@ class Share(NamedTuple):
         return -(-total // self.of)
 
 
-WHOLE = Share()
+WHOLE = Shard()
 """That of one process, or of none."""

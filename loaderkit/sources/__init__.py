@@ -1,1 +1,1 @@
-"""Which samples there are and where their bytes lie: one module a kind of source, all with `loaderkit.types.Source`."""
+"""Which samples there are, and where their bytes lie."""

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from loaderkit.catalog import numbered
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
-from loaderkit.formats.npy import NpyHeader, read_npy_header
-from loaderkit.stores import StoreArgs
-from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Records, Sample
+from loaderkit.sources.base import FieldRange, Records, Sample
+from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
+from loaderkit.sources.listing import numbered
 
 DType = Literal[
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
-from loaderkit.catalog import numbered
+from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.lazily import is_tensor
+from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
-from loaderkit.forks import ending_forks
-from loaderkit.kernels import type_of_all
-from loaderkit.lazily import is_tensor
-from loaderkit.schema import SourceArgs
-from loaderkit.types import FieldRange, Sample
+from loaderkit.native.values import type_of_all
+from loaderkit.sources.base import FieldRange, Sample
+from loaderkit.sources.listing import numbered
 
 
 class DatasetArgs(SourceArgs):

@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from loaderkit.catalog import Catalog, FieldMap, Fields, Include, Patterns, cut_blocks
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import SourceError
-from loaderkit.stores import StoreArgs
-from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
+from loaderkit.sources.base import FieldRange, Sample, Table
+from loaderkit.sources.fields import FieldMap, Fields, Include
+from loaderkit.sources.listing import Listing, cut_blocks
+from loaderkit.sources.patterns import Patterns
 
 _MAX_COUNTED = 10_000
 
@@ -59,8 +62,8 @@ class FilesSource:
         self._folders: dict[str, int] = {}
         self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), as they come
         folder_ids = array("q")
-        self._catalog = Catalog(self._chosen(folder_ids))
-        if not len(self._catalog):
+        self._listing = Listing(self._chosen(folder_ids))
+        if not len(self._listing):
             self._fail_empty()
         self.classes = None
         if args.label == "parent":
@@ -70,19 +73,19 @@ class FilesSource:
             self._labels = renumbered[np.array(folder_ids, np.int64)].astype(np.int32)
 
     def __len__(self) -> int:
-        return len(self._catalog)
+        return len(self._listing)
 
     def key(self, index: int) -> str:
         """The file's path relative to `url`."""
-        return self._catalog.keys[index]
+        return self._listing.keys[index]
 
     def origin(self, index: int) -> str:
         """The same: a file is its own origin."""
-        return self._catalog.keys[index]
+        return self._listing.keys[index]
 
     def ranges(self, index: int) -> list[FieldRange]:
         """The whole file, as the field its extension belongs to."""
-        info = self._catalog[index]
+        info = self._listing[index]
         field, extension = self._field_of(info.key)
         return [FieldRange(field, extension, ByteRange(info.key, 0, info.size, info.etag))]
 
@@ -90,14 +93,14 @@ class FilesSource:
         """The whole files, if all files have one extension."""
         if len(self._extensions) > 1:
             return None
-        sizes = self._catalog.sizes[indices].tolist()
-        etags: list[str | None] = [*self._catalog.etags.take(indices)]
+        sizes = self._listing.sizes[indices].tolist()
+        etags: list[str | None] = [*self._listing.etags.take(indices)]
         constants = {} if self.classes is None else {"label": self._labels[indices].tolist()}
         return Table(tuple(self._extensions), Ranges(self.keys(indices), [0] * len(sizes), sizes, etags), constants)
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several files."""
-        return self._catalog.keys.take(indices)
+        return self._listing.keys.take(indices)
 
     def constants(self, index: int) -> Sample:
         """{"label": class number} with `label: parent`, else nothing."""
@@ -105,12 +108,12 @@ class FilesSource:
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         """Runs of files of about `block_bytes` together: int64 [number of runs + 1]."""
-        return cut_blocks(self._catalog.sizes, block_bytes)
+        return cut_blocks(self._listing.sizes, block_bytes)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from keys, sizes and classes."""
-        found = blake2b(self._catalog.keys.digest(), digest_size=8)
-        found.update(self._catalog.sizes.astype("<i8").tobytes())
+        found = blake2b(self._listing.keys.digest(), digest_size=8)
+        found.update(self._listing.sizes.astype("<i8").tobytes())
         found.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
         return found.hexdigest()
 

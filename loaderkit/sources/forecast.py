@@ -15,10 +15,11 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.connectors.base import Ranges
+from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import SourceError
-from loaderkit.order import BlockOrder, Order, Schedule
-from loaderkit.ranges import Piece, Wanted, coalesce
-from loaderkit.types import Ranges, Source
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
+from loaderkit.sources.base import Source
 
 _MOST_SAMPLES = 4096  # looked at at a time
 _TOGETHER = 256  # consecutive samples among which neighbours are looked for
@@ -31,20 +32,20 @@ class Forecast:
     def __init__(
         self,
         source: Source,
-        order: Order,
-        schedule: Schedule,
+        order: SamplePermutation,
+        schedule: BatchSampler,
         *,
         num_epochs: int | None,
         bounds: NDArray[np.int64] | None = None,
-        share: tuple[int, int] = (0, 1),
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
-        """`bounds`: the first sample of every block and, last, their number, if `order` is a `BlockOrder`. `share`: of so many
+        """`bounds`: the first sample of every block and, last, their number, if `order` is a `BlockOrder`. `shard`: of so many
         processes which one this is; they make the batches in turns."""
         self._source = source
         self._order = order
         self._schedule = schedule
         self._num_epochs = num_epochs
-        self._number, self._of = share
+        self._number, self._of = shard
         self._bounds = bounds
         self._window = 0
         if isinstance(order, BlockOrder) and bounds is not None:
@@ -58,7 +59,7 @@ class Forecast:
         """About so many samples of the rank after a block's first comes its last; 0 if there are no blocks."""
         return self._window
 
-    def pieces(self, epoch: int, position: int) -> Iterator[Piece]:
+    def pieces(self, epoch: int, position: int) -> Iterator[RangeSlice]:
         """All pieces from global `position` of `epoch` on, by the sample that wants them first."""
         number = 0  # of samples before
         num_batches = 0  # before, those of the other processes included
@@ -94,8 +95,8 @@ class Forecast:
 
     def _of_samples(
         self, epoch: int, positions: NDArray[np.int64], indices: NDArray[np.int64], number: int
-    ) -> list[Piece]:
-        pieces: list[Piece] = []
+    ) -> list[RangeSlice]:
+        pieces: list[RangeSlice] = []
         rest = np.arange(len(indices), dtype=np.int64)
         if self._bounds is not None:
             blocks = np.searchsorted(self._bounds, indices, "right") - 1
@@ -121,12 +122,12 @@ class Forecast:
             self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
         return self._owned
 
-    def _of_blocks(self, blocks: NDArray[np.int64], places: NDArray[np.int64], number: int) -> list[Piece]:
+    def _of_blocks(self, blocks: NDArray[np.int64], places: NDArray[np.int64], number: int) -> list[RangeSlice]:
         """The blocks that these samples begin; those of which a sample came before are fetched already."""
         assert self._emitted is not None
         assert self._bounds is not None
         found, firsts = np.unique(blocks[places], return_index=True)
-        pieces: list[Piece] = []
+        pieces: list[RangeSlice] = []
         for block, first in zip(found.tolist(), firsts.tolist(), strict=True):
             if self._emitted[block]:
                 continue
@@ -137,12 +138,12 @@ class Forecast:
             pieces += [piece._replace(last=at + 2 * self._window) for piece in coalesce(inside, most_bytes=1 << 62)]
         return pieces
 
-    def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[Wanted]:
+    def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[RangeRequest]:
         """The ranges of samples that stand at `numbers` of the rank's order."""
         if self._record_bytes is not None:
             file, starts = self._source.file, self._source.starts(indices)  # type: ignore[attr-defined]
             return [
-                Wanted(file.key, start, self._record_bytes, file.etag, number)
+                RangeRequest(file.key, start, self._record_bytes, file.etag, number)
                 for start, number in zip(starts.tolist(), numbers, strict=True)
             ]
         table_of = getattr(self._source, "table", None)
@@ -151,12 +152,12 @@ class Forecast:
             ranges: Ranges = table.ranges
             num_fields = max(1, len(table.fields))
             owners = [number for number in numbers for _ in range(num_fields)]
-            return list(map(Wanted, ranges.keys, ranges.starts, ranges.lengths, ranges.etags, owners))
-        found: list[Wanted] = []
+            return list(map(RangeRequest, ranges.keys, ranges.starts, ranges.lengths, ranges.etags, owners))
+        found: list[RangeRequest] = []
         for index, number in zip(indices.tolist(), numbers, strict=True):
             try:
                 parts = self._source.ranges(index)
             except SourceError:  # it lacks a field, which `read` is going to say
                 continue
-            found += [Wanted(*part.range, number) for part in parts]
+            found += [RangeRequest(*part.range, number) for part in parts]
         return found

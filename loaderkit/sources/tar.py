@@ -19,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from loaderkit.catalog import FieldMap, Fields, Include, Patterns, StringTable, cut_blocks
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
-from loaderkit.formats.tar_index import TarIndex
 from loaderkit.native import kernels
-from loaderkit.stores import StoreArgs
-from loaderkit.types import ByteRange, Connector, FieldRange, ObjectInfo, Ranges, Sample, Table
+from loaderkit.sources.base import FieldRange, Sample, Table
+from loaderkit.sources.fields import FieldMap, Fields, Include
+from loaderkit.sources.formats.tar_index import TarIndex
+from loaderkit.sources.listing import StringTable, cut_blocks
+from loaderkit.sources.patterns import Patterns
 
 # WebDataset's own description of an archive, anywhere below a folder `__...__` or `__...` at the top.
 _META = re.compile(r"__[^/]*__($|/)")

@@ -13,12 +13,15 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from loaderkit.images import describe, to_tensor
-from loaderkit.kernels import all_have_dtype, stack, type_in_numpy, type_of_all, write_image
-from loaderkit.lazily import is_tensor, torch
-from loaderkit.schema import StageArgs
-from loaderkit.slots import Slots
-from loaderkit.types import Chunk, Encoded, FieldSpec, Image, Landed, Rendered, Sample
+from loaderkit._internal.dtypes import type_in_numpy
+from loaderkit._internal.lazily import is_tensor, torch
+from loaderkit.engine.slots import Slots
+from loaderkit.engine.work import Chunk, FieldSpec
+from loaderkit.native.values import all_have_dtype, type_of_all
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import Encoded, GpuDecoded, Image, InPlace, StageArgs
+from loaderkit.stages.kernels import stack, write_image
+from loaderkit.stages.values import describe, to_tensor
 
 
 class BatchArgs(StageArgs):
@@ -54,7 +57,7 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
         height, width, channels = value.pixels.shape
         dtype = "uint8" if value.mask or image_dtype is None else image_dtype
         return FieldSpec("slab", (channels, height, width), dtype, image=not value.mask, example_key=key)
-    if type(value) is Rendered:
+    if type(value) is GpuDecoded:
         tensor = value.tensor[0]
         return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)
     numbers = _numbers_in(value)
@@ -91,7 +94,7 @@ def as_tensor(value: Any) -> torch.Tensor:
         return value
     if type(value) is Image:
         return to_tensor(value)
-    if type(value) is Rendered:
+    if type(value) is GpuDecoded:
         return value.tensor[value.row]
     if isinstance(value, np.ndarray):
         if type_in_numpy(value.dtype.name) is None:
@@ -142,16 +145,16 @@ def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) ->
         channels, height, width = spec.shape
         return type_of_all(values) is Image and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
-        return _land_together(values, spec, chunk.destination.fields[name], chunk.lo)
+        return _land_together(values, spec, chunk.work_item.fields[name], chunk.lo)
     if spec.kind == "list" and type_of_all(values) is bytes:
-        chunk.destination.values[name][chunk.lo : chunk.hi] = values
+        chunk.work_item.values[name][chunk.lo : chunk.hi] = values
         return True
     return False
 
 
 def _keep(chunk: Chunk, name: str, spec: FieldSpec, failed: Callable[[Chunk, int, Exception], None]) -> None:
     """Values that lie in no slab: texts, bytes, tensors that differ in shape."""
-    values = chunk.destination.values[name]
+    values = chunk.work_item.values[name]
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
@@ -185,7 +188,7 @@ def _land_singly(
     spec: FieldSpec,
     failed: Callable[[Chunk, int, Exception], None],
 ) -> None:
-    slots = chunk.destination.fields[name]
+    slots = chunk.work_item.fields[name]
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
@@ -195,7 +198,7 @@ def _land_singly(
 
 
 def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
-    if type(value) is Landed:
+    if type(value) is InPlace:
         return
     if spec.image and type(value) is Image:
         height, width, channels = value.pixels.shape
@@ -298,7 +301,11 @@ def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
 def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
     """The value in memory of its own: what a stage reuses must not reach the user."""
     if spec.kind == "rendered":
-        if type(value) is not Rendered or value.tensor.shape[1:] != spec.shape or dtype_of(value.tensor) != spec.dtype:
+        if (
+            type(value) is not GpuDecoded
+            or value.tensor.shape[1:] != spec.shape
+            or dtype_of(value.tensor) != spec.dtype
+        ):
             raise ValueError(_misfit(value, name, spec))
         return value
     if spec.kind == "list":
@@ -317,7 +324,7 @@ def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
     return tensor.detach().clone()
 
 
-def put_together(rows: list[Rendered]) -> torch.Tensor:
+def put_together(rows: list[GpuDecoded]) -> torch.Tensor:
     """Rows as one tensor [n, ...]: the one they are all rows of, in order, or else a copy."""
     first = rows[0].tensor
     if len(first) == len(rows) and all(row.tensor is first and row.row == place for place, row in enumerate(rows)):

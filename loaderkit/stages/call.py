@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from pydantic import Field, field_serializer, field_validator
 
-from loaderkit.forks import ending_forks
-from loaderkit.images import as_image, to_tensor
-from loaderkit.lazily import is_tensor, torch
-from loaderkit.schema import Duration, StageArgs
-from loaderkit.types import Encoded, Image, Sample
+from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.lazily import is_tensor, torch
+from loaderkit._internal.settings import Duration
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import Encoded, Image, StageArgs
+from loaderkit.stages.values import as_image, to_tensor
 
 _KEY = "__key__"
 

@@ -6,13 +6,12 @@ Written bytes are the same on both ways, resized ones within a level.
 from __future__ import annotations
 
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.lazily import torch
+from loaderkit._internal.lazily import torch
 from loaderkit.native import kernels
 
 Pixels = NDArray[np.uint8]
@@ -21,39 +20,6 @@ Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
 _HAS_AVX2 = kernels is not None and kernels.resample([])
-
-
-def type_of_all(values: list[Any]) -> type | None:
-    """The type of all values; None where they are of several, or there are none."""
-    if kernels is not None:
-        found: type | None = kernels.shared(values)
-        return found
-    types = {*map(type, values)}
-    return types.pop() if len(types) == 1 else None
-
-
-def all_have_dtype(values: list[Any], dtype: Any) -> bool:
-    """Whether there are values, and all are tensors, or arrays, of this type."""
-    if kernels is not None:
-        found = kernels.shared(values, "dtype")
-        return found is not None and bool(found == dtype)  # None == np.dtype(np.float64), says NumPy
-    return {*map(attrgetter("dtype"), values)} == {dtype}
-
-
-_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-_SHARED_DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
-
-
-def type_in_numpy(dtype: str) -> np.dtype[Any] | None:
-    """NumPy's type of the numbers that torch calls so, which it calls the same; None for those it lacks."""
-    return np.dtype(dtype) if dtype in _SHARED_DTYPES else None
-
-
-def num_bytes_of(dtype: str) -> int:
-    """The bytes of one number of a type, by torch's name."""
-    known = type_in_numpy(dtype)
-    size: int = getattr(torch, dtype).itemsize if known is None else known.itemsize
-    return size
 
 
 @cache

@@ -15,21 +15,14 @@ from operator import getitem
 from time import perf_counter
 from typing import Any
 
+from loaderkit._internal.forks import ending_forks
+from loaderkit.connectors.base import Connector, Ranges
+from loaderkit.connectors.ranges import bulk_method
+from loaderkit.engine.work import Chunk
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
-from loaderkit.forks import ending_forks
 from loaderkit.native import kernels
-from loaderkit.ranges import bulk_method
-from loaderkit.schema import StageArgs
-from loaderkit.types import (
-    Chunk,
-    Connector,
-    Encoded,
-    FieldRange,
-    ItemSource,
-    Ranges,
-    Sample,
-    Source,
-)
+from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source
+from loaderkit.stages.base import Encoded, StageArgs
 
 
 class ReadArgs(StageArgs):
@@ -124,7 +117,7 @@ def read_ranges(
 
             pieces, errors = bring(chunk, ranges, extensions, owners)
             columns = {field: pieces[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
-            if as_bytes and not errors and chunk.destination.specs:
+            if as_bytes and not errors and chunk.work_item.specs:
                 chunk.columns = columns
             else:
                 chunk.samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -225,7 +218,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
                     failed(chunk, len(items), error)
                     items.append(None)
             chunk.place = None
-        if is_last and chunk.destination.specs and not chunk.failures:
+        if is_last and chunk.work_item.specs and not chunk.failures:
             with suppress(ValueError):  # said again for the sample it is true of
                 chunk.columns = source.columns(items)
         if chunk.columns is None:

@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from loaderkit._internal.forks import ending_forks
+from loaderkit.connectors.base import ByteRange, Connector
+from loaderkit.engine.slots import Slots
+from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConnectorError, FormatError
-from loaderkit.forks import ending_forks
-from loaderkit.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
-from loaderkit.slots import Slots
-from loaderkit.types import Bundle, ByteRange, Chunk, Connector, Encoded, FieldRange, Landed
+from loaderkit.sources.base import FieldRange
+from loaderkit.sources.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
+from loaderkit.stages.base import Encoded, FieldGroup, InPlace
 
 LEAST_BYTES = 512 * 1024
 """Smaller arrays go the ordinary way: for them the second read costs more than the copy it saves. From the page cache, straight
@@ -27,7 +30,7 @@ and ordinary, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 
 
 
 @dataclass(frozen=True)
-class Straight:
+class DirectRead:
     """Reads arrays into slots. `decoded`: the fields that `decode` turns into arrays, None: all; `touched`: those that
     other stages change before `batch`."""
 
@@ -35,7 +38,7 @@ class Straight:
     decoded: frozenset[str] | None
     touched: frozenset[str]
 
-    def fetch(self, chunk: Chunk, place: int, found: FieldRange) -> Landed | Bundle | None:
+    def fetch(self, chunk: Chunk, place: int, found: FieldRange) -> InPlace | FieldGroup | None:
         """Read one field of the sample at `place` of a chunk into its slot; None if it has to go the ordinary way.
 
         So it has whenever anything is wrong with it: then the error is the same for large arrays and small.
@@ -46,7 +49,7 @@ class Straight:
             kind not in ("npy", "npz")
             or not is_wanted
             or found.range.length < LEAST_BYTES
-            or not chunk.destination.fields
+            or not chunk.work_item.fields
         ):
             return None
         slot = chunk.lo + place
@@ -64,7 +67,7 @@ class Straight:
 
         return read
 
-    def _array(self, chunk: Chunk, slot: int, field: str, where: ByteRange, header: NpyHeader) -> Landed | None:
+    def _array(self, chunk: Chunk, slot: int, field: str, where: ByteRange, header: NpyHeader) -> InPlace | None:
         """Read the numbers of the array in the bytes `where`, if they are what the slot is for."""
         slots = self._slots(chunk, field)
         if slots is None or not _is_for(slots, header) or header.num_bytes < LEAST_BYTES:
@@ -73,9 +76,9 @@ class Straight:
             return None
         memory = slots.memory[slot * header.num_bytes : (slot + 1) * header.num_bytes]
         self._reader(where)(header.data_start, memory.data)
-        return Landed(header.num_bytes)
+        return InPlace(header.num_bytes)
 
-    def _archive(self, chunk: Chunk, slot: int, where: ByteRange) -> Bundle | None:
+    def _archive(self, chunk: Chunk, slot: int, where: ByteRange) -> FieldGroup | None:
         """Read the arrays of an .npz file that fit into their slots; the others as the bytes they are stored as.
 
         None if anything is packed: the whole file is then needed anyway.
@@ -97,7 +100,7 @@ class Straight:
                 fields[member.name] = Encoded(data, "npy")
             else:
                 fields[member.name] = landed
-        return Bundle(fields)
+        return FieldGroup(fields)
 
     def _fits(self, chunk: Chunk, member: NpzMember) -> bool:
         slots = self._slots(chunk, member.name)
@@ -107,8 +110,8 @@ class Straight:
 
     def _slots(self, chunk: Chunk, field: str) -> Slots | None:
         """The slots [B, ...] of a field that nobody else writes to; none for images, which arrays are not."""
-        spec = chunk.destination.specs.get(field)
-        return None if spec is None or spec.image or field in self.touched else chunk.destination.fields.get(field)
+        spec = chunk.work_item.specs.get(field)
+        return None if spec is None or spec.image or field in self.touched else chunk.work_item.fields.get(field)
 
 
 def _is_for(slots: Slots, header: NpyHeader) -> bool:

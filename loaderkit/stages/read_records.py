@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from loaderkit._internal.dtypes import type_in_numpy
+from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.lazily import torch
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.ranges import bulk_method, gather_into
+from loaderkit.engine.work import Chunk
 from loaderkit.errors import STORE_FAILURES
-from loaderkit.forks import ending_forks
-from loaderkit.kernels import type_in_numpy
-from loaderkit.lazily import torch
-from loaderkit.ranges import bulk_method, gather_into
-from loaderkit.types import Chunk, Connector, Records, RecordSource
+from loaderkit.sources.base import Records, RecordSource
 
 
 def read_records(
@@ -39,9 +41,9 @@ def read_records(
     read_into = ending_forks(connector.read_into)
 
     def run(chunk: Chunk) -> int:
-        if is_last and records.field in chunk.destination.fields:
+        if is_last and records.field in chunk.work_item.fields:
             num_bytes = records.num_bytes
-            memory = chunk.destination.fields[records.field].memory
+            memory = chunk.work_item.fields[records.field].memory
             return _fill(memory[chunk.lo * num_bytes : chunk.hi * num_bytes], chunk)
         size = len(chunk) * records.num_bytes
         memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)

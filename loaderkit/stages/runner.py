@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.engine.work import Chunk, SampleFailure
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
-from loaderkit.kernels import resample
-from loaderkit.keyed import generator, key_of, uniforms
-from loaderkit.types import Chunk, Sample, SampleFailure, Source
+from loaderkit.sampling.random import generator, key_of, uniforms
+from loaderkit.sources.base import Sample, Source
+from loaderkit.stages.kernels import resample
 
 _NUM_REPLACEMENTS = 64
 
@@ -36,7 +37,7 @@ class FailureNamer:
             key=key,
             origin=origin,
             epoch=chunk.epoch,
-            position=int(chunk.destination.positions[chunk.lo + place]),
+            position=int(chunk.work_item.positions[chunk.lo + place]),
         )
         named.__cause__ = error
         chunk.samples[place] = None
@@ -163,14 +164,14 @@ def replace_failed(
     key = key_of("replace", seed, chunk.epoch)
     for place in sorted(chunk.failures):
         slot, original = chunk.lo + place, int(chunk.indices[place])
-        position = int(chunk.destination.positions[slot])
+        position = int(chunk.work_item.positions[slot])
         failures.append(SampleFailure(slot, original, position, chunk.failures[place]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
         for index in (draws * num_samples).astype(np.int64):
-            attempt = Chunk(chunk.destination, slot, slot + 1, chunk.epoch, np.array([index], np.int64))
+            attempt = Chunk(chunk.work_item, slot, slot + 1, chunk.epoch, np.array([index], np.int64))
             run_all(attempt)
             if not attempt.failures:
-                chunk.destination.indices[slot] = index
+                chunk.work_item.indices[slot] = index
                 chunk.samples[place] = attempt.samples[0]
                 break
             raise_store_failure(attempt)

@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from loaderkit.types import Stage
+from loaderkit.engine.work import Stage
 
 Manner = Literal["wait", "compute", "gil", "turns"]
 _BLOCK = bytes(2**16)  # 0.1 ms of hashing; above 2 KiB hashlib lets go of the lock
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Slowdown:
     """The `stage` takes 1 + `share` times as long."""
 
     stage: str
@@ -32,7 +32,7 @@ class Stretch:
     manner: Manner
 
 
-def stretched(stage: Stage, stretch: Stretch | None) -> Stage:
+def stretched(stage: Stage, stretch: Slowdown | None) -> Stage:
     """The stage, slower if it is the one that is meant."""
     if stretch is None or stage.name != stretch.stage:
         return stage

@@ -15,8 +15,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
-from loaderkit.prefetch.intraop import ONE_AT_A_TIME, threads_to_come_kept
-from loaderkit.schema import format_seconds
+from loaderkit._internal.units import format_seconds
+from loaderkit.engine.torch_threads import ONE_AT_A_TIME, threads_to_come_kept
 
 logger = logging.getLogger("loaderkit")
 Order = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from loaderkit.lazily import is_tensor, torch
-from loaderkit.schema import StageArgs
+from loaderkit._internal.lazily import is_tensor, torch
+from loaderkit.stages.base import StageArgs
 
 logger = logging.getLogger("loaderkit")
 
@@ -30,23 +30,6 @@ class TransferArgs(StageArgs):
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = Field(
         None, description="cast floating-point tensors to this there; what is uint8 stays so"
     )
-
-
-def resolve_device(wanted: str) -> torch.device:
-    """The device meant by auto, cpu, cuda or cuda:N. Raises RuntimeError, saying what there is, if it is missing."""
-    if wanted == "cpu":
-        return torch.device("cpu")  # without a look at CUDA, which would load the driver
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto" and not num_devices:
-        return torch.device("cpu")
-    is_named = ":" in wanted
-    number = int(wanted.partition(":")[2]) if is_named else torch.cuda.current_device() if num_devices else 0
-    if number >= num_devices:
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise RuntimeError(
-            f"device {wanted!r} was asked for, but torch {torch.__version__}, {built}, sees {num_devices}"
-        )
-    return torch.device("cuda", number)
 
 
 def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
@@ -165,7 +148,7 @@ _DENSE_PARTS = {
 _LEAST_PINNED = 64 * 2**10
 
 
-class Lane:
+class TransferStream:
     """A CUDA stream of a loader's own: what workers do from `transfer` on, they do there, beside what the loop has under way.
 
     A worker waits, without using the CPU, for what it has put on the stream before it lets go of the batch. So the slab that

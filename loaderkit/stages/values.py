@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from loaderkit.kernels import packed
-from loaderkit.lazily import is_tensor, torch
+from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit.native import kernels
-from loaderkit.types import Image, Rendered, Sample
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import GpuDecoded, Image
+from loaderkit.stages.kernels import packed
 
 
 def as_image(value: Any) -> Image | None:
@@ -97,8 +98,8 @@ def describe(value: Any) -> str:
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         return f"image uint8 [{channels}, {height}, {width}]"
-    if isinstance(value, Rendered) or is_tensor(value):
-        what, value = ("image", value.tensor[value.row]) if isinstance(value, Rendered) else ("tensor", value)
+    if isinstance(value, GpuDecoded) or is_tensor(value):
+        what, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
         return f"{what} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from loaderkit.demo.photos import demo_data
+from loaderkit.cli.demo.photos import demo_data
 from profiles.peers.places import RECORD_BASE, ROW, TOKEN_STEP, Places, labelled
 
 _QUALITY = 93  # gives the demo's photographs about 56 kB

@@ -28,8 +28,8 @@ import numpy as np
 from PIL import Image
 
 import loaderkit
+from loaderkit.connectors.config import S3Args
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.stores import S3Args
 from profiles.stores.servers import Seaweed, delay, nginx, upload
 
 _PART = 8 << 20

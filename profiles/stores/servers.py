@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from seaweed import Seaweed, free_port
 
 __all__ = ["Seaweed", "delay", "nginx", "upload"]

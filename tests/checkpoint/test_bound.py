@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from of_files import is_out_of_the_page_cache
-from of_states import save_dcp
+from checkpoint_states import save_dcp
+from file_systems import is_out_of_the_page_cache
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.matrix(1)
 PROGRAM = """
 import re, sys
 import torch, loaderkit
-import loaderkit.checkpoint.restoring
+import loaderkit.checkpoint.restore.api
 def peak():
     with open("/proc/self/status") as status:
         return int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read())[1]) * 1024

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from buckets import upload
+from checkpoint_states import flat_states, pack, random_tensor, same, save_dcp
 from fault_proxy import Fault, FaultProxy, Request
 from hypothesis import HealthCheck, given, settings
-from of_states import flat_states, pack, random_tensor, same, save_dcp
-from of_stores import upload
 from seaweed import Seaweed
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader, latest, write_manifest
+from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import CheckpointError, ConnectorError, TemporaryError
-from loaderkit.stores import RetryArgs, S3Args
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(1)]
 NUMBERS = itertools.count()

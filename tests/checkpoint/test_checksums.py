@@ -10,12 +10,13 @@ from unittest.mock import patch
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_states import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_states import pack
 
 import loaderkit
-from loaderkit.checkpoint import stages, write_manifest
+from loaderkit.checkpoint import write_manifest
+from loaderkit.checkpoint.transfer import stages
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError
@@ -24,9 +25,9 @@ from loaderkit.errors import CheckpointError
 class Flipping(MemoryConnector):
     """Gives a wrong bit at one place of the shard, so many times."""
 
-    def __init__(self, folder: Path, gap_bytes: int, place: int, times: int) -> None:
+    def __init__(self, folder: Path, coalesce_gap: int, place: int, times: int) -> None:
         super().__init__({path.name: path.read_bytes() for path in folder.iterdir()})
-        self.gap_bytes = gap_bytes
+        self.coalesce_gap = coalesce_gap
         self._place = place
         self.times = times
 
@@ -42,12 +43,12 @@ class Flipping(MemoryConnector):
     lengths=st.lists(st.integers(0, 9000), min_size=1, max_size=5),
     block_bytes=st.integers(4096, 9000),
     step_bytes=st.integers(100, 20_000),
-    gap_bytes=st.sampled_from([0, 2**20]),
+    coalesce_gap=st.sampled_from([0, 2**20]),
     place=st.floats(0, 1, exclude_max=True),
     times=st.sampled_from([0, 1, 99]),
 )
 def test_a_wrong_bit_costs_a_second_read_or_the_restore(
-    lengths: list[int], block_bytes: int, step_bytes: int, gap_bytes: int, place: float, times: int
+    lengths: list[int], block_bytes: int, step_bytes: int, coalesce_gap: int, place: float, times: int
 ) -> None:
     state = {f"t{n}": torch.arange(length).to(torch.uint8) for n, length in enumerate(lengths)}
     with tempfile.TemporaryDirectory() as name:
@@ -56,7 +57,7 @@ def test_a_wrong_bit_costs_a_second_read_or_the_restore(
         write_manifest(name, block_bytes=block_bytes)
         header_bytes = shard.stat().st_size - sum(lengths)
         wrong = header_bytes + int(place * sum(lengths))
-        connector = Flipping(Path(name), gap_bytes, wrong, times if sum(lengths) else 0)
+        connector = Flipping(Path(name), coalesce_gap, wrong, times if sum(lengths) else 0)
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with patch.object(stages, "_STEP_BYTES", step_bytes):
         if times < 99 or not sum(lengths):
@@ -103,9 +104,9 @@ def test_files_are_compared_block_by_block(
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize(("gap_bytes", "is_whole"), [(2**20, True), (4096, False)])
+@pytest.mark.parametrize(("coalesce_gap", "is_whole"), [(2**20, True), (4096, False)])
 def test_of_a_store_that_answers_late_no_range_is_divided(
-    tmp_path: Path, is_packed: bool, gap_bytes: int, is_whole: bool
+    tmp_path: Path, is_packed: bool, coalesce_gap: int, is_whole: bool
 ) -> None:
     (tmp_path / "c").mkdir()
     safetensors.torch.save_file({"big": torch.ones(6_000_000)}, tmp_path / "c" / "m.safetensors")
@@ -119,7 +120,7 @@ def test_of_a_store_that_answers_late_no_range_is_divided(
             super().read_into(key, start, buffer, etag=etag)
 
     connector = Counting(tmp_path)
-    connector.gap_bytes = gap_bytes
+    connector.coalesce_gap = coalesce_gap
     found = loaderkit.restore(f"memory://c{'.tar' * is_packed}", connectors={"memory": connector}, verify=True)
     assert torch.equal(found["big"], torch.ones(6_000_000))
     assert (max(lengths) > stages._STEP_BYTES) is is_whole

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from of_states import (
+from checkpoint_states import (
     DTYPES,
     flat_states,
     pack,
@@ -22,6 +20,8 @@ from of_states import (
     saved,
     tensors,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit

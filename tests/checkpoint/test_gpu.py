@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import of_ranks
 import pytest
+import rank_programs
 import torch
-from of_states import saved
+from checkpoint_states import saved
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
@@ -53,7 +53,7 @@ def test_what_the_caller_has_queued_is_done_first(path: Path) -> None:
         into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in wanted.items()}
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-            of_ranks.queue_work(into)
+            rank_programs.queue_work(into)
             if kind == "restore":
                 loaderkit.restore(path, into)
             else:
@@ -63,7 +63,7 @@ def test_what_the_caller_has_queued_is_done_first(path: Path) -> None:
 
 
 def test_what_every_rank_has_queued_is_done_first(path: Path) -> None:
-    assert of_ranks.run_ranks(of_ranks.restore_over_queued_work, 2, path.parent, path.name) == [0, 0]
+    assert rank_programs.run_ranks(rank_programs.restore_over_queued_work, 2, path.parent, path.name) == [0, 0]
 
 
 def test_a_device_there_is_not(path: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from of_states import saved
+from checkpoint_states import saved
 
 import loaderkit
+from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
-from loaderkit.types import Connector
 
 
 def store(**tensors: torch.Tensor) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def test_progress_is_told(many: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_bucket_of_small_ranges_is_read_in_few_requests() -> None:
-    """A store without `gap_bytes` is taken for one that answers late: gaps below 1 MiB are read over."""
+    """A store without `coalesce_gap` is taken for one that answers late: gaps below 1 MiB are read over."""
 
     class Far:
         def __init__(self, inner: Connector) -> None:

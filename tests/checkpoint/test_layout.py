@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from checkpoint_states import random_tensor, same, saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_states import random_tensor, same, saved
 
-from loaderkit.checkpoint.laying import Limits, Piece, lay, lay_box
-from loaderkit.checkpoint.plan import joined
-from loaderkit.checkpoint.records import Part, Stored, strides_of
+from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, lay, lay_box
+from loaderkit.checkpoint.transfer.plan import joined
 
 
 @st.composite
@@ -25,20 +25,20 @@ def boxes(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ..
     return tensor, tuple(offsets), tuple(sizes)
 
 
-def fill(data: bytes, pieces: list[Piece], limits: Limits) -> int:
+def fill(data: bytes, byte_spans: list[ByteSpan], limits: ReadLimits) -> int:
     """Do what the stages do; the bytes fetched."""
     fetched = 0
-    for run in joined(pieces, limits):
-        assert run.end - run.start <= max(limits.most_bytes, *(piece.length for piece in run.pieces))
+    for run in joined(byte_spans, limits):
+        assert run.end - run.start <= max(limits.most_bytes, *(byte_span.length for byte_span in run.byte_spans))
         buffer = memoryview(bytearray(data[run.start : run.end]))
         fetched += len(buffer)
-        for piece in run.pieces:
-            part = buffer[piece.start - run.start : piece.start - run.start + piece.length]
-            if piece.target is not None:
-                piece.target[:] = part
+        for byte_span in run.byte_spans:
+            part = buffer[byte_span.start - run.start : byte_span.start - run.start + byte_span.length]
+            if byte_span.target is not None:
+                byte_span.target[:] = part
             else:
-                assert piece.place is not None
-                piece.place(part)
+                assert byte_span.place is not None
+                byte_span.place(part)
     return fetched
 
 
@@ -46,7 +46,7 @@ def fill(data: bytes, pieces: list[Piece], limits: Limits) -> int:
 @settings(max_examples=300)
 def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: torch.dtype | None) -> None:
     tensor, offsets, sizes = box
-    limits = Limits(most, gap, 16)
+    limits = ReadLimits(most, gap, 16)
     dtype = (target_dtype or tensor.dtype) if tensor.dtype.is_floating_point else tensor.dtype
     target = torch.zeros(tuple(reversed(sizes)), dtype=dtype).permute(list(reversed(range(len(sizes)))))
     item = tensor.element_size()
@@ -54,13 +54,13 @@ def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: tor
     whole = tuple(tensor.shape)
     if is_blob:
         data = b"......" + saved(tensor)
-        part = Part(zeros, whole, "x", 6, len(data) - 6, is_blob=True)
+        part = TensorShard(zeros, whole, "x", 6, len(data) - 6, is_blob=True)
     else:
         storage = tensor.untyped_storage()
         data = b"......" + torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
-        part = Part(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
-    pieces = lay_box("x", tensor.dtype, part, target, limits, offsets=offsets, sizes=sizes)
-    fetched = fill(data, pieces, limits)
+        part = TensorShard(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
+    byte_spans = lay_box("x", tensor.dtype, part, target, limits, offsets=offsets, sizes=sizes)
+    fetched = fill(data, byte_spans, limits)
     wanted = tensor[tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))]
     assert same(target, wanted.to(dtype))
     if not is_blob and gap == 0:
@@ -79,16 +79,18 @@ def test_a_tensor_that_lies_as_it_is_stored(shape: list[int], dtype: torch.dtype
     tensor = random_tensor(dtype, tuple(shape), 1)
     num_bytes = tensor.numel() * tensor.element_size()
     data = bytes(begin) + tensor.flatten().view(torch.uint8).numpy().tobytes() if num_bytes else bytes(begin)
-    part = Part((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
+    part = TensorShard((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
     target = torch.zeros(tuple(shape), dtype=dtype)
-    limits = Limits(most, 0, 1)
-    pieces = lay("x", Stored(dtype, tuple(shape), (part,)), target, limits)
-    assert fill(data, pieces, limits) == num_bytes
+    limits = ReadLimits(most, 0, 1)
+    byte_spans = lay("x", TensorEntry(dtype, tuple(shape), (part,)), target, limits)
+    assert fill(data, byte_spans, limits) == num_bytes
     assert same(target, tensor)
     item = dtype.itemsize
-    assert all(0 < piece.length <= max(most, item) and piece.target is not None for piece in pieces)
+    assert all(0 < byte_span.length <= max(most, item) and byte_span.target is not None for byte_span in byte_spans)
     if most % item == 0:
-        assert all(-(piece.start + piece.length) % most < item for piece in pieces[:-1])
+        assert all(-(byte_span.start + byte_span.length) % most < item for byte_span in byte_spans[:-1])
     if num_bytes:
         as_boxes = lay_box("x", dtype, part, target, limits, offsets=(0,) * len(shape), sizes=tuple(shape))
-        assert [(piece.start, piece.length) for piece in pieces] == [(box.start, box.length) for box in as_boxes]
+        assert [(byte_span.start, byte_span.length) for byte_span in byte_spans] == [
+            (box.start, box.length) for box in as_boxes
+        ]

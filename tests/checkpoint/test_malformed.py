@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from checkpoint_states import pack, save_dcp, saved
 from hypothesis import given
 from hypothesis import strategies as st
-from of_states import pack, save_dcp, saved
 
 import loaderkit
+from loaderkit.checkpoint.formats.restricted_pickle import load_pickle, plain_names
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import AccessDeniedError, CheckpointError, ExpiredCredentialsError, FormatError, LoaderkitError
-from loaderkit.types import ObjectInfo
-from loaderkit.unpickling import load_pickle, plain_names
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

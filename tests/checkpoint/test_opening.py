@@ -18,7 +18,7 @@ _NUM_SHARDS = 12
 class Together(MemoryConnector):
     """A store that answers late: no shard's first read is answered until those of all shards have been asked for."""
 
-    gap_bytes = 2**20
+    coalesce_gap = 2**20
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)

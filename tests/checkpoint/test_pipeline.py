@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from of_states import save_dcp
+from checkpoint_states import save_dcp
 
 import loaderkit
 from loaderkit.cli import main

@@ -11,27 +11,27 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from of_files import can_be_read_around, is_out_of_the_page_cache
-from of_states import pack
+from checkpoint_states import pack
+from file_systems import can_be_read_around, is_out_of_the_page_cache
 
 import loaderkit
-from loaderkit.checkpoint.filling import access_to, num_workers_of
-from loaderkit.checkpoint.places import open_place
-from loaderkit.checkpoint.plan import Want, chunk_bytes_of, gap_of, limits_of, spread_of
-from loaderkit.connectors.ahead import AheadConnector
-from loaderkit.connectors.cache import CacheConnector
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.checkpoint.discovery.archive import TarConnector
+from loaderkit.checkpoint.discovery.locate import open_place
+from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, gap_of, limits_of, spread_of
+from loaderkit.checkpoint.transfer.session import access_to, num_workers_of
+from loaderkit.connectors.backoff import RetryPolicy
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs
+from loaderkit.connectors.factory import open_connector
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.retry import with_retries
+from loaderkit.connectors.layers.cache import CacheConnector
+from loaderkit.connectors.layers.read_ahead import AheadConnector
+from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.page_cache import cached_share
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import CheckpointError
 from loaderkit.native import kernels
-from loaderkit.opening import open_connector
-from loaderkit.page_cache import cached_share
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.retries import RetryPolicy
-from loaderkit.stores import CacheArgs, S3Args, StoreArgs
-from loaderkit.types import Connector
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -55,9 +55,9 @@ def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
 @pytest.mark.parametrize(("sizes", "is_small"), [([1000] * 9, True), ([1000] * 9 + [10**7], False), ([2**16], False)])
 def test_small_tensors_in_files_are_restored_by_one_thread(path: Path, sizes: list[int], is_small: bool) -> None:
     class Far(FileConnector):
-        gap_bytes = 3 * 2**20
+        coalesce_gap = 3 * 2**20
 
-    wants = [Want("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
+    wants = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
     file = FileConnector(str(path.parent))
     assert num_workers_of(file, "auto", wants) == (1 if is_small else max(2, num_cpus()))
     assert num_workers_of(file, 3, wants) == 3, "as it was asked for"
@@ -71,10 +71,10 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     path: Path, sizes: list[int], num_workers: int
 ) -> None:
     class Spreading(FileConnector):
-        gap_bytes = 2**20
-        spread_bytes = 32 * 2**20
+        coalesce_gap = 2**20
+        split_read_size = 32 * 2**20
 
-    wants = [Want("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
+    wants = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
     place = Spreading(str(path.parent))
     assert num_workers_of(place, "auto", wants) == num_workers
     assert num_workers_of(place, "auto") == 16, "of what nothing is known"
@@ -84,7 +84,8 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
     for part_size, spread in (("auto", 32), ("5MiB", 20), ("10MiB", 30), ("16MiB", 32), ("31MiB", 0), ("64MiB", 0)):
         assert (
-            S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).spread_bytes == spread * 2**20
+            S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).split_read_size
+            == spread * 2**20
         )
     for inner, spread in ((place, 32 * 2**20), (FileConnector(str(path.parent)), 0)):
         assert spread_of(with_retries(inner, RetryPolicy(1.0, 2))) == spread
@@ -104,12 +105,12 @@ LAUNCHERS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_
 def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaderkit.checkpoint.filling.num_cpus", lambda: 2)
+    monkeypatch.setattr("loaderkit.checkpoint.transfer.session.num_cpus", lambda: 2)
     safetensors.torch.save_file({"a": torch.ones(10**6)}, path)
     pack([path], path.parent, path.parent / "x.tar")
     place = open_place(path.parent / name, {})
     key = "x.tar/x.safetensors" if name else "x.safetensors"
-    wants = [Want("a", (place.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
+    wants = [ReadRequest("a", (place.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
     assert access_to(place.connector, "auto", wants, 2**31) == (2, False)
     if not all(map(is_out_of_the_page_cache, [str(path), str(path.parent / "x.tar")])):
         pytest.skip("the files of this filesystem are nowhere but in memory")
@@ -122,14 +123,14 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
             assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
             patch.setenv(launcher, "2")
             assert access_to(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
-    small = [Want("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
+    small = [ReadRequest("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
     assert access_to(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
     for share, expected in ((0.09, (8, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
-        monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges, share=share: share)
+        monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges, share=share: share)
         assert access_to(place.connector, "auto", wants, 2**31) == expected
-    monkeypatch.setattr("loaderkit.checkpoint.filling.cached_share", lambda ranges: 0.0)
+    monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges: 0.0)
     for size, memory, num_workers in ((2**29, 2**31, 16), (2**32, 2**31, 24), (2**32, 2**28, 16)):
-        wants = [Want("a", (place.prefix + key, 100), size, 0, lambda _: ([], list))]
+        wants = [ReadRequest("a", (place.prefix + key, 100), size, 0, lambda _: ([], list))]
         assert access_to(place.connector, "auto", wants, memory) == (num_workers, True), (
             "for each there is enough to do"
         )
@@ -199,7 +200,7 @@ ssize_t pread(int fd, void *to, size_t count, off_t start) { return pread64(fd, 
 """
 _RESTORE_COLD = """
 import sys, torch, loaderkit, safetensors.torch
-from loaderkit.page_cache import evict
+from loaderkit.connectors.page_cache import evict
 evict([sys.argv[1]])
 found, expected = loaderkit.restore(sys.argv[1]), None
 expected = safetensors.torch.load_file(sys.argv[1])
@@ -239,7 +240,7 @@ def test_a_filesystem_that_refuses_to_read_past_the_page_cache(
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:
     class Far(FileConnector):
-        gap_bytes = 3 * 2**20
+        coalesce_gap = 3 * 2**20
 
     def ahead(inner: Connector) -> Connector:
         return AheadConnector(inner, lambda epoch, position: iter(()), memory_bytes=2**20, num_requests=1)

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from of_states import pack
-from of_stores import upload
+from buckets import upload
+from checkpoint_states import pack
 from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.checkpoint import write_manifest
 from loaderkit.cli import main
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.page_cache import cached_share, evict
 from loaderkit.errors import ConfigError
-from loaderkit.page_cache import cached_share, evict
-from loaderkit.pipeline import Pipeline
-from loaderkit.profile.restore_text import to_text
-from loaderkit.profile.restoring import RestoreReport, judge, profile_restore
+from loaderkit.pipeline.config.builder import Pipeline
+from loaderkit.profile.render.restore import to_text
+from loaderkit.profile.restore_report import RestoreReport, judge, profile_restore
 
 PIPELINE = Path(__file__).parents[2] / "pipelines" / "restore.yaml"
 CPU = "stages.transfer.device=cpu"
@@ -112,8 +112,8 @@ def test_from_where_it_was_read(folder: Path, is_packed: bool) -> None:
 
 def test_cold_is_cold_where_the_page_cache_is_not_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[list[str]] = []
-    monkeypatch.setattr("loaderkit.profile.restoring.cached_share", lambda ranges: None)
-    monkeypatch.setattr("loaderkit.profile.restoring.evict", lambda paths: evicted.append(sorted(paths)))
+    monkeypatch.setattr("loaderkit.profile.restore_report.cached_share", lambda ranges: None)
+    monkeypatch.setattr("loaderkit.profile.restore_report.evict", lambda paths: evicted.append(sorted(paths)))
     config = Pipeline.checkpoint(str(folder)).read().config
     assert profile_restore(config, cold=False).note == ""
     assert not evicted
@@ -182,7 +182,7 @@ def test_ctrl_c_leaves_a_report_on_what_was_read(
 
         return interrupted
 
-    for name in ("read_into", "read_around", "read_hashed"):
+    for name in ("read_into", "read_direct", "read_hashed"):
         monkeypatch.setattr(FileConnector, name, interrupting(getattr(FileConnector, name)))
     path = tmp_path / "report.json"
     before = threading.active_count()
@@ -202,7 +202,7 @@ def test_ctrl_c_in_the_bare_read_leaves_a_report_as_well(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loaderkit.profile.restoring.read_bare", interrupted)
+    monkeypatch.setattr("loaderkit.profile.restore_report.read_bare", interrupted)
     assert main(["profile", str(PIPELINE), "--set", CPU]) == 128 + signal.SIGINT
     assert 0 <= " ".join(capsys.readouterr().out.split()).find("(partial: interrupted in the bare read)") < 120
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from of_states import random_tensor, same, save_dcp, saved
+from checkpoint_states import random_tensor, same, save_dcp, saved
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader
+from loaderkit.checkpoint.formats.dcp import Blob, Layouts
 from loaderkit.errors import FormatError
-from loaderkit.formats.dcp import Blob, Layouts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

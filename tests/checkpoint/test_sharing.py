@@ -6,25 +6,25 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import of_ranks
 import pytest
+import rank_programs
 import safetensors.torch
 import torch
+from checkpoint_states import save_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_states import save_dcp
 
-from loaderkit.checkpoint.laying import Limits
-from loaderkit.checkpoint.segments import Interval, divided, overlap
+from loaderkit.checkpoint.ranks.segments import NeededRange, divided, overlap
+from loaderkit.checkpoint.transfer.layout import ReadLimits
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(1)]
 
 
 def check_resharding(folder: Path, num_saving: int, sizes: Sequence[int], scale: int, kind: str = "tensors") -> None:
-    assert of_ranks.run_ranks(of_ranks.save_sharded, num_saving, folder, scale, kind) == [0] * num_saving
+    assert rank_programs.run_ranks(rank_programs.save_sharded, num_saving, folder, scale, kind) == [0] * num_saving
     num_unique = sum(path.stat().st_size for path in (folder / "step-7").iterdir())
     for num_ranks in sizes:
-        assert of_ranks.run_ranks(of_ranks.load_sharded, num_ranks, folder, scale, kind) == [0] * num_ranks
+        assert rank_programs.run_ranks(rank_programs.load_sharded, num_ranks, folder, scale, kind) == [0] * num_ranks
         said = [json.loads((folder / f"loaded-{num_ranks}-{rank}").read_text()) for rank in range(num_ranks)]
         fetched = sum(num_bytes for num_bytes, _ in said)
         # Every rank reads `.metadata`, as torch asks it to.
@@ -50,18 +50,18 @@ def test_saved_by_four_ranks_and_loaded_by_any_number(tmp_path: Path, kind: str)
 
 
 def test_every_rank_gets_everything(tmp_path: Path) -> None:
-    state = {**of_ranks.whole(), "large.too": torch.randn(1500, 1000), "numbers": torch.arange(7)}
+    state = {**rank_programs.whole(), "large.too": torch.randn(1500, 1000), "numbers": torch.arange(7)}
     state["tied"] = state["large"]
     torch.save({**state, "step": 3}, tmp_path / "x.pt")
-    assert of_ranks.run_ranks(of_ranks.restore_all, 2, tmp_path, "x.pt") == [0, 0]
+    assert rank_programs.run_ranks(rank_programs.restore_all, 2, tmp_path, "x.pt") == [0, 0]
     fetched = sum(json.loads((tmp_path / f"restored-{rank}").read_text()) for rank in range(2))
     assert fetched <= 1.05 * (tmp_path / "x.pt").stat().st_size
 
 
 @pytest.mark.prove
 def test_every_rank_gets_everything_that_many_have_saved(tmp_path: Path) -> None:
-    assert of_ranks.run_ranks(of_ranks.save_sharded, 4, tmp_path, 4, "tensors") == [0] * 4
-    assert of_ranks.run_ranks(of_ranks.restore_all, 3, tmp_path, "step-7") == [0] * 3
+    assert rank_programs.run_ranks(rank_programs.save_sharded, 4, tmp_path, 4, "tensors") == [0] * 4
+    assert rank_programs.run_ranks(rank_programs.restore_all, 3, tmp_path, "step-7") == [0] * 3
     fetched = sum(json.loads((tmp_path / f"restored-{rank}").read_text()) for rank in range(3))
     unique = sum(path.stat().st_size for path in (tmp_path / "step-7").iterdir())
     assert fetched <= 1.05 * unique + 2 * (tmp_path / "step-7/.metadata").stat().st_size
@@ -72,7 +72,7 @@ def test_every_rank_gets_everything_that_many_have_saved(tmp_path: Path) -> None
 )
 def test_a_rank_that_fails_is_named(tmp_path: Path, how: str, timeout_s: float) -> None:
     safetensors.torch.save_file({"w": torch.ones(2**22), "v": torch.ones(2**22)}, tmp_path / "large.safetensors")
-    codes = of_ranks.run_ranks(of_ranks.fail_in_the_middle, 3, tmp_path, how, timeout_s)
+    codes = rank_programs.run_ranks(rank_programs.fail_in_the_middle, 3, tmp_path, how, timeout_s)
     assert codes == [0, -9 if how == "dies" else 0, 0]
     for rank in (0, 2):
         kind, message, ranks, touched, seconds = json.loads((tmp_path / f"{how}-{rank}").read_text())
@@ -92,7 +92,7 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, how: str, timeout_s: float) 
 @pytest.mark.prove
 def test_a_rank_that_dies_in_dcp_load_is_named_in_the_log(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2**22), "v": torch.ones(2**22)}, tmp_path / "large.safetensors")
-    assert of_ranks.run_ranks(of_ranks.die_in_load, 3, tmp_path) == [0, -9, 0]
+    assert rank_programs.run_ranks(rank_programs.die_in_load, 3, tmp_path) == [0, -9, 0]
     for rank in (0, 2):
         said, _ = json.loads((tmp_path / f"died-{rank}").read_text())
         assert any(line.startswith("rank 1 does not answer any more") for line in said), said
@@ -102,17 +102,17 @@ def test_a_log_that_grows_beside_a_checkpoint_is_no_part_of_it(tmp_path: Path) -
     for rank in range(2):
         (tmp_path / f"{rank}").mkdir()
         safetensors.torch.save_file({"a": torch.ones(5)}, tmp_path / f"{rank}/model.safetensors")
-    assert of_ranks.run_ranks(of_ranks.restore_beside_a_log, 2, tmp_path) == [0, 0]
+    assert rank_programs.run_ranks(rank_programs.restore_beside_a_log, 2, tmp_path) == [0, 0]
 
 
 def test_settings_are_those_of_all_ranks_of_a_machine(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
-    assert of_ranks.run_ranks(of_ranks.restore_with_settings, 2, tmp_path) == [0, 0]
+    assert rank_programs.run_ranks(rank_programs.restore_with_settings, 2, tmp_path) == [0, 0]
 
 
 def test_a_group_of_some_of_the_ranks(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
-    assert of_ranks.run_ranks(of_ranks.load_in_a_group, 3, tmp_path) == [0, 0, 0]
+    assert rank_programs.run_ranks(rank_programs.load_in_a_group, 3, tmp_path) == [0, 0, 0]
     shared = [json.loads((tmp_path / f"grouped-{rank}").read_text()) for rank in (1, 2)]
     assert all(one["received_bytes"] == one["sent_bytes"] == 2**22 for one in shared), shared
 
@@ -128,7 +128,7 @@ def test_a_bad_value_is_refused_on_all_ranks_before_a_tensor_is_written(tmp_path
         torch.save(state, tmp_path / "torch")
     else:
         save_dcp(state, tmp_path / "dcp")
-    assert of_ranks.run_ranks(of_ranks.refuse_values, 2, tmp_path, kind) == [0, 0]
+    assert rank_programs.run_ranks(rank_programs.refuse_values, 2, tmp_path, kind) == [0, 0]
     for rank in range(2):
         name, message, touched, is_written = json.loads((tmp_path / f"refused-{kind}-{rank}").read_text())
         assert name == ("PeerError" if kind == "one" and rank == 0 else "CheckpointError"), message
@@ -138,7 +138,7 @@ def test_a_bad_value_is_refused_on_all_ranks_before_a_tensor_is_written(tmp_path
 
 def test_what_was_shared_is_named_where_reading_the_rest_fails(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(2**20), "b": torch.ones(2**20)}, tmp_path / "x.safetensors")
-    assert of_ranks.run_ranks(of_ranks.fail_in_own, 2, tmp_path) == [0, 0]
+    assert rank_programs.run_ranks(rank_programs.fail_in_own, 2, tmp_path) == [0, 0]
     for rank in range(2):
         ranks, message, touched = json.loads((tmp_path / f"own-{rank}").read_text())
         assert ranks == [1]
@@ -152,15 +152,15 @@ INTERVALS = st.lists(
         st.integers(0, 300),
         st.integers(1, 64),
         st.sets(st.integers(0, 3), min_size=1).map(lambda ranks: tuple(sorted(ranks))),
-    ).map(lambda it: Interval(it[0], it[1], it[1] + it[2], "t", it[3])),
+    ).map(lambda it: NeededRange(it[0], it[1], it[1] + it[2], "t", it[3])),
     max_size=20,
 )
 
 
 @given(INTERVALS, st.integers(0, 20))
 @settings(max_examples=300)
-def test_segments_cover_what_is_needed_once(intervals: list[Interval], gap: int) -> None:
-    limits = Limits(most_bytes=64, gap_bytes=gap, least_direct=16)
+def test_segments_cover_what_is_needed_once(intervals: list[NeededRange], gap: int) -> None:
+    limits = ReadLimits(most_bytes=64, coalesce_gap=gap, least_direct=16)
     segments = divided(intervals, limits, 4)
     takers: dict[tuple[str, int], set[int]] = {}
     for key, start, end, _, ranks in intervals:

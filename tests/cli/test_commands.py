@@ -18,8 +18,8 @@ import yaml
 
 from loaderkit import Pipeline, build
 from loaderkit.cli import main
-from loaderkit.cli.running import progress
-from loaderkit.formats.tar_index import parse_wds_index
+from loaderkit.cli.run import progress
+from loaderkit.sources.formats.tar_index import parse_wds_index
 
 SCRIPT = Path(sys.executable).parent / "loaderkit"
 

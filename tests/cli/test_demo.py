@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from loaderkit.cli import main
-from loaderkit.demo import photos as demo_photos
-from loaderkit.demo.photos import PHOTOGRAPHS, DemoData, demo_data
-from loaderkit.demo.training import digest
+from loaderkit.cli.demo import photos as demo_photos
+from loaderkit.cli.demo.photos import PHOTOGRAPHS, DemoData, demo_data
+from loaderkit.cli.demo.training import digest
 from loaderkit.errors import MissingExtraError
 
 NUM_IMAGES = 64

@@ -21,9 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import loaderkit
+from loaderkit.connectors.backoff import Retries, RetryPolicy
+from loaderkit.connectors.base import ObjectInfo, Ranges
+from loaderkit.connectors.call_pool import Call, CallPool
 from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.layers.retry import RetryConnector, with_retries
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.connectors.retry import RetryConnector, with_retries
+from loaderkit.connectors.ranges import bulk_method
 from loaderkit.errors import (
     ChecksumError,
     ClosedError,
@@ -32,10 +36,6 @@ from loaderkit.errors import (
     RequestTimeoutError,
     TemporaryError,
 )
-from loaderkit.hands import Call, Hands
-from loaderkit.ranges import bulk_method
-from loaderkit.retries import Retries, RetryPolicy
-from loaderkit.types import ObjectInfo, Ranges
 
 
 class Time:
@@ -141,28 +141,28 @@ class TestRetries:
         assert len(num_tries) == 1
 
 
-def begun(hands: Hands, functions: list[Callable[[Call[Any]], Any]], at_once: int) -> list[Call[Any]]:
-    calls = [Call(function, hands) for function in functions]
-    hands.begin_all(calls, at_once)
+def begun(call_pool: CallPool, functions: list[Callable[[Call[Any]], Any]], at_once: int) -> list[Call[Any]]:
+    calls = [Call(function, call_pool) for function in functions]
+    call_pool.begin_all(calls, at_once)
     return calls
 
 
 class TestHands:
     @pytest.fixture
-    def hands(self) -> Iterator[Hands]:
-        hands = Hands(self, 2, "test-hands")
-        yield hands
-        hands.close()
+    def call_pool(self) -> Iterator[CallPool]:
+        call_pool = CallPool(self, 2, "test-hands")
+        yield call_pool
+        call_pool.close()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-hands")]
 
-    def test_results_and_errors(self, hands: Hands) -> None:
-        calls = [hands.begin(lambda call, number=number: 10 // number) for number in (5, 2, 0, 1)]  # type: ignore[misc]
+    def test_results_and_errors(self, call_pool: CallPool) -> None:
+        calls = [call_pool.begin(lambda call, number=number: 10 // number) for number in (5, 2, 0, 1)]  # type: ignore[misc]
         assert [calls[0].wait(9), calls[1].wait(9), calls[3].wait(9)] == [2, 5, 10]
         with pytest.raises(ZeroDivisionError):
             calls[2].wait(9)
-        assert len(hands._threads) <= 2
+        assert len(call_pool._threads) <= 2
 
-    def test_what_hangs_is_given_up_and_writes_nothing(self, hands: Hands) -> None:
+    def test_what_hangs_is_given_up_and_writes_nothing(self, call_pool: CallPool) -> None:
         release, ended = threading.Event(), threading.Event()
         memory = bytearray(3)
 
@@ -173,27 +173,27 @@ class TestHands:
             finally:
                 ended.set()
 
-        stuck = [hands.begin(hang) for _ in range(2)]
-        waiting = hands.begin(lambda call: "done")
+        stuck = [call_pool.begin(hang) for _ in range(2)]
+        waiting = call_pool.begin(lambda call: "done")
         for call in stuck:
             with pytest.raises(TimeoutError):
                 call.wait(0.02)
-        assert hands.num_lost == 2
+        assert call_pool.num_lost == 2
         assert waiting.wait(0.02) == "done"  # by a thread in the place of one that is stuck
         release.set()
         ended.wait()
         assert memory == bytearray(3)
 
-    def test_what_one_is_told_may_end_all(self, hands: Hands) -> None:
+    def test_what_one_is_told_may_end_all(self, call_pool: CallPool) -> None:
         release, memory = threading.Event(), bytearray(3)
 
         def hang(call: Call[None]) -> None:
             release.wait()
             call.write(memoryview(memory), b"bad")
 
-        under_way = [hands.begin(hang, "old") for _ in range(3)]  # two threads have begun with theirs
-        newer = hands.begin(lambda call: "new", "new")
-        hands.fail(lambda: ValueError("expired"), "old")
+        under_way = [call_pool.begin(hang, "old") for _ in range(3)]  # two threads have begun with theirs
+        newer = call_pool.begin(lambda call: "new", "new")
+        call_pool.fail(lambda: ValueError("expired"), "old")
         errors = []
         for call in under_way:
             with pytest.raises(ValueError, match="expired") as caught:
@@ -206,17 +206,17 @@ class TestHands:
 
     def test_what_goes_on_has_all_the_time(self) -> None:
         now_s = 0.0
-        hands = Hands(self, 1, "test-hands", clock=lambda: now_s)
+        call_pool = CallPool(self, 1, "test-hands", clock=lambda: now_s)
 
         def slow(call: Call[str]) -> str:
             nonlocal now_s
             for _ in range(5):
                 now_s += 0.9
-                call.goes_on()
+                call.check_cancelled()
             return "done"
 
-        assert hands.begin(slow).wait(1.0) == "done"
-        hands.close()
+        assert call_pool.begin(slow).wait(1.0) == "done"
+        call_pool.close()
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("can't start new thread")])
     def test_a_thread_that_does_not_start_takes_no_place(
@@ -225,26 +225,26 @@ class TestHands:
         def refuse(thread: threading.Thread) -> None:
             raise error
 
-        hands, done = Hands(self, 1, "test-hands"), []
+        call_pool, done = CallPool(self, 1, "test-hands"), []
         with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, RuntimeError)):
             patched.setattr(threading.Thread, "start", refuse)
-            hands.begin(lambda call: done.append(1))
-        assert hands.begin(lambda call: "done").wait(60) == "done"
-        hands.close()
+            call_pool.begin(lambda call: done.append(1))
+        assert call_pool.begin(lambda call: "done").wait(60) == "done"
+        call_pool.close()
         assert not done
 
     def test_closing_tells_who_waits(self) -> None:
-        hands = Hands(self, 1, "test-hands")
+        call_pool = CallPool(self, 1, "test-hands")
         release = threading.Event()
-        calls = [hands.begin(lambda call: release.wait()) for _ in range(3)]
-        hands.close(join_s=0.01)
+        calls = [call_pool.begin(lambda call: release.wait()) for _ in range(3)]
+        call_pool.close(join_s=0.01)
         for call in calls:
             with pytest.raises(ClosedError):
                 call.wait(60)
         release.set()
 
     def test_several_a_few_at_a_time(self) -> None:
-        hands, lock, num_now, most = Hands(self, 9, "test-hands"), threading.Lock(), 0, 0
+        call_pool, lock, num_now, most = CallPool(self, 9, "test-hands"), threading.Lock(), 0, 0
 
         def work(number: int, call: Call[int]) -> int:
             nonlocal num_now, most
@@ -257,20 +257,20 @@ class TestHands:
             return 10 // (number - 4)
 
         gate = threading.Barrier(3)  # nobody goes on before three are there
-        calls = begun(hands, [partial(work, number) for number in range(12)], at_once=3)
+        calls = begun(call_pool, [partial(work, number) for number in range(12)], at_once=3)
         found = []
         for call in calls:
             try:
                 found.append(call.wait(60))
             except ZeroDivisionError:
-                hands.pass_on(call)
-                hands.pass_on(call)  # once is enough
+                call_pool.pass_on(call)
+                call_pool.pass_on(call)  # once is enough
                 found.append(0)
         assert found == [0 if number == 4 else 10 // (number - 4) for number in range(12)]
         assert most == 3
-        hands.close()
+        call_pool.close()
 
-    def test_the_first_keeps_nobody_from_its_turn(self, hands: Hands) -> None:
+    def test_the_first_keeps_nobody_from_its_turn(self, call_pool: CallPool) -> None:
         """Whoever waits for them does so in order, but those behind one that takes long are made meanwhile."""
         release = threading.Event()
 
@@ -278,11 +278,11 @@ class TestHands:
             release.set()
             return True
 
-        calls = begun(hands, [lambda call: release.wait(60), *[lambda call: True] * 8, end], at_once=2)
+        calls = begun(call_pool, [lambda call: release.wait(60), *[lambda call: True] * 8, end], at_once=2)
         assert all(call.wait(60) for call in calls)
 
     @pytest.mark.parametrize("how", ["fails", "hangs", "brings too little"])
-    def test_one_that_fails_keeps_its_turn(self, hands: Hands, how: str) -> None:
+    def test_one_that_fails_keeps_its_turn(self, call_pool: CallPool, how: str) -> None:
         """Whoever waits for it says when it is over: a store that is away is not asked for all the others as well."""
         release, done = threading.Event(), []
 
@@ -290,59 +290,59 @@ class TestHands:
             call.keeps_turn = how == "brings too little"
             return "" if call.keeps_turn else release.wait() if how == "hangs" else 1 // 0
 
-        calls = begun(hands, [*[fail] * 2, *[lambda call: done.append(1)] * 3], at_once=2)
+        calls = begun(call_pool, [*[fail] * 2, *[lambda call: done.append(1)] * 3], at_once=2)
         for call in calls[:2]:
             with nullcontext() if how == "brings too little" else pytest.raises((TimeoutError, ZeroDivisionError)):
                 call.wait(0.02)
-        assert hands.begin(lambda call: True).wait(60)  # all that had a turn have been looked at
+        assert call_pool.begin(lambda call: True).wait(60)  # all that had a turn have been looked at
         assert not done
-        hands.pass_on(calls[0])
+        call_pool.pass_on(calls[0])
         assert [call.wait(60) for call in calls[2:]] == [None] * 3
         release.set()
 
     @pytest.mark.parametrize("fails", [True, False])
     def test_those_that_have_no_turn_yet_end_with_the_others(self, fails: bool) -> None:
-        hands = Hands(self, 1, "test-hands")
+        call_pool = CallPool(self, 1, "test-hands")
         release = threading.Event()
-        calls = begun(hands, [lambda call: release.wait()] * 5, at_once=2)
+        calls = begun(call_pool, [lambda call: release.wait()] * 5, at_once=2)
         if fails:
-            hands.fail(lambda: ValueError("expired"))
+            call_pool.fail(lambda: ValueError("expired"))
         else:
-            hands.close(join_s=0.01)
+            call_pool.close(join_s=0.01)
         for call in calls:
             with pytest.raises(ValueError if fails else ClosedError):
                 call.wait(60)
         release.set()
-        hands.close()
+        call_pool.close()
 
-    def test_what_hangs_and_is_not_waited_for_yet_keeps_nobody_waiting(self, hands: Hands) -> None:
+    def test_what_hangs_and_is_not_waited_for_yet_keeps_nobody_waiting(self, call_pool: CallPool) -> None:
         """As the parts of a read that are ahead of the one that is tried again."""
         release = threading.Event()
-        stuck = [Call(lambda call: release.wait(), hands) for _ in range(2)]
+        stuck = [Call(lambda call: release.wait(), call_pool) for _ in range(2)]
         for call in stuck:
             call.timeout_s = 0.02
-        hands.begin_all(stuck, at_once=2)
-        assert hands.begin(lambda call: "done").wait(0.02) == "done"
+        call_pool.begin_all(stuck, at_once=2)
+        assert call_pool.begin(lambda call: "done").wait(0.02) == "done"
         for call in stuck:
             with pytest.raises(TimeoutError):
                 call.wait(60)
-        assert hands.num_timeouts == 2
+        assert call_pool.num_timeouts == 2
         release.set()
 
     def test_a_turn_after_the_end(self) -> None:
         """The one that had it has failed, and closing does not know of the others."""
-        hands = Hands(self, 1, "test-hands")
-        calls = begun(hands, [lambda call: 1 // 0, *[lambda call: 1] * 3], at_once=1)
+        call_pool = CallPool(self, 1, "test-hands")
+        calls = begun(call_pool, [lambda call: 1 // 0, *[lambda call: 1] * 3], at_once=1)
         with pytest.raises(ZeroDivisionError):
             calls[0].wait(60)
-        hands.close()
-        hands.pass_on(calls[0])
+        call_pool.close()
+        call_pool.pass_on(calls[0])
         for call in calls[1:]:
             with pytest.raises(ClosedError):
                 call.wait(60)
 
     def test_what_was_begun_when_another_could_not_be_may_be_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hands, release, memory = Hands(self, 9, "test-hands"), threading.Event(), bytearray(3)
+        call_pool, release, memory = CallPool(self, 9, "test-hands"), threading.Event(), bytearray(3)
         start = threading.Thread.start
         started: list[threading.Thread] = []
 
@@ -356,30 +356,30 @@ class TestHands:
             release.wait()
             call.write(memoryview(memory), b"bad")
 
-        calls = [Call(hang, hands) for _ in range(5)]
+        calls = [Call(hang, call_pool) for _ in range(5)]
         with monkeypatch.context() as patched, pytest.raises(RuntimeError):
             patched.setattr(threading.Thread, "start", refuse_the_second)
-            hands.begin_all(calls, at_once=3)
+            call_pool.begin_all(calls, at_once=3)
         for call in calls:
             call.give_up()
         release.set()
-        assert hands.begin(lambda call: "done").wait(60) == "done"
-        hands.close()
+        assert call_pool.begin(lambda call: "done").wait(60) == "done"
+        call_pool.close()
         assert memory == bytearray(3)
 
     def test_what_is_not_waited_for_any_more_is_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also where the wait ends because too many threads hang."""
-        hands, release, done = Hands(self, 1, "test-hands"), threading.Event(), []
-        monkeypatch.setattr("loaderkit.hands._MOST_LOST", 0)
-        stuck = hands.begin(lambda call: release.wait())
+        call_pool, release, done = CallPool(self, 1, "test-hands"), threading.Event(), []
+        monkeypatch.setattr("loaderkit.connectors.call_pool._MOST_LOST", 0)
+        stuck = call_pool.begin(lambda call: release.wait())
         with pytest.raises(TimeoutError):
             stuck.wait(0.02)
-        waiting = hands.begin(lambda call: done.append(1))
+        waiting = call_pool.begin(lambda call: done.append(1))
         with pytest.raises(TimeoutError, match="hang in calls"):
             waiting.wait(0.02)
         release.set()
-        assert hands.begin(lambda call: "done").wait(60) == "done"
-        hands.close()
+        assert call_pool.begin(lambda call: "done").wait(60) == "done"
+        call_pool.close()
         assert not done
 
     def test_they_go_with_their_owner(self) -> None:
@@ -387,24 +387,24 @@ class TestHands:
             pass
 
         owner = Owner()
-        hands = Hands(owner, 1, "test-hands")
-        assert hands.begin(lambda call: "done").wait(60) == "done"
+        call_pool = CallPool(owner, 1, "test-hands")
+        assert call_pool.begin(lambda call: "done").wait(60) == "done"
         del owner
         gc.collect()
-        assert not hands._threads
+        assert not call_pool._threads
 
     def test_a_child_has_its_own(self) -> None:
         """Also where the lock was held when the child was made, and when the child ends as programs do."""
         program = (
             "import os, signal, sys, threading\n"
-            "from loaderkit.hands import Hands\n"
+            "from loaderkit.connectors.call_pool import CallPool\n"
             "class Owner: pass\n"
             "owner = Owner()\n"
-            "hands = Hands(owner, 1, 'test-hands')\n"
-            "assert hands.begin(lambda call: 1).wait(60) == 1\n"
+            "call_pool = CallPool(owner, 1, 'test-hands')\n"
+            "assert call_pool.begin(lambda call: 1).wait(60) == 1\n"
             "held, done = threading.Event(), threading.Event()\n"
             "def hold():\n"
-            "    with hands._lock:\n"
+            "    with call_pool._lock:\n"
             "        held.set()\n"
             "        done.wait()\n"
             "thread = threading.Thread(target=hold)\n"
@@ -414,7 +414,7 @@ class TestHands:
             "if not pid: signal.alarm(60)\n"
             "done.set()\n"
             "if pid: print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
-            "elif {more}: assert hands.begin(lambda call: 2).wait(60) == 2\n"
+            "elif {more}: assert call_pool.begin(lambda call: 2).wait(60) == 2\n"
         )
         for more in (True, False):
             ran = subprocess.run(

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.connectors.cache import BLOCK_BYTES, CacheConnector
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import CacheArgs
+from loaderkit.connectors.layers.cache import BLOCK_BYTES, CacheConnector
+from loaderkit.connectors.layers.disk_cache import DiskCache, piece_name
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.disk_cache import DiskCache, piece_name
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
-from loaderkit.formats.tar_index import load_index, scan_tar, write_wds_index
-from loaderkit.stores import CacheArgs
-from loaderkit.types import Connector
+from loaderkit.sources.formats.tar_index import load_index, scan_tar, write_wds_index
 
 
 class Counting(MemoryConnector):
@@ -313,9 +313,9 @@ class TestDisks:
 WORKER = """
 import os, sys, time
 from pathlib import Path
-from loaderkit.connectors.cache import CacheConnector
+from loaderkit.connectors.layers.cache import CacheConnector
 from loaderkit.connectors.file import FileConnector
-from loaderkit.stores import CacheArgs
+from loaderkit.connectors.config import CacheArgs
 
 class Logged(FileConnector):
     def read_into(self, key, start, buffer, *, etag=None):
@@ -347,8 +347,8 @@ class TestProcesses:
             (folder / f"{number:02}").write_bytes(random.Random(number).randbytes(size))
         return folder
 
-    def start(self, store: Path, cache: Path, log: Path, turns: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", WORKER, str(store), str(cache), str(log), str(turns)]
+    def start(self, store: Path, cache: Path, log: Path, probe: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WORKER, str(store), str(cache), str(log), str(probe)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -395,7 +395,7 @@ class TestProcesses:
         assert sum(num_bytes for _, _, num_bytes in inner.reads) == len(LARGE)
 
     def test_a_hanging_fetch_holds_nobody_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("loaderkit.connectors.cache._WAIT_S", 0.05)
+        monkeypatch.setattr("loaderkit.connectors.layers.cache._WAIT_S", 0.05)
         connector = cached(MemoryConnector(OBJECTS), tmp_path)
         etag = connector.stat("small").etag
         name = connector.name_of("small", etag, 0, 10)

@@ -18,15 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from loaderkit._internal.hashing import address_of_hash
 from loaderkit.connectors import file
+from loaderkit.connectors.backoff import RetryPolicy
+from loaderkit.connectors.base import Hashed
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.retry import with_retries
+from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.ranges import bulk_method
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
-from loaderkit.hashing import address_of_hash
 from loaderkit.native import kernels
-from loaderkit.ranges import bulk_method
-from loaderkit.retries import RetryPolicy
-from loaderkit.types import Hashed
 
 
 def keys(root: Path, prefix: str = "") -> list[str]:
@@ -116,9 +116,9 @@ def test_past_the_page_cache_as_through_it(size: int, start: int, length: int, o
             connector.read_into("x", start, memoryview(plain)[offset:])
         except ShortReadError as error:
             with pytest.raises(ShortReadError, match=re.escape(str(error))):
-                connector.read_around("x", start, memoryview(around)[offset:])
+                connector.read_direct("x", start, memoryview(around)[offset:])
             return
-        connector.read_around("x", start, memoryview(around)[offset:])
+        connector.read_direct("x", start, memoryview(around)[offset:])
     assert around == plain
     assert around[offset:] == content[start : start + length]
 
@@ -133,7 +133,7 @@ def test_what_is_refused_is_refused_past_the_page_cache(tmp_path: Path, key: str
         with pytest.raises(ConnectorError) as plain:
             connector.read_into(key, start, memoryview(bytearray(3)), etag=etag)
         with pytest.raises(type(plain.value), match=re.escape(str(plain.value))):
-            connector.read_around(key, start, memoryview(bytearray(3)), etag=etag)
+            connector.read_direct(key, start, memoryview(bytearray(3)), etag=etag)
 
 
 def test_truncated_since(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ class TestHashing:
             "x", 0, data, block_bytes=4, address=address_of_hash() or 0, around=True
         )
         assert found.hashes == [xxhash.xxh3_64_intdigest(b"abc")]
-        bulk_method(files, "read_around")("x", 0, data)
+        bulk_method(files, "read_direct")("x", 0, data)
         files.close()
 
     def test_other_files_are_refused(self, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from of_stores import epoch_of
+from buckets import epoch_of
 
 import loaderkit
 from loaderkit.connectors.fsspec import FsspecConnector

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from of_stores import epoch_of
+from buckets import epoch_of
 
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from of_files import can_be_read_around
+from file_systems import can_be_read_around
 
+from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.retry import with_retries
+from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.page_cache import cached_share, evict, parts_of
+from loaderkit.connectors.ranges import bulk_method
 from loaderkit.native import kernels
-from loaderkit.page_cache import cached_share, evict, parts_of
-from loaderkit.ranges import bulk_method
-from loaderkit.retries import RetryPolicy
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ class TestAround:
             pytest.skip("this filesystem knows no other way")
         connector, size = FileConnector(Path(path).parent), files[path]
         around, through = bytearray(size - 5), bytearray(size - 5)
-        connector.read_around("c", 5, memoryview(around))
+        connector.read_direct("c", 5, memoryview(around))
         expected = 1 if kernels is None else 0
         assert share({path: size}) == expected
         connector.read_into("c", 5, memoryview(through))
@@ -105,7 +105,7 @@ class TestAround:
         content = os.urandom(5_000_000)
         (tmp_path / "x").write_bytes(content)  # and it need not be on the disk yet
         found = bytearray(len(content))
-        FileConnector(tmp_path).read_around("x", 0, memoryview(found))
+        FileConnector(tmp_path).read_direct("x", 0, memoryview(found))
         assert found == content
 
     def test_a_filesystem_that_knows_no_other_way(self) -> None:
@@ -117,7 +117,7 @@ class TestAround:
             pass
         expected = (folder / "version").read_bytes()
         found = bytearray(len(expected))
-        FileConnector(folder).read_around("version", 0, memoryview(found))
+        FileConnector(folder).read_direct("version", 0, memoryview(found))
         assert found == expected
 
     def test_several_threads_have_memory_of_their_own(self, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ class TestAround:
 
         def read(start: int) -> None:
             part = memoryview(found)[start : start + 999_999]
-            bulk_method(connector, "read_around")("x", start, part)
+            bulk_method(connector, "read_direct")("x", start, part)
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(read, range(0, len(content), 999_999)))

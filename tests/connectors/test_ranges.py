@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.ranges import gather_into, runs
+from loaderkit.connectors.ranges import gather_into, runs
 
 
 @given(length=st.integers(1, 7), places=st.lists(st.integers(0, 40), max_size=30))

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.connectors.ahead import AheadConnector
+from loaderkit.connectors.layers.read_ahead import AheadConnector
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import ObjectChangedError, TemporaryError
-from loaderkit.forecast import Forecast
-from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder
-from loaderkit.ranges import Piece, Wanted, coalesce
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sources.files import FilesArgs, FilesSource
+from loaderkit.sources.forecast import Forecast
 
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
 _MADE: list[AheadConnector] = []
@@ -48,8 +48,8 @@ def read(connector: AheadConnector, key: str, start: int, num_bytes: int, etag: 
     return bytes(buffer)
 
 
-def made(inner: Watched, pieces: list[Piece], **more: int) -> AheadConnector:
-    def from_place(epoch: int, position: int) -> Iterator[Piece]:
+def made(inner: Watched, pieces: list[RangeSlice], **more: int) -> AheadConnector:
+    def from_place(epoch: int, position: int) -> Iterator[RangeSlice]:
         return iter(pieces[position:])
 
     connector = AheadConnector(inner, from_place, **{"memory_bytes": 50_000, "num_requests": 3, **more})
@@ -71,8 +71,8 @@ def _no_threads_left() -> Iterator[None]:
     assert not left
 
 
-def blocks_of(key: str, etag: str, size: int, num: int) -> list[Piece]:
-    return [Piece(key, n * size, size, etag, 10 * n, 10 * n + 9, size) for n in range(num)]
+def blocks_of(key: str, etag: str, size: int, num: int) -> list[RangeSlice]:
+    return [RangeSlice(key, n * size, size, etag, 10 * n, 10 * n + 9, size) for n in range(num)]
 
 
 class TestReading:
@@ -189,7 +189,7 @@ class TestReading:
     ) -> None:
         inner = Watched({"a": DATA[:1000], "b": DATA[1000:2000]})
         etags = {key: inner.stat(key).etag for key in "ab"}
-        pieces = [Piece(key, start, num, etags[key], n, n, num) for n, (key, start, num) in enumerate(planned)]
+        pieces = [RangeSlice(key, start, num, etags[key], n, n, num) for n, (key, start, num) in enumerate(planned)]
         connector = made(inner, pieces, memory_bytes=memory, slack=3, num_samples=10)
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda one: read(connector, one[0], one[1], one[2], etags[one[0]]), wanted))
@@ -202,7 +202,7 @@ class TestReading:
 class TestCoalescing:
     @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5_000_000), st.integers(0, 100_000)), max_size=40))
     def test_all_is_covered_and_little_more(self, ranges: list[tuple[str, int, int]]) -> None:
-        wanted = [Wanted(key, start, length, "e", n) for n, (key, start, length) in enumerate(ranges)]
+        wanted = [RangeRequest(key, start, length, "e", n) for n, (key, start, length) in enumerate(ranges)]
         pieces = coalesce(wanted, most_bytes=2_000_000)
         for one in wanted:
             if one.length:
@@ -236,13 +236,13 @@ class TestForecast:
         store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
         source = FilesSource(store, FilesArgs(url="memory://"))
         bounds = source.blocks(50)
-        orders: dict[str, Order] = {
+        orders: dict[str, SamplePermutation] = {
             "global": GlobalOrder(num, seed),
             "none": SequentialOrder(),
             "block": BlockOrder(bounds, seed, window=2, lanes=3),
         }
         for rank in range(world_size):
-            schedule = Schedule(num, rank, world_size, 3, False)
+            schedule = BatchSampler(num, rank, world_size, 3, False)
             forecast = Forecast(
                 source, orders[order], schedule, num_epochs=2, bounds=bounds if order == "block" else None
             )
@@ -272,8 +272,8 @@ class TestForecast:
         store = MemoryConnector({f"{n:03}.bin": bytes(1 + n) for n in range(num)})
         source = FilesSource(store, FilesArgs(url="memory://"))
         bounds = source.blocks(50)
-        order: Order = BlockOrder(bounds, 1, window=2, lanes=3) if is_block else GlobalOrder(num, 1)
-        schedule = Schedule(num, 0, 1, 3, False)
+        order: SamplePermutation = BlockOrder(bounds, 1, window=2, lanes=3) if is_block else GlobalOrder(num, 1)
+        schedule = BatchSampler(num, 0, 1, 3, False)
         wanted: list[list[str]] = [[] for _ in range(num_processes)]
         batch = 0
         for epoch, begin in ((0, min(start, num)), (1, 0)):
@@ -288,7 +288,7 @@ class TestForecast:
                 schedule,
                 num_epochs=2,
                 bounds=bounds if is_block else None,
-                share=(process, num_processes),
+                shard=(process, num_processes),
             )
             pieces = list(forecast.pieces(0, min(start, num)))
             assert sorted(piece.key for piece in pieces) == sorted(keys)

@@ -17,9 +17,10 @@ import pytest
 from seaweed import SECRET_KEY, Seaweed
 
 import loaderkit
+from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.connectors.s3.complaints import translate
-from loaderkit.connectors.s3.settings import Place, Reach
+from loaderkit.connectors.s3.config import Reach, S3Location
+from loaderkit.connectors.s3.errors import translate
 from loaderkit.errors import (
     AccessDeniedError,
     ConfigError,
@@ -32,7 +33,6 @@ from loaderkit.errors import (
     TruncatedError,
     UnreachableError,
 )
-from loaderkit.stores import RetryArgs, S3Args
 
 pytestmark = pytest.mark.usefixtures("s3_keys")
 
@@ -279,13 +279,13 @@ class TestSettings:
         assert Reach.of(S3Args(profile="none"), {"AWS_CONFIG_FILE": str(config)}).region == "us-east-1"
 
     def test_urls(self) -> None:
-        assert Place.of("s3://b") == Place.of("s3://b/") == Place("b", "")
-        assert Place.of("s3://b/a b%20+") == Place("b", "a b%20+/")
+        assert S3Location.of("s3://b") == S3Location.of("s3://b/") == S3Location("b", "")
+        assert S3Location.of("s3://b/a b%20+") == S3Location("b", "a b%20+/")
         point = "arn:aws:s3:eu-west-1:1:accesspoint/mine"
-        assert Place.of(f"s3://{point}/x/") == Place(point, "x/")
+        assert S3Location.of(f"s3://{point}/x/") == S3Location(point, "x/")
         for url in ("s3://", "s3:///x"):
             with pytest.raises(ConfigError, match="expected s3://bucket"):
-                Place.of(url)
+                S3Location.of(url)
 
     @pytest.mark.parametrize(
         ("s3", "complaint"),

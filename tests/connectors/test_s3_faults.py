@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from buckets import digest, epoch_of, upload
 from fault_proxy import Fault, FaultProxy, Request, error_document
-from of_stores import digest, epoch_of, upload
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 
 import loaderkit
+from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import (
@@ -35,7 +36,6 @@ from loaderkit.errors import (
     ThrottledError,
     UnreachableError,
 )
-from loaderkit.stores import RetryArgs, S3Args
 
 pytestmark = pytest.mark.usefixtures("s3_keys")
 BLOCKS = {"shuffle": "block", "seed": 3, "block": {"block": "20KiB", "window": 3, "lanes": 2}}

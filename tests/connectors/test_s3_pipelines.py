@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from buckets import epoch_of, upload
 from fault_proxy import FaultProxy
-from of_stores import epoch_of, upload
 from seaweed import Seaweed
 
 import loaderkit

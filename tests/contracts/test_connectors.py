@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from seaweed import Seaweed
 
 import loaderkit
-from loaderkit.connectors.ahead import AheadConnector
-from loaderkit.connectors.cache import CacheConnector
+from loaderkit.checkpoint.discovery.archive import TarConnector
+from loaderkit.connectors.backoff import RetryPolicy
+from loaderkit.connectors.base import ByteRange, Connector, Ranges
+from loaderkit.connectors.config import CacheArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
+from loaderkit.connectors.layers.cache import CacheConnector
+from loaderkit.connectors.layers.read_ahead import AheadConnector
+from loaderkit.connectors.layers.retry import with_retries
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.connectors.retry import with_retries
+from loaderkit.connectors.ranges import RangeSlice, bulk_method, gather_into
 from loaderkit.connectors.s3 import S3Connector
-from loaderkit.connectors.tar import TarConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
-from loaderkit.formats.tar_index import scan_tar
-from loaderkit.ranges import Piece, bulk_method, gather_into
-from loaderkit.retries import RetryPolicy
-from loaderkit.stores import CacheArgs, S3Args
-from loaderkit.types import ByteRange, Connector, Ranges
+from loaderkit.sources.formats.tar_index import scan_tar
 
 
 class Writable(Connector, Protocol):
@@ -132,7 +132,7 @@ class Passing:
         self.write, self.delete = inner.write, inner.delete
 
 
-def no_pieces(epoch: int, position: int) -> Iterator[Piece]:
+def no_pieces(epoch: int, position: int) -> Iterator[RangeSlice]:
     """A forecast that knows of nothing."""
     return iter(())
 

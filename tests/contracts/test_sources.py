@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loaderkit.builder import make_parts
+from loaderkit.connectors.base import Connector
 from loaderkit.errors import SourceError
-from loaderkit.parsing import parse
-from loaderkit.types import Connector, Source
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.config.parsing import parse
+from loaderkit.sources.base import Source
 
 Opened = tuple[Source, Connector | None]
 

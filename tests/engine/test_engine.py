@@ -19,10 +19,10 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.engine.pools import plan_pools
+from loaderkit.engine.work import Stage
 from loaderkit.errors import StageError
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.pools import plan_pools
-from loaderkit.types import Stage
 
 pytestmark = pytest.mark.matrix(2)
 

@@ -17,17 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import HELPERS
+from executors import EXECUTORS
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
-from of_executors import EXECUTORS
-from of_numbers import Numbers, numbers, wait_for
+from numbers_dataset import Numbers, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ClosedError, LoaderkitError
 
 pytestmark = pytest.mark.matrix(1)
-
-HERE = Path(__file__).parent
 
 
 def with_all(name: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
@@ -162,9 +161,9 @@ def test_a_fork_while_it_runs(how: str, executor: str) -> None:
 PROGRAM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import loaderkit.loader  # and torch: what Ctrl-C does to their import is theirs
-from of_executors import EXECUTORS
-from of_numbers import numbers
+import loaderkit.pipeline.loader  # and torch: what Ctrl-C does to their import is theirs
+from executors import EXECUTORS
+from numbers_dataset import numbers
 print("begins", flush=True)
 loader = loaderkit.build(numbers(100000), overrides=EXECUTORS[sys.argv[2]])
 stream = iter(loader)
@@ -182,7 +181,7 @@ while True:
 def begin(program: str, executor: str, until: str = "runs") -> subprocess.Popen[str]:
     """Start a program in a session of its own, and wait for what it prints."""
     ran = subprocess.Popen(
-        [sys.executable, "-c", program, str(HERE), executor],
+        [sys.executable, "-c", program, str(HELPERS), executor],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -277,7 +276,15 @@ class TestCtrlC:
     @pytest.mark.parametrize("executor", EXECUTORS)
     @pytest.mark.parametrize("num_rounds", [3, pytest.param(50, marks=pytest.mark.prove)])
     def test_where_the_interpreter_lives_on(self, num_rounds: int, executor: str) -> None:
-        command = [sys.executable, "-W", "error", str(HERE / "interrupted.py"), executor, "1", str(num_rounds)]
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            str(HELPERS / "interrupt_at_random.py"),
+            executor,
+            "1",
+            str(num_rounds),
+        ]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
         assert ran.returncode == 0, ran.stderr
         assert ran.stderr == ""
@@ -300,6 +307,6 @@ class TestCtrlC:
     )
     def test_at_every_place(self, life: str, num_parts: int) -> None:
         """Every place of the package where the interpreter looks for it, or one in `num_parts`."""
-        command = [sys.executable, str(HERE / "everywhere.py"), life, "0", str(num_parts)]
+        command = [sys.executable, str(HELPERS / "interrupt_everywhere.py"), life, "0", str(num_parts)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=3000)
         assert ran.returncode == 0, ran.stdout + ran.stderr[-5000:]

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import HELPERS
+from executors import EXECUTORS
 from forking import BATCH, CODES, FORKING, NUM_SAMPLES, PLACES, POLICIES, Case
-from of_executors import EXECUTORS
-from of_numbers import wait_for
+from numbers_dataset import wait_for
 
 _PATIENCE_S = 600.0
 _FORKED = ("fork", "multiprocessing")
@@ -37,7 +38,7 @@ def group() -> Iterator[list[int]]:
 
 def run(cases: list[Case], folder: Path, group: list[int]) -> tuple[list[dict[str, Any]], list[list[str]], str]:
     """What came of each case, what was noted, and what was printed to stderr, by a program in a group of its own."""
-    program = [sys.executable, str(Path(__file__).with_name("forking.py")), str(folder / "log")]
+    program = [sys.executable, str(HELPERS / "forking.py"), str(folder / "log")]
     # Files, no pipes: a child that was left behind would keep those open.
     with open(folder / "given", "w+") as given, open(folder / "out", "w") as out, open(folder / "said", "w") as said:
         json.dump([vars(case) for case in cases], given)

@@ -9,8 +9,8 @@ import pytest
 
 import loaderkit
 from loaderkit import Loader, Pipeline
+from loaderkit.engine.metrics.snapshot import Stats
 from loaderkit.errors import ClosedError, StageError
-from loaderkit.prefetch.stats import Stats
 
 INLINE = {"prefetch.executor": "inline"}
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from of_numbers import PROCESS, numbers, wait_for
-from of_workloads import Simulation, Workload
+from numbers_dataset import PROCESS, numbers, wait_for
+from workloads import Simulation, Workload
 
 import loaderkit
-from loaderkit.prefetch.cpus import cgroup_folders
-from loaderkit.prefetch.host import HostStats, host_stats
-from loaderkit.prefetch.monitor import Series
+from loaderkit._internal.cgroups import cgroup_folders
+from loaderkit.engine.metrics.host import HostStats, host_stats
+from loaderkit.engine.monitor import Series
 
 
 def monitors() -> list[threading.Thread]:
@@ -146,7 +146,7 @@ class TestThread:
         assert (found.concurrency, found.batches, found.memory) == (5, 7, 2**30)
 
     def test_a_stage_with_workers_of_its_own_is_written_with_those_it_has(self) -> None:
-        pipeline = loaderkit.Pipeline.dataset("of_numbers:Numbers").read().call("of_numbers:hang").batch(8)
+        pipeline = loaderkit.Pipeline.dataset("numbers_dataset:Numbers").read().call("numbers_dataset:hang").batch(8)
         overrides = {"stages.call.workers": 2, "prefetch.concurrency": 4}
         with loaderkit.build(pipeline, overrides=overrides) as loader:
             loader.resize("call", workers=6)
@@ -161,7 +161,7 @@ class TestThread:
 
 
 def numbers_by_name() -> loaderkit.Pipeline:
-    return loaderkit.Pipeline.dataset("of_numbers:Numbers").read().batch(8)
+    return loaderkit.Pipeline.dataset("numbers_dataset:Numbers").read().batch(8)
 
 
 class TestHost:
@@ -182,7 +182,7 @@ class TestHost:
         not Path("/proc/self/status").exists(), reason="the kernel counts a parent's peak as its child's"
     )
     def test_the_peak_is_our_own(self) -> None:
-        program = "from loaderkit.prefetch.host import host_stats; print(host_stats().rss_peak_bytes)"
+        program = "from loaderkit.engine.metrics.host import host_stats; print(host_stats().rss_peak_bytes)"
         ballast = torch.ones(2**30, dtype=torch.uint8)
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert 2**20 < int(ran.stdout) < ballast.nbytes < host_stats().rss_peak_bytes
@@ -205,7 +205,7 @@ class TestStopping:
             next(iter(loader))
             engine: Any = loader._engine
             engine.waiting_since_s = 0.0
-            with engine.intake._lock, engine._sizing, loader._sizes._lock:
+            with engine.scheduler._lock, engine._sizing, loader._sizes._lock:
                 pid = os.fork()
                 if pid == 0:
                     loader.stats()
@@ -232,7 +232,7 @@ class TestStopping:
         has_ended = threading.Event()
 
         def collect(stats: Any) -> None:
-            with engine.intake._lock:
+            with engine.scheduler._lock:
                 finalizer()
             has_ended.set()
 

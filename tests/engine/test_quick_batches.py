@@ -10,45 +10,45 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loaderkit.prefetch import intake as module
-from loaderkit.prefetch.accounts import States
-from loaderkit.prefetch.intake import Intake
-from loaderkit.types import Destination
+from loaderkit.engine import scheduler as module
+from loaderkit.engine.metrics.worker_clock import WorkerStates
+from loaderkit.engine.scheduler import Scheduler
+from loaderkit.engine.work import WorkItem
 
 
-def intake_with(num_batches: int) -> tuple[Intake, list[Destination]]:
-    plan: Any = SimpleNamespace(batch_size=1, room=(4, False), specs={}, release=lambda destination: None)
-    intake = Intake(plan, States(1), time.perf_counter, num_workers=1, is_whole=True)
+def intake_with(num_batches: int) -> tuple[Scheduler, list[WorkItem]]:
+    plan: Any = SimpleNamespace(batch_size=1, room=(4, False), specs={}, release=lambda work_item: None)
+    scheduler = Scheduler(plan, WorkerStates(1), time.perf_counter, num_workers=1, is_whole=True)
     nothing = np.zeros(1, np.int64)
-    batches = [Destination(epoch=0, step=n, positions=nothing, indices=nothing) for n in range(num_batches)]
-    intake._queue.extend(batches)
-    intake.num_open = num_batches
-    return intake, batches
+    batches = [WorkItem(epoch=0, step=n, positions=nothing, indices=nothing) for n in range(num_batches)]
+    scheduler._queue.extend(batches)
+    scheduler.num_open = num_batches
+    return scheduler, batches
 
 
 @pytest.mark.parametrize("way", ["consumer", "courier"])
 def test_who_sleeps_is_woken_although_batches_have_become_quick(way: str) -> None:
     """It fell asleep for long while batches were slow; the last one of all is quick, and nobody comes after it."""
-    intake, (only,) = intake_with(1)
-    intake._pace.sample_s = 1.0
-    waiting = intake.wait_until_ready if way == "courier" else lambda: intake.wait_for_first(60.0)
+    scheduler, (only,) = intake_with(1)
+    scheduler._chunk_sizer.sample_s = 1.0
+    waiting = scheduler.wait_until_ready if way == "courier" else lambda: scheduler.wait_for_first(60.0)
     consumer = threading.Thread(target=waiting, daemon=True)
     consumer.start()
-    while not intake._is_asleep:
+    while not scheduler._is_asleep:
         pass
-    intake._pace.sample_s = 1e-6
-    intake.deliver(only)
+    scheduler._chunk_sizer.sample_s = 1e-6
+    scheduler.deliver(only)
     consumer.join(20)
     assert not consumer.is_alive()
 
 
 def test_the_consumer_looks_by_itself_while_batches_are_quick() -> None:
-    intake, batches = intake_with(4)
-    intake._pace.sample_s = 1e-6
-    found: list[Destination | None] = []
-    consumer = threading.Thread(target=lambda: found.append(intake.wait_for_first(60.0)[0]), daemon=True)
+    scheduler, batches = intake_with(4)
+    scheduler._chunk_sizer.sample_s = 1e-6
+    found: list[WorkItem | None] = []
+    consumer = threading.Thread(target=lambda: found.append(scheduler.wait_for_first(60.0)[0]), daemon=True)
     consumer.start()
-    intake.deliver(batches[0])  # one of four: not announced
+    scheduler.deliver(batches[0])  # one of four: not announced
     consumer.join(20)
     assert found == [batches[0]]
 
@@ -57,10 +57,10 @@ def test_who_wakes_the_consumer_for_nothing_does_not_put_off_the_end_of_its_pati
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As workers do that come to rest while another one hangs with the awaited batch."""
-    intake, _ = intake_with(1)
+    scheduler, _ = intake_with(1)
     now = iter(range(1000))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
-    monkeypatch.setattr(Intake, "_sleep", lambda self, wait_s: None)
-    found, left_s = intake.wait_for_first(60.0)
+    monkeypatch.setattr(Scheduler, "_sleep", lambda self, wait_s: None)
+    found, left_s = scheduler.wait_for_first(60.0)
     assert found is None
     assert left_s <= 0

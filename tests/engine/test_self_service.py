@@ -16,10 +16,10 @@ import torch
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.prefetch import self_service
-from loaderkit.prefetch.intake import Intake
-from loaderkit.prefetch.self_service import SelfService
-from loaderkit.profile.patch import settings_for
+from loaderkit.engine import self_service
+from loaderkit.engine.scheduler import Scheduler
+from loaderkit.engine.self_service import SelfService
+from loaderkit.profile.settings_patch import settings_for
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ class TestWhen:
     handed_s = 150e-6
 
     @pytest.fixture
-    def intake(self) -> Any:
-        intake = SimpleNamespace(batch_s=100e-6, num_ready=0, is_self_service=False, set_self_service=None)
-        intake.set_self_service = lambda is_on: setattr(intake, "is_self_service", is_on)
-        return intake
+    def scheduler(self) -> Any:
+        scheduler = SimpleNamespace(batch_s=100e-6, num_ready=0, is_self_service=False, set_self_service=None)
+        scheduler.set_self_service = lambda is_on: setattr(scheduler, "is_self_service", is_on)
+        return scheduler
 
     def loop(self, service: SelfService, *away_s: float, num: int = 6000) -> bool:
         """A loop that stays away for so long between its batches, in turns, so many times; whether it then serves itself."""
@@ -51,17 +51,17 @@ class TestWhen:
                 service.leaves(self.now)
         return comes
 
-    def test_a_loop_that_does_little_serves_itself_until_it_does_more(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_a_loop_that_does_little_serves_itself_until_it_does_more(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         assert self.loop(service, 5e-6)
         assert self.loop(service, 300e-6), "it need not do nothing"
-        assert intake.is_self_service
+        assert scheduler.is_self_service
         assert not self.loop(service, 2e-3, num=20)
-        assert not intake.is_self_service
+        assert not scheduler.is_self_service
         assert self.loop(service, 5e-6, num=50), "that is settled"
 
-    def test_not_where_workers_are_faster(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_not_where_workers_are_faster(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         self.handed_s = 80e-6
         assert not self.loop(service, 5e-6)
         begin, num_own = self.now, 0
@@ -69,23 +69,23 @@ class TestWhen:
             num_own += self.loop(service, 5e-6, num=1)
         assert num_own * 100e-6 < 0.01 * 60, "and seldom tried"
 
-    def test_what_is_faster_may_change(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_what_is_faster_may_change(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         assert self.loop(service, 5e-6)
         self.handed_s = 20e-6
         assert self.loop(service, 5e-6), "for half a minute nobody asks"
         self.now += 40
         assert not self.loop(service, 5e-6)
 
-    def test_with_another_number_of_workers_it_is_tried_again(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_with_another_number_of_workers_it_is_tried_again(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         assert self.loop(service, 5e-6)
         self.handed_s = 20e-6
         service.forget()
         assert not self.loop(service, 5e-6)
 
-    def test_one_standstill_in_a_trial_is_not_what_decides(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_one_standstill_in_a_trial_is_not_what_decides(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         while not self.loop(service, 5e-6, num=1):  # being handed a batch is tried first
             pass
         self.loop(service, 5e-6, num=20)
@@ -93,36 +93,36 @@ class TestWhen:
         service.leaves(self.now)
         assert self.loop(service, 5e-6)
 
-    def test_what_workers_had_made_does_not_count_as_made_by_itself(self, intake: Any) -> None:
+    def test_what_workers_had_made_does_not_count_as_made_by_itself(self, scheduler: Any) -> None:
         """However much was read ahead: here it takes longer to make a batch than to be handed one."""
-        service = SelfService(intake)
+        service = SelfService(scheduler)
         self.handed_s = 80e-6
         comes, made_s = service.comes, 100e-6
         for _ in range(6000):
             is_own = comes(self.now)
-            is_there = is_own and intake.num_ready > 0
-            intake.num_ready = intake.num_ready - 1 if is_there else 0 if is_own else 64
+            is_there = is_own and scheduler.num_ready > 0
+            scheduler.num_ready = scheduler.num_ready - 1 if is_there else 0 if is_own else 64
             self.now += 1e-6 if is_there else made_s if is_own else self.handed_s
             service.leaves(self.now)
             self.now += 5e-6
         assert not comes(self.now)
 
-    def test_one_pause_ends_it_at_once(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_one_pause_ends_it_at_once(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         assert self.loop(service, 5e-6)
         assert not self.loop(service, 20e-3, num=1)
 
-    def test_a_look_at_some_batch_does_not(self, intake: Any) -> None:
-        service = SelfService(intake)
+    def test_a_look_at_some_batch_does_not(self, scheduler: Any) -> None:
+        service = SelfService(scheduler)
         assert self.loop(service, 5e-6)
         for _ in range(20):
             assert self.loop(service, *[3e-6] * 15, 1e-3, num=1)
 
     @pytest.mark.parametrize("num_together", [2, 8, 16])
     def test_a_loop_that_trains_on_several_batches_at_once_is_read_ahead_for(
-        self, intake: Any, num_together: int
+        self, scheduler: Any, num_together: int
     ) -> None:
-        service = SelfService(intake)
+        service = SelfService(scheduler)
         for _ in range(200):
             assert not self.loop(service, 10e-3, *[3e-6] * (num_together - 1), num=1)
         assert self.loop(service, 3e-6), "a pass in which it does nothing else"
@@ -131,13 +131,13 @@ class TestWhen:
         assert not self.loop(service, 10e-3, *[3e-6] * (num_together - 1), num=1)
 
     @pytest.mark.parametrize("batch_s", [None, 2e-3])
-    def test_not_with_batches_that_take_long(self, intake: Any, batch_s: float | None) -> None:
-        intake.batch_s = batch_s
-        assert not self.loop(SelfService(intake), 0.0)
+    def test_not_with_batches_that_take_long(self, scheduler: Any, batch_s: float | None) -> None:
+        scheduler.batch_s = batch_s
+        assert not self.loop(SelfService(scheduler), 0.0)
 
-    def test_not_in_inference_mode_which_tensors_would_keep(self, intake: Any) -> None:
+    def test_not_in_inference_mode_which_tensors_would_keep(self, scheduler: Any) -> None:
         with torch.inference_mode():
-            assert not self.loop(SelfService(intake), 0.0)
+            assert not self.loop(SelfService(scheduler), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_loop_that_wants_to_make_its_batches_does(
     records: Pipeline, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that is done with a batch comes to rest, and says so; it does not begin another one while the loop waits."""
-    monkeypatch.setattr(SelfService, "comes", lambda self, now: self._intake.set_self_service(True) or True)
-    monkeypatch.setattr(Intake, "_is_quick", lambda self: False)  # else the loop looks by itself before long
+    monkeypatch.setattr(SelfService, "comes", lambda self, now: self._scheduler.set_self_service(True) or True)
+    monkeypatch.setattr(Scheduler, "_is_quick", lambda self: False)  # else the loop looks by itself before long
     overrides = {"prefetch.concurrency": workers, "prefetch.timeout": 20, "prefetch.on_timeout": "raise"}
     with loaderkit.build(records, overrides=overrides) as loader:
         num_batches = sum(1 for _ in range(4) for _ in loader)
@@ -209,7 +209,7 @@ class TestHow:
 
         def comes(self: SelfService, now: float) -> bool:
             wanted = chance.random() < 0.8
-            self._intake.set_self_service(wanted)
+            self._scheduler.set_self_service(wanted)
             return wanted
 
         monkeypatch.setattr(SelfService, "comes", comes)
@@ -251,18 +251,18 @@ class TestHow:
 
 def test_whoever_is_asked_to_stop_meanwhile_stops(records: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker whose account is lent sleeps through `close`, and is woken when the account comes back."""
-    monkeypatch.setattr(SelfService, "comes", lambda self, now: self._intake.set_self_service(True) or True)
+    monkeypatch.setattr(SelfService, "comes", lambda self, now: self._scheduler.set_self_service(True) or True)
     with loaderkit.build(records, overrides={"prefetch.concurrency": 1}) as loader:
         batches = iter(loader)
         next(batches)
         engine: Any = loader._engine
-        while engine.intake.borrow() is None:  # what was read ahead comes first
+        while engine.scheduler.borrow() is None:  # what was read ahead comes first
             next(batches)
         closing = threading.Thread(target=engine.close)
         closing.start()
         while not engine.is_closed:
             pass
-        engine.intake.give_back()
+        engine.scheduler.give_back()
         closing.join(20)
         assert not closing.is_alive()
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from of_numbers import PROCESS, Numbers, hang, wait_for
+from numbers_dataset import PROCESS, Numbers, hang, wait_for
 
 import loaderkit
 from loaderkit import Loader, Pipeline
+from loaderkit.engine.watchdog import HangReport, Patience
 from loaderkit.errors import LoaderkitError, StallTimeout
-from loaderkit.prefetch.watch import Patience, Report
 
-REPORT = Report("where everything is", "decode", "cat/007.jpg")
+REPORT = HangReport("where everything is", "decode", "cat/007.jpg")
 
 
 class TestPatience:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from loaderkit.page_cache import cached_share, evict
+from loaderkit.connectors.page_cache import cached_share, evict
 
 
 def is_out_of_the_page_cache(path: str) -> bool:

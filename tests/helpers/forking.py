@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from of_executors import EXECUTORS
+from executors import EXECUTORS
 
 import loaderkit
 from loaderkit import Pipeline

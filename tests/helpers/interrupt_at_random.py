@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from executors import EXECUTORS
 from leftovers import resources
-from of_executors import EXECUTORS
-from of_numbers import numbers, wait_for
+from numbers_dataset import numbers, wait_for
 
 import loaderkit
 

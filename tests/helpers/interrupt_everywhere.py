@@ -38,13 +38,13 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from executors import EXECUTORS
 from leftovers import resources
-from of_executors import EXECUTORS
-from of_numbers import numbers, wait_for
+from numbers_dataset import numbers, wait_for
 
 import loaderkit
-from loaderkit.prefetch import self_service
-from loaderkit.prefetch.intraop import ONE_AT_A_TIME
+from loaderkit.engine import self_service
+from loaderkit.engine.torch_threads import ONE_AT_A_TIME
 
 _LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)

@@ -1,7 +1,7 @@
 """Every parser over damaged files: a program, so that a crash, a hang or a bomb ends nothing else.
 
-    python tests/mutants.py --seed 7 --numbers 0 1000           these mutations
-    python tests/mutants.py --seed 7 --numbers 41 42 --debug    one of them, with the traceback of what it raises
+    python tests/helpers/mutants.py --seed 7 --numbers 0 1000           these mutations
+    python tests/helpers/mutants.py --seed 7 --numbers 41 42 --debug    one of them, with the traceback of what it raises
     --without-c                                                 as where there was no compiler
 
 Seed and number say all: the kind of file, the damage and the way to read it. Prints one JSON object.
@@ -100,8 +100,8 @@ def picture(kind: str) -> bytes:
 
 def picture_kinds() -> Iterator[Kind]:
     from loaderkit import Pipeline
-    from loaderkit.stages.decode import DecodeArgs, Decoder
-    from loaderkit.types import Encoded
+    from loaderkit.stages.base import Encoded
+    from loaderkit.stages.image.decode import DecodeArgs, Decoder
 
     decoder = Decoder(DecodeArgs(max_pixels=MOST_PIXELS))
 
@@ -122,7 +122,7 @@ def picture_kinds() -> Iterator[Kind]:
 def array_kinds() -> Iterator[Kind]:
     from loaderkit import Pipeline
     from loaderkit.errors import FormatError
-    from loaderkit.formats.npy import view_npy, view_npz
+    from loaderkit.sources.formats.npy import view_npy, view_npz
 
     numbers = np.arange(60, dtype=np.float32).reshape(10, 6)
     npy, npz, packed = io.BytesIO(), io.BytesIO(), io.BytesIO()
@@ -172,7 +172,7 @@ def tar_kinds() -> Iterator[Kind]:
     from loaderkit import Pipeline
     from loaderkit.cli import main
     from loaderkit.errors import FormatError
-    from loaderkit.formats.tar_index import load_index, scan_tar, write_wds_index
+    from loaderkit.sources.formats.tar_index import load_index, scan_tar, write_wds_index
 
     def scan(data: bytes) -> None:
         connector = memory({"s.tar": data})
@@ -318,9 +318,9 @@ def checkpoint_kinds() -> Iterator[Kind]:
     import safetensors.torch
     import torch
 
+    from loaderkit.checkpoint.formats import safetensors as of_safetensors
+    from loaderkit.checkpoint.formats import torch_zip
     from loaderkit.errors import FormatError, LoaderkitError
-    from loaderkit.formats import safetensors as of_safetensors
-    from loaderkit.formats import torch_zip
 
     flat = {"model.w": torch.arange(12.0).reshape(3, 4), "model.b": torch.ones(2, dtype=torch.bfloat16)}
     data = safetensors.torch.save(flat, {"format": "pt"})
@@ -353,7 +353,7 @@ def checkpoint_kinds() -> Iterator[Kind]:
 
 def manifest_kind(whole: bytes) -> Kind:
     from loaderkit.checkpoint import write_manifest
-    from loaderkit.checkpoint.manifest import NAME
+    from loaderkit.checkpoint.discovery.manifest import NAME
     from loaderkit.errors import LoaderkitError
 
     connector = memory({"c/x.safetensors": whole})
@@ -365,8 +365,8 @@ def manifest_kind(whole: bytes) -> Kind:
 def dcp_kinds() -> Iterator[Kind]:
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    from loaderkit.checkpoint.formats import dcp
     from loaderkit.errors import FormatError, LoaderkitError
-    from loaderkit.formats import dcp
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -496,7 +496,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", RuntimeWarning)  # NumPy's, of numbers that overflow
     if options.without_c:
-        sys.modules |= {"loaderkit._kernels": None, "loaderkit._jpeg": None}  # type: ignore[dict-item]
+        sys.modules |= {"loaderkit.native._kernels": None, "loaderkit.native._jpeg": None}  # type: ignore[dict-item]
     json.dump(run(options), sys.stdout)
 
 

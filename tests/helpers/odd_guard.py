@@ -98,7 +98,7 @@ class Guard:
         return sys._getframe(2).f_code.co_filename not in COMPILING
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = (
     "x.pt", "x.bin", "x.ckpt", "x.safetensors", "x.tar", "d/.metadata", "d/model.safetensors.index.json",
     "d/pytorch_model.bin.index.json", "d/x-00001-of-00001.safetensors",
@@ -159,8 +159,8 @@ class Ways:
 
     def decoded(self, path: Path) -> None:
         """The stage itself, with all its options, under the file's own name and as a picture."""
-        from loaderkit.stages.decode import DecodeArgs, decode
-        from loaderkit.types import Encoded
+        from loaderkit.stages.base import Encoded
+        from loaderkit.stages.image.decode import DecodeArgs, decode
 
         for args in (
             DecodeArgs(),
@@ -178,7 +178,7 @@ class Ways:
         """All of them as members of a good shard, and each as a shard and as an index."""
         import loaderkit
         from loaderkit.connectors.memory import MemoryConnector
-        from loaderkit.formats.tar_index import load_index
+        from loaderkit.sources.formats.tar_index import load_index
 
         place = self.folder / "shards"
         place.mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> list
     """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes. Forked from a server that has imported
     torch: a rank costs 50 ms then, and 1.3 s otherwise."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["of_ranks"])
+    context.set_forkserver_preload(["rank_programs"])
     processes = [context.Process(target=function, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
     try:
         for process in processes:

@@ -9,30 +9,30 @@ from unittest import mock
 import pytest
 
 from loaderkit import native
-from loaderkit.prefetch import accounts
-from loaderkit.prefetch.accounts import Account, Totals
+from loaderkit.engine.metrics import worker_clock
+from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock
 
 
-def _in_python() -> type[Account]:
-    spec = importlib.util.spec_from_file_location("accounts_in_python", accounts.__file__)
+def _in_python() -> type[WorkerClock]:
+    spec = importlib.util.spec_from_file_location("accounts_in_python", worker_clock.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.object(native, "kernels", None), mock.patch.dict(sys.modules, {spec.name: module}):
         spec.loader.exec_module(module)
-    found: type[Account] = module.Account
+    found: type[WorkerClock] = module.WorkerClock
     return found
 
 
 PythonAccount = _in_python()
-both = pytest.mark.parametrize("account_type", [Account, PythonAccount], ids=["as it is", "in Python"])
+both = pytest.mark.parametrize("account_type", [WorkerClock, PythonAccount], ids=["as it is", "in Python"])
 
 
-def state_s(account: Account, now: float) -> list[float]:
+def state_s(account: WorkerClock, now: float) -> list[float]:
     """Its seconds by state."""
     return type(account).summed([account], now)[0]
 
 
-def cpu_s(account: Account) -> list[float]:
+def cpu_s(account: WorkerClock) -> list[float]:
     """Its CPU seconds by stage."""
-    return [Totals._make(row).cpu_s for row in type(account).summed([account], 0.0)[1]]
+    return [ClockTotals._make(row).cpu_s for row in type(account).summed([account], 0.0)[1]]

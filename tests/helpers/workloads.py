@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loaderkit.prefetch.host import HostStats
-from loaderkit.prefetch.stats import StageStats, Stats
-from loaderkit.prefetch.tuner import Knob, Move, Tuner
+from loaderkit.engine.autotune.tuner import Move, TunedSetting, Tuner
+from loaderkit.engine.metrics.host import HostStats
+from loaderkit.engine.metrics.snapshot import StageStats, Stats
 
 TICK_S = 0.25
 BATCH = 16
@@ -35,8 +35,8 @@ class Simulation:
         self, workload: Workload, *, workers: int = 2, num_cpus: int = 2, auto_batches: bool = False, unit: int = 1
     ) -> None:
         self.workload = workload
-        self.workers = Knob("workers of read+batch", ("read", "batch"), workers, unit=unit)
-        self.batches = Knob("batches", (), max(4, unit), unit=unit)
+        self.workers = TunedSetting("workers of read+batch", ("read", "batch"), workers, unit=unit)
+        self.batches = TunedSetting("batches", (), max(4, unit), unit=unit)
         knobs = [self.workers, self.batches] if auto_batches else [self.workers]
         self.tuner = Tuner(knobs, "batch", num_cpus)
         self.num_cpus = num_cpus

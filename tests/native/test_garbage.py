@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from of_threads import race
+from thread_switches import race
 
-from loaderkit.garbage import collected_later
 from loaderkit.native import kernels
+from loaderkit.native.garbage import collected_later
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="without a compiler the collector stays as it is")
 

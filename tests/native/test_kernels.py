@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import loaderkit
-from loaderkit import Pipeline, kernels
+from loaderkit import Pipeline
 from loaderkit.native import kernels as compiled
-from loaderkit.resizing import _with_pillow
+from loaderkit.native.values import all_have_dtype, type_of_all
+from loaderkit.stages import kernels
+from loaderkit.stages.image.resize import _with_pillow
 
 SCALE, SHIFT = (0.0171, 0.0175, 0.0174), (-2.118, -2.036, -1.804)
 needs_c = pytest.mark.skipif(compiled is None, reason="loaderkit was installed without a compiler")
@@ -56,8 +58,8 @@ def test_types_and_dtypes_are_compared_alike_with_and_without_c(values: list[Any
     expected = next(iter(types)) if len(types) == 1 else None
     for c in (compiled, None):
         with mock.patch.object(kernels, "kernels", c):
-            assert kernels.type_of_all(values) is expected
-            assert kernels.all_have_dtype(dtyped, one.dtype) is ({value.dtype for value in dtyped} == {one.dtype})
+            assert type_of_all(values) is expected
+            assert all_have_dtype(dtyped, one.dtype) is ({value.dtype for value in dtyped} == {one.dtype})
 
 
 @needs_c

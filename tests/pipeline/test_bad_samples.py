@@ -16,7 +16,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.errors import ConfigError
-from loaderkit.quarantine import Quarantined, places_of, read_quarantine
+from loaderkit.pipeline.bad_samples import Quarantined, places_of, read_quarantine
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ def test_what_was_mended_is_good_and_what_was_removed_is_gone(folder: Path, phot
 def test_the_same_augmentation_as_in_its_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A function that fails for some draws only fails for these again."""
     quarantine = tmp_path / "bad.jsonl"
-    pipeline = Pipeline.dataset(list(range(40)), fields=["x"]).read().call("of_draws:unlucky").batch(4)
+    pipeline = Pipeline.dataset(list(range(40)), fields=["x"]).read().call("random_failures:unlucky").batch(4)
     pipeline = pipeline.errors(on_bad_sample="skip", quarantine=str(quarantine)).epochs(4)
     with loaderkit.build(pipeline) as loader:
         for _ in range(4):
@@ -108,7 +108,11 @@ def test_the_same_augmentation_as_in_its_epoch(tmp_path: Path, capsys: pytest.Ca
     lines = [json.loads(line) for line in quarantine.read_text().splitlines()]
     assert len({line["epoch"] for line in lines}) > 1
     (tmp_path / "pipeline.yaml").write_text(
-        Pipeline.dataset("of_draws:numbers", fields=["x"]).read().call("of_draws:unlucky").batch(4).to_yaml()
+        Pipeline.dataset("random_failures:numbers", fields=["x"])
+        .read()
+        .call("random_failures:unlucky")
+        .batch(4)
+        .to_yaml()
     )
     code, found = again(capsys, tmp_path / "pipeline.yaml", "--only-quarantined", quarantine)
     assert code == 1
@@ -199,11 +203,15 @@ def test_samples_of_another_data_set_are_announced(caplog: pytest.LogCaptureFixt
 def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys: Any) -> None:
     """A sample is bad since its `call` took too long; its thread ends with the function, the one after it at once."""
     pipeline = {
-        "source": {"kind": "dataset", "object": "of_draws:numbers", "fields": ["x"]},
-        "stages": ["read", {"call": {"function": "of_draws:hang_once", "timeout": "50ms"}}, {"batch": {"size": 4}}],
+        "source": {"kind": "dataset", "object": "random_failures:numbers", "fields": ["x"]},
+        "stages": [
+            "read",
+            {"call": {"function": "random_failures:hang_once", "timeout": "50ms"}},
+            {"batch": {"size": 4}},
+        ],
     }
     (tmp_path / "pipeline.yaml").write_text(json.dumps(pipeline))
-    lines = [{"key": key, "source": "of_draws:numbers", "epoch": 0, "position": 0} for key in ("3", "4")]
+    lines = [{"key": key, "source": "random_failures:numbers", "epoch": 0, "position": 0} for key in ("3", "4")]
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)))
     code, found = again(capsys, tmp_path / "pipeline.yaml", "--only-quarantined", tmp_path / "bad.jsonl")
     assert code == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from of_numbers import PROCESS, Numbers, numbers, wait_for
+from numbers_dataset import PROCESS, Numbers, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -61,7 +61,9 @@ def crowded(crowd: Crowd, workers: int) -> loaderkit.Loader:
 
 def states(loader: loaderkit.Loader) -> list[int]:
     engine: Any = loader._engine
-    return [account.open_state - engine.states.starved for account in engine.pools[0].accounts]  # 0, 1 or 2: idle
+    return [
+        worker_clock.open_state - engine.states.starved for worker_clock in engine.pools[0].worker_clocks
+    ]  # 0, 1 or 2: idle
 
 
 class TestWorkers:
@@ -142,18 +144,18 @@ class TestDepth:
         with loaderkit.build(numbers(800), overrides={"prefetch.batches": 8}) as loader:
             loader.start()
             engine: Any = loader._engine
-            wait_for(lambda: engine.intake.num_open == 8)  # once one is taken, quick workers may rest with less
+            wait_for(lambda: engine.scheduler.num_open == 8)  # once one is taken, quick workers may rest with less
             batches = iter(loader)
             loader.resize(batches=2)
             for _ in range(8):
                 next(batches)
-            assert engine.intake.num_open <= 2, "quick batches: workers may wait until all of the room is free"
+            assert engine.scheduler.num_open <= 2, "quick batches: workers may wait until all of the room is free"
             loader.resize(batches=6)
-            wait_for(lambda: engine.intake.num_open == 6)
+            wait_for(lambda: engine.scheduler.num_open == 6)
             loader.resize(memory=engine.plan.batch_bytes * 3)
             for _ in range(6):
                 next(batches)
-            wait_for(lambda: engine.intake.num_open <= 3)  # quick batches are begun several at a time
+            wait_for(lambda: engine.scheduler.num_open <= 3)  # quick batches are begun several at a time
             assert engine.plan.memory_bytes == engine.plan.batch_bytes * 3
 
     @pytest.mark.parametrize("executor", ["thread", "process"])

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_photo
+from conftest import HELPERS, make_photo
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError, StateError
-from loaderkit.prefetch.cpus import num_cpus
 
 
 def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, seed: int = 3) -> Pipeline:
@@ -141,7 +141,7 @@ class TestResume:
             "        found.append(digests(loader))\n"
             "print(json.dumps(found))\n"
         )
-        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "states.json"), str(Path(__file__).parent)]
+        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "states.json"), str(HELPERS)]
         ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
         assert json.loads(ran.stdout) == [reference[delivered:8] for delivered in range(9)]
 
@@ -456,7 +456,7 @@ class TestClosing:
             opened.append(Shared({"a.jpg": make_photo(0)}))
             return opened[-1]
 
-        monkeypatch.setattr("loaderkit.builder.open_connector", open_connector)
+        monkeypatch.setattr("loaderkit.pipeline.build.open_connector", open_connector)
         changes: dict[str, Any] = {
             "source": {"source.include": "*.png"},
             "batches": {"stages.batch.size": 3, "stages.batch.drop_last": True},
@@ -512,11 +512,11 @@ class TestClosing:
         gc.disable()
         try:
             armed = True
-            intake = cycle["loader"]._engine.intake
+            scheduler = cycle["loader"]._engine.scheduler
             del cycle, stream
-            with intake._room:  # workers look at the clock again
-                intake.num_open -= 1
-                intake._room.notify_all()
+            with scheduler._room:  # workers look at the clock again
+                scheduler.num_open -= 1
+                scheduler._room.notify_all()
             deadline = time.monotonic() + 120
             while ours() and time.monotonic() < deadline:
                 threading.Event().wait(0.01)
@@ -600,6 +600,6 @@ def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "records.npy")], capture_output=True, text=True, check=True
     )
-    assert "loaderkit.prefetch.engine" in done.stdout.split()
+    assert "loaderkit.engine.base" in done.stdout.split()
     for name in ("connectors.s3", "connectors.cache", "hosting", "prefetch.process", "profile", "checkpoint"):
         assert f"loaderkit.{name}" not in done.stdout.split()

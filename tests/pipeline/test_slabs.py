@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from of_numbers import wait_for
+from numbers_dataset import wait_for
 from PIL import Image
 
 import loaderkit
 import profiles.memory
 from loaderkit import Pipeline
+from loaderkit.engine.work import FieldSpec
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch.slabs import SlabLayout, SlabPool
-from loaderkit.types import FieldSpec
+from loaderkit.pipeline.slabs import SlabLayout, SlabPool
 
 pytestmark = pytest.mark.matrix(2)
 
@@ -43,7 +43,7 @@ INTERRUPTED = """
 import _thread, signal, sys, threading
 from queue import SimpleQueue
 import numpy as np
-from loaderkit.prefetch.slabs import Lease
+from loaderkit.pipeline.slabs import Lease
 
 ignored, is_inside = [], False
 sys.unraisablehook = ignored.append
@@ -295,7 +295,7 @@ class TestNothingGrows:
         pipeline = Pipeline.files(tmp_path, include="*.jpg").read().decode().resize([64, 64]).batch(8)
         (tmp_path / "p.yaml").write_text(pipeline.to_yaml())
         program = (
-            "import json, os, sys, torch, loaderkit.loader\n"
+            "import json, os, sys, torch, loaderkit.pipeline.loader\n"
             "def resident():\n"
             "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "before, most = resident(), 0\n"
@@ -318,7 +318,7 @@ class TestNothingGrows:
         pipeline = Pipeline.files(photos, label="parent").shuffle(seed=0).read().decode().random_resized_crop(224)
         (tmp_path / "p.yaml").write_text(pipeline.batch(64).normalize().to_yaml())
         program = (
-            "import os, sys, torch, loaderkit.loader\n"
+            "import os, sys, torch, loaderkit.pipeline.loader\n"
             "def resident():\n"
             "    return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE')\n"
             "torch.ones(8).sum()\n"

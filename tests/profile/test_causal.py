@@ -12,13 +12,13 @@ import pytest
 
 import loaderkit
 from loaderkit import Loader, Pipeline
-from loaderkit.builder import make_parts
-from loaderkit.loader import to_config
-from loaderkit.prefetch.stretch import Manner, Stretch, stretched
-from loaderkit.profile.causal import check_verdict, judge, plan_check
-from loaderkit.profile.driving import resting
-from loaderkit.profile.model import Report
-from loaderkit.types import Stage
+from loaderkit.engine.work import Stage
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.loader import to_config
+from loaderkit.profile.experiments.causal import check_verdict, judge, plan_check
+from loaderkit.profile.experiments.loops import resting
+from loaderkit.profile.report import Report
+from loaderkit.stages.slowed import Manner, Slowdown, stretched
 
 
 def report_of(pipeline: Pipeline, num_batches: int = 40, **overrides: Any) -> Report:
@@ -48,7 +48,7 @@ class Waiting:
 
 
 def make_from(pipeline: Pipeline, given: Mapping[str, Any]) -> Any:
-    def make(overrides: Mapping[str, Any], stretch: Stretch | None) -> Loader:
+    def make(overrides: Mapping[str, Any], stretch: Slowdown | None) -> Loader:
         config = to_config(pipeline, {**given, **overrides})
         return Loader(make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter, stretch=stretch))
 
@@ -135,7 +135,7 @@ def test_where_no_stage_is_blamed_there_is_nothing_to_stretch(kind: str, photos:
 )
 def test_judgement(expected: float, measured: float, half: float, agrees: bool | None, photos: Path) -> None:
     report = report_of(Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8).batch(4), 4)
-    found = judge(Stretch("decode", 0.5, "wait"), expected, measured, half, report.stages[1])
+    found = judge(Slowdown("decode", 0.5, "wait"), expected, measured, half, report.stages[1])
     assert found.agrees is agrees
 
 
@@ -151,8 +151,8 @@ def test_a_stretched_stage_does_the_same_and_takes_longer(manner: Manner) -> Non
         return item + 1
 
     stage = Stage("decode", "decode", "sample", run)
-    assert stretched(stage, Stretch("read", 5.0, manner)) is stage
-    slow = stretched(stage, Stretch("decode", 5.0, manner))
+    assert stretched(stage, Slowdown("read", 5.0, manner)) is stage
+    slow = stretched(stage, Slowdown("decode", 5.0, manner))
     clock = time.perf_counter if manner in ("wait", "turns") else time.thread_time
     begin_s = clock()
     assert slow.run(3) == 4
@@ -163,7 +163,7 @@ def test_a_stretched_stage_does_the_same_and_takes_longer(manner: Manner) -> Non
 def test_a_loader_with_a_stretched_stage_gives_the_same_batches(photos: Path) -> None:
     pipeline = Pipeline.files(photos, include="**/*.jpg").read().decode().random_resized_crop(8).batch(4)
     make = make_from(pipeline, {})
-    with make({}, None) as one, make({}, Stretch("decode", 0.5, "turns")) as other:
+    with make({}, None) as one, make({}, Slowdown("decode", 0.5, "turns")) as other:
         for batch, same in zip(one, other, strict=True):
             assert batch["__key__"] == same["__key__"]
             assert (batch["image"] == same["image"]).all()

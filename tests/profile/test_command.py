@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import HELPERS
 
 from loaderkit.cli import main
-from loaderkit.profile.model import Rate, Report, Setting
-from loaderkit.profile.tuning import Tuned
-
-HERE = Path(__file__).parent
+from loaderkit.profile.experiments.search import Tuned
+from loaderkit.profile.report import Rate, Report, Setting
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +27,8 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.syspath_prepend(str(HERE))
-    monkeypatch.setattr("loaderkit.cli.profiling._HEADSPACE_S", 0.5)  # enough to see that there are rates
+    monkeypatch.syspath_prepend(str(HELPERS))
+    monkeypatch.setattr("loaderkit.cli.profile._HEADSPACE_S", 0.5)  # enough to see that there are rates
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def waiting(tmp_path: Path) -> Path:
     path.write_text(
         "# Tokens of the archive.\n"
         "name: waiting\n"
-        'source: {kind: dataset, object: "of_pipelines:waiting", args: {seconds: 0.004}}  # slow\n'
+        'source: {kind: dataset, object: "profiled_pipelines:waiting", args: {seconds: 0.004}}  # slow\n'
         "stages:\n"
         "  - read   # an item at a time\n"
         "  - batch: {size: 4}\n"
@@ -139,11 +138,11 @@ class TestFailIf:
         ["--out", "small.yaml"],
         ["--out", "small.yaml/below"],
         ["--steps", "3", "--seconds", "3"],
-        ["--step-time", "1ms", "--consumer", "of_pipelines:step"],
+        ["--step-time", "1ms", "--consumer", "profiled_pipelines:step"],
         ["--step-time", "soon"],
-        ["--consumer", "of_pipelines:missing"],
+        ["--consumer", "profiled_pipelines:missing"],
         ["--consumer", "no_such_module:step"],
-        ["--consumer", "of_pipelines:not_callable"],
+        ["--consumer", "profiled_pipelines:not_callable"],
         ["--consumer", "step"],
     ],
 )
@@ -162,7 +161,7 @@ def test_an_unwritable_folder_is_known_before_the_run(pipeline: Path, capsys: py
 
 
 def test_a_consumer_is_called_with_every_batch(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", str(waiting), "--steps", "8", "--consumer", "of_pipelines:step", "--json", "-"]) == 0
+    assert main(["profile", str(waiting), "--steps", "8", "--consumer", "profiled_pipelines:step", "--json", "-"]) == 0
     headspace = Report.from_json(capsys.readouterr().out).headspace
     assert headspace is not None
     assert headspace.consumer is not None
@@ -174,13 +173,15 @@ def test_a_consumer_that_fails_leaves_a_report(
     waiting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "report.json"
-    assert main(["profile", str(waiting), "--consumer", "of_pipelines:failing", "--json", str(path)]) == 1
+    assert main(["profile", str(waiting), "--consumer", "profiled_pipelines:failing", "--json", str(path)]) == 1
     assert Report.from_json(path.read_text()).partial == "ended by ArithmeticError: the loss is not a number"
     assert "the loss is not a number" in capsys.readouterr().err
 
 
 def test_a_consumer_may_take_its_batch_apart(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", str(waiting), "--steps", "8", "--consumer", "of_pipelines:popping", "--json", "-"]) == 0
+    assert (
+        main(["profile", str(waiting), "--steps", "8", "--consumer", "profiled_pipelines:popping", "--json", "-"]) == 0
+    )
     headspace = Report.from_json(capsys.readouterr().out).headspace
     assert headspace is not None
     assert headspace.consumer is not None
@@ -192,8 +193,8 @@ def test_ctrl_c_after_the_loop_keeps_what_was_measured(
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loaderkit.profile.whatif.verify", interrupted)
-    monkeypatch.setattr("loaderkit.cli.profiling._CHECK_S", 1.0)
+    monkeypatch.setattr("loaderkit.profile.whatif.table.verify", interrupted)
+    monkeypatch.setattr("loaderkit.cli.profile._CHECK_S", 1.0)
     path = tmp_path / "report.json"
     options = ["--steps", "20", "--what-if", "--verify", "--json", str(path)]
     assert main(["profile", str(waiting), *options]) == 128 + signal.SIGINT
@@ -232,7 +233,7 @@ def test_ctrl_c_writes_what_was_seen(waiting: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     options = ["--consumer", "interrupting:step", "--json", str(path)]
     command = [sys.executable, "-m", "loaderkit", "profile", str(waiting), *options]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS.parents[1]), str(HELPERS)])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 128 + signal.SIGINT
     report = Report.from_json(path.read_text())
@@ -263,8 +264,8 @@ def test_cold_says_why_it_cannot(waiting: Path, capsys: pytest.CaptureFixture[st
 def test_predictions_and_the_verdict_are_checked(
     waiting: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loaderkit.cli.profiling._VERIFY_S", 4.0)
-    monkeypatch.setattr("loaderkit.cli.profiling._CHECK_S", 2.0)
+    monkeypatch.setattr("loaderkit.cli.profile._VERIFY_S", 4.0)
+    monkeypatch.setattr("loaderkit.cli.profile._CHECK_S", 2.0)
     assert main(["profile", str(waiting), "--steps", "30", "--what-if", "--verify", "--json", "-"]) == 0
     report = Report.from_json(capsys.readouterr().out)
     assert report.verdict.check is not None
@@ -299,7 +300,7 @@ class TestTune:
     @pytest.fixture(autouse=True)
     def _found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found = FASTER
-        monkeypatch.setattr("loaderkit.profile.tuning.tune", lambda *args, **options: self.found)
+        monkeypatch.setattr("loaderkit.profile.experiments.search.tune", lambda *args, **options: self.found)
 
     def test_writes_what_is_faster_with_comments(self, waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
         mode = waiting.stat().st_mode

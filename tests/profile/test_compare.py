@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.compare import compare_reports, say
-from loaderkit.profile.model import Report, Step
-from loaderkit.profile.noise import compare, paired, steady, student_t, welch, windows
 from loaderkit.profile.ranks import merge
+from loaderkit.profile.report import Report, Step
+from loaderkit.profile.statistics import compare, paired, steady, student_t, welch, windows
 
 MakeReport = Callable[..., Report]
 

@@ -11,10 +11,10 @@ import pytest
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.profile.experiments import LEAST_BATCHES, Variant, in_turns
-from loaderkit.profile.headspace import Subset, conclude, measure_headspace
-from loaderkit.profile.model import Rate
-from loaderkit.profile.patch import num_processes, several_processes
+from loaderkit.profile.experiments.headspace import Subset, conclude, measure_headspace
+from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, in_turns
+from loaderkit.profile.report import Rate
+from loaderkit.profile.settings_patch import num_processes, several_processes
 
 
 class Slow:
@@ -102,12 +102,12 @@ class TestProcesses:
     def test_as_many_as_cpus_of_this_rank(
         self, cpus: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("loaderkit.profile.patch.num_cpus", lambda: cpus)
+        monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: cpus)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert num_processes(self.config("2GiB"), 2**20) == expected
 
     def test_the_memory_they_share_holds_two_batches_of_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("loaderkit.profile.patch.num_cpus", lambda: 64)
+        monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: 64)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         config = self.config("512MiB")
         found = {one.key: one.value for one in several_processes(config, 64 * 2**20)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loaderkit.profile.condition import FIGURES, parse_condition
+from loaderkit.profile.fail_if import FIGURES, parse_condition
 
 
 @pytest.mark.parametrize(

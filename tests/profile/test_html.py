@@ -15,9 +15,9 @@ from browser import Page, chromium, find_chromium
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
-from loaderkit.profile.charts import charts
-from loaderkit.profile.model import Headspace, Measured, Rate, Report, WhatIf
-from loaderkit.profile.page import to_html, why_no_html
+from loaderkit.profile.render.charts import charts
+from loaderkit.profile.render.html import to_html, why_no_html
+from loaderkit.profile.report import Headspace, Measured, Rate, Report, WhatIf
 
 pytestmark = pytest.mark.matrix(1)
 

@@ -15,10 +15,10 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import StageError
-from loaderkit.profile.changes import changes
-from loaderkit.profile.demands import model_of
-from loaderkit.profile.model import Report
-from loaderkit.profile.predict import bounds
+from loaderkit.profile.report import Report
+from loaderkit.profile.whatif.bounds import bounds
+from loaderkit.profile.whatif.changes import changes
+from loaderkit.profile.whatif.demands import model_of
 
 
 def pictures(photos: Path) -> Pipeline:

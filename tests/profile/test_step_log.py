@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaderkit.profile.steps import StepLog
+from loaderkit.profile.step_log import StepLog
 
 
 class Clock:
@@ -31,7 +31,7 @@ def test_the_parts_sum_to_the_whole(passes: list[tuple[list[tuple[float, float]]
     log = StepLog(clock)
     waited_s = computed_s = 0.0
     for steps, pause_s, breaks in passes:
-        log.turns()
+        log.probe()
         computed_s += sum(compute_s for _, compute_s in (steps[:-1] if breaks else steps))
         for wait_s, compute_s in steps:
             log.asks()

@@ -13,8 +13,8 @@ import pytest
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.prefetch.accounts import Account, States
-from loaderkit.prefetch.tape import Track, joined, new_tape, pages, tape_length
+from loaderkit.engine.metrics.trace import Lane, joined, new_tape, pages, tape_length
+from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.profile.recording import Profile
 
 Event = dict[str, Any]
@@ -196,7 +196,7 @@ def test_without_asking_nothing_is_recorded(photos: Path, tmp_path: Path) -> Non
 
 def test_a_recording_is_bounded_and_off_when_not_asked_for() -> None:
     now = 0.0
-    account = Account(States(2), lambda: now, first_state=2)
+    account = WorkerClock(WorkerStates(2), lambda: now, first_state=2)
     account.enter(0)
     assert account.tape is None
     account.tape = new_tape(8, now, account.open_state)
@@ -213,7 +213,7 @@ def test_a_recording_is_bounded_and_off_when_not_asked_for() -> None:
 def test_pages_are_joined_again() -> None:
     entries = [(float(n), n % 3, None) for n in range(4321)]
     tracks = [
-        Track(pid, name, ("x",), some, 9.0, False)
+        Lane(pid, name, ("x",), some, 9.0, False)
         for pid, name, some in ((1, "a", entries), (1, "b", []), (2, "a", entries[:1]))
     ]
     assert list(joined(pages(tracks))) == tracks

@@ -8,9 +8,9 @@ import time
 import pytest
 
 import loaderkit
-from loaderkit.demo.photos import DemoData, demo_data
-from loaderkit.demo.show import files_pipeline
-from loaderkit.demo.training import Trainer
+from loaderkit.cli.demo.photos import DemoData, demo_data
+from loaderkit.cli.demo.show import files_pipeline
+from loaderkit.cli.demo.training import Trainer
 from profiles.bottlenecks import DOZEN
 from profiles.predictions import look_at, pairs_of
 

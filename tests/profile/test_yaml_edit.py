@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
-from loaderkit.parsing import parse
-from loaderkit.profile.model import Setting
-from loaderkit.profile.patch import value_of
-from loaderkit.profile.yamledit import diff_of, edited
+from loaderkit.pipeline.config.parsing import parse
+from loaderkit.profile.report import Setting
+from loaderkit.profile.settings_patch import value_of
+from loaderkit.profile.yaml_edit import diff_of, edited
 
 BLOCK = """\
 # Photographs.
@@ -28,9 +28,9 @@ stages:
   - read
   # as they are stored
   - decode: {device: cpu}   # cpu
-  - call: {function: "of_pipelines:step"}
+  - call: {function: "profiled_pipelines:step"}
   - call:
-      function: "of_pipelines:failing"   # the second one
+      function: "profiled_pipelines:failing"   # the second one
   - resize:
       size: 8
   - batch: {size: 4}
@@ -80,7 +80,7 @@ def test_comments_stay(chosen: list[tuple[str, Any]]) -> None:
 
 def test_a_stage_is_found_by_its_name() -> None:
     after = yaml.safe_load(edited(BLOCK, [Setting(key="stages.call-2.workers", value=3)]))
-    assert after["stages"][3] == {"call": {"workers": 3, "function": "of_pipelines:failing"}}
+    assert after["stages"][3] == {"call": {"workers": 3, "function": "profiled_pipelines:failing"}}
     assert yaml.safe_load(edited(BARE, [Setting(key="stages.gather.workers", value=3)]))["stages"][2] == {
         "batch": {"size": 4, "name": "gather", "workers": 3}
     }

@@ -13,10 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from loaderkit import keyed
-from loaderkit.keyed import Bijection, generator, key_of, mix, uniforms
 from loaderkit.native import kernels
-from loaderkit.order import BlockOrder, GlobalOrder
+from loaderkit.sampling import random as keyed
+from loaderkit.sampling.permutation import Bijection
+from loaderkit.sampling.random import generator, key_of, mix, uniforms
+from loaderkit.sampling.schedule import BlockOrder, GlobalOrder
 
 KEYS = st.integers(0, 2**64 - 1)
 MASK = 2**64 - 1

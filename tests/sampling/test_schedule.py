@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from loaderkit.errors import StateError
-from loaderkit.order import BlockOrder, GlobalOrder, Order, Schedule, SequentialOrder, State
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.state import State
 
 Int64 = NDArray[np.int64]
 SEEDS = st.integers(0, 2**63)
@@ -182,7 +183,7 @@ def test_schedule_against_dealing_one_by_one(
     start = min(num_samples, int(share * num_samples) + jitter)
     expected = reference_batches(num_samples, world_size, batch_size, drop_last, start)
     for rank in range(world_size):
-        schedule = Schedule(num_samples, rank, world_size, batch_size, drop_last)
+        schedule = BatchSampler(num_samples, rank, world_size, batch_size, drop_last)
         assert schedule.num_batches(start) == len(expected[rank])
         found = [schedule.positions(start, step).tolist() for step in range(schedule.num_batches(start))]
         assert found == expected[rank]
@@ -195,9 +196,9 @@ def test_schedule_against_dealing_one_by_one(
 
 @given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 20))
 def test_counts_are_those_of_the_design(num_samples: int, world_size: int, batch_size: int) -> None:
-    dropped = Schedule(num_samples, 0, world_size, batch_size, True)
+    dropped = BatchSampler(num_samples, 0, world_size, batch_size, True)
     assert dropped.num_batches() == num_samples // (batch_size * world_size)
-    kept = Schedule(num_samples, 0, world_size, batch_size, False)
+    kept = BatchSampler(num_samples, 0, world_size, batch_size, False)
     per_rank = (num_samples + world_size - 1) // world_size
     assert kept.num_batches() == (per_rank + batch_size - 1) // batch_size
     assert kept.num_batches(num_samples) == dropped.num_batches(num_samples) == 0
@@ -208,7 +209,7 @@ def test_ranks_are_disjoint_and_cover(num_samples: int, world_size: int, batch_s
     seen: list[int] = []
     num_wrapped = 0
     for rank in range(world_size):
-        schedule = Schedule(num_samples, rank, world_size, batch_size, False)
+        schedule = BatchSampler(num_samples, rank, world_size, batch_size, False)
         for step in range(schedule.num_batches()):
             positions = schedule.positions(0, step)
             assert len(positions) <= batch_size
@@ -226,7 +227,7 @@ def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.
     start = 0
     for _ in range(data.draw(st.integers(1, 4))):
         world_size, batch_size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 12))
-        schedules = [Schedule(num_samples, rank, world_size, batch_size, False) for rank in range(world_size)]
+        schedules = [BatchSampler(num_samples, rank, world_size, batch_size, False) for rank in range(world_size)]
         num_batches = schedules[0].num_batches(start)
         num_steps = data.draw(st.integers(0, num_batches))
         for schedule in schedules:
@@ -235,7 +236,7 @@ def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.
                 delivered += positions[positions < num_samples].tolist()
         start = schedules[0].position_after(start, num_steps)
         assert sorted(delivered) == list(range(start))
-    rest = Schedule(num_samples, 0, 1, 7, False)
+    rest = BatchSampler(num_samples, 0, 1, 7, False)
     for step in range(rest.num_batches(start)):
         delivered += rest.positions(start, step).tolist()
     assert sorted(delivered) == list(range(num_samples))
@@ -245,14 +246,14 @@ def test_resuming_with_other_ranks_and_batches_covers_exactly_the_rest(data: st.
 @settings(max_examples=40)
 def test_the_interleaved_sequence_is_that_of_one_rank(sizes: list[int], seed: int, mode: str) -> None:
     num_samples = sum(sizes)
-    order: Order = (
+    order: SamplePermutation = (
         GlobalOrder(num_samples, seed) if mode == "global" else BlockOrder(bounds_of(sizes), seed, window=2, lanes=4)
     )
     alone = order.indices(0, np.arange(num_samples)).tolist()
     for world_size in (1, 2, 3, 8):
         together = np.full(num_samples, -1)
         for rank in range(world_size):
-            schedule = Schedule(num_samples, rank, world_size, 3, False)
+            schedule = BatchSampler(num_samples, rank, world_size, 3, False)
             for step in range(schedule.num_batches()):
                 positions = schedule.positions(0, step)
                 positions = positions[positions < num_samples]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
 from loaderkit.sources.array import ArrayArgs, ArraySource
-from loaderkit.types import ObjectInfo, RecordSource, Source
+from loaderkit.sources.base import RecordSource, Source
 
 
 def npy(array: NDArray[Any]) -> bytes:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.file import FileConnector
+from loaderkit.engine.inline import InlineEngine
 from loaderkit.errors import ConfigError, ConnectorError, StageError, StateError
-from loaderkit.prefetch.inline import InlineEngine
-from loaderkit.stages.straight import LEAST_BYTES
-from loaderkit.types import Ranges
+from loaderkit.stages.read_arrays import LEAST_BYTES
 
 INLINE = {"prefetch.executor": "inline"}
 TYPES = [

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from loaderkit.connectors.base import ByteRange
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import SourceError
+from loaderkit.sources.base import FieldRange, Source
 from loaderkit.sources.files import FilesArgs, FilesSource
-from loaderkit.types import ByteRange, FieldRange, Source
 
 LAYOUT = {
     "dog-2/b.jpg": b"123",

@@ -10,20 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-import loaderkit.catalog
-from loaderkit.catalog import (
-    Catalog,
-    FieldMap,
-    Fields,
-    Include,
-    Patterns,
-    StringTable,
-    cut_blocks,
-    expand_braces,
-    numbered,
-)
+import loaderkit.sources.listing
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.native import kernels
-from loaderkit.types import ObjectInfo
+from loaderkit.sources.fields import FieldMap, Fields, Include
+from loaderkit.sources.listing import Listing, StringTable, cut_blocks, numbered
+from loaderkit.sources.patterns import Patterns, expand_braces
 
 # ------------------------------------------------------------------------------------------------------- tables
 
@@ -50,7 +42,7 @@ def test_tables_are_joined_cut_and_taken_from(parts: list[list[str]], data: st.D
     places = np.array(data.draw(st.lists(st.integers(0, len(strings) - 1))) if strings else [], np.int64)
     wanted = [strings[place] for place in places]
     assert table.take(places) == wanted
-    with mock.patch.object(loaderkit.catalog, "kernels", None):
+    with mock.patch.object(loaderkit.sources.listing, "kernels", None):
         assert table.take(places) == wanted
 
 
@@ -70,7 +62,7 @@ def test_no_string_is_made_of_what_lies_beside() -> None:
 def test_numbered_keys_are_the_numbers(numbers: list[int]) -> None:
     indices = np.array(numbers, np.int64)
     assert numbered(indices) == list(map(str, numbers))
-    with mock.patch.object(loaderkit.catalog, "kernels", None):
+    with mock.patch.object(loaderkit.sources.listing, "kernels", None):
         assert numbered(indices) == list(map(str, numbers))
 
 
@@ -86,7 +78,7 @@ def test_catalog_gives_back_what_was_listed_in_little_memory() -> None:
         return ObjectInfo(f"train/n{i % 1000:08d}/{i:08d}.JPEG", 10**12 + i, f"{1700000000000000000 + i:x}-1a2b3")
 
     tracemalloc.start()
-    catalog = Catalog(info(i) for i in range(num))
+    catalog = Listing(info(i) for i in range(num))
     used_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(catalog) == num

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import loaderkit.sources.tar
+from loaderkit.connectors.base import Connector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError, SourceError
-from loaderkit.formats.tar_index import scan_tar
 from loaderkit.native import kernels
+from loaderkit.sources.base import Source
+from loaderkit.sources.formats.tar_index import scan_tar
 from loaderkit.sources.tar import TarArgs, TarSource
-from loaderkit.types import Connector, Source
 
 Members = list[tuple[str, bytes]]
 

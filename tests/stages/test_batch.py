@@ -14,8 +14,8 @@ from torch.utils.data import default_collate
 
 import loaderkit
 from loaderkit.errors import StageError
+from loaderkit.stages.base import Encoded, Image
 from loaderkit.stages.batch import as_tensor, pad, specs_of
-from loaderkit.types import Encoded, Image
 
 
 class Items:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from of_numbers import PROCESS, Numbers, hang, numbers, wait_for
+from numbers_dataset import PROCESS, Numbers, hang, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.prefetch.limits import TimeLimit
+from loaderkit.stages.time_limit import TimeLimit
 
 
 def companions() -> list[threading.Thread]:

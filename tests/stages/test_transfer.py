@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import HELPERS
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 import loaderkit
+from loaderkit._internal.device import resolve_device
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch.slabs import Slab
-from loaderkit.prefetch.stats import StageStats
-from loaderkit.stages.transfer import Lane, resolve_device
+from loaderkit.pipeline.slabs import Slab
+from loaderkit.stages.transfer import TransferStream
 
 HAS_CUDA = torch.cuda.is_available()
 without_cuda = pytest.mark.skipif(HAS_CUDA, reason="this machine has CUDA")
@@ -256,7 +258,7 @@ class Late:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Lane:
+def late(monkeypatch: pytest.MonkeyPatch) -> TransferStream:
     """A lane to the device `meta`, whose copies are late."""
     moved = torch.Tensor.to
 
@@ -283,12 +285,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Lane:
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.Tensor, "to", to)
-    return Lane(torch.device("meta"))
+    return TransferStream(torch.device("meta"))
 
 
 @without_cuda
 class TestLane:
-    def test_what_is_copied_is_kept_until_it_is_there(self, late: Lane) -> None:
+    def test_what_is_copied_is_kept_until_it_is_there(self, late: TransferStream) -> None:
         batch: dict[str, Any] = {
             "image": torch.ones(4, 3),
             "nested": [torch.ones(5), {"x": torch.ones(2)}],
@@ -300,12 +302,12 @@ class TestLane:
         assert batch["nested"][1]["x"].is_meta
         assert batch["text"] == "a"
 
-    def test_what_was_copied_and_how_long_it_took(self, late: Lane) -> None:
+    def test_what_was_copied_and_how_long_it_took(self, late: TransferStream) -> None:
         late.move({"a": torch.ones(4, 3), "b": "text"})
         late.move({"a": torch.ones(4, 3, device="meta"), "b": torch.ones(2, dtype=torch.uint8)})  # one is there already
         assert late.counters() == {"num_bytes": 48 + 2, "copy_s": pytest.approx(0.004)}
 
-    def test_packed_sequences(self, late: Lane) -> None:
+    def test_packed_sequences(self, late: TransferStream) -> None:
         """Their sizes stay on the CPU, as torch wants them."""
         packed = pack_sequence([torch.ones(n) for n in (2, 5, 3)], enforce_sorted=False)
         batch: dict[str, Any] = {"packed": [packed]}
@@ -333,7 +335,9 @@ class TestLane:
         ],
         ids=["coo", "csr", "bsc", "jagged", "jagged with holes"],
     )
-    def test_sparse_and_nested_tensors(self, late: Lane, make: Callable[[], torch.Tensor], num_bytes: int) -> None:
+    def test_sparse_and_nested_tensors(
+        self, late: TransferStream, make: Callable[[], torch.Tensor], num_bytes: int
+    ) -> None:
         made = make()
         batch = {"x": made}
         late.move(batch)
@@ -342,7 +346,7 @@ class TestLane:
         assert late.counters()["num_bytes"] == num_bytes
 
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-    def test_what_a_loop_s_stream_is_told_of(self, late: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_a_loop_s_stream_is_told_of(self, late: TransferStream, monkeypatch: pytest.MonkeyPatch) -> None:
         """`record_stream` knows dense tensors only."""
         noted: list[torch.Tensor] = []
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -353,7 +357,7 @@ class TestLane:
         assert not any(part.is_nested or part.is_sparse for part in noted)
 
     def test_what_is_large_and_in_no_slab_is_pinned_first(
-        self, late: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, late: TransferStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         pinned: list[int] = []
         empty_like = torch.empty_like
@@ -379,7 +383,7 @@ class TestLane:
         assert pinned == [20_000, 40_000, 20_000, 90_000]
         assert caplog.text.count("cannot be pinned (CUDA error: out of memory)") == 1
 
-    def test_it_waits_for_what_a_stage_has_asked_for(self, late: Lane) -> None:
+    def test_it_waits_for_what_a_stage_has_asked_for(self, late: TransferStream) -> None:
         kept: list[torch.Tensor] = []
 
         def act(factor: int) -> str:
@@ -390,7 +394,7 @@ class TestLane:
         assert late.run(act, 2) == "done"
         assert Late.under_way == []
 
-    def test_its_device_is_the_current_one(self, late: Lane) -> None:
+    def test_its_device_is_the_current_one(self, late: TransferStream) -> None:
         seen: list[list[torch.device]] = []
         late.run(lambda: seen.append([*Late.devices]))
         late.bound(lambda: seen.append([*Late.devices]))()
@@ -419,8 +423,8 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
     def on_batch(batch: dict[str, Any]) -> None:
         batch["at"] = "batch"
 
-    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.compiler.Lane", Noting)
+    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", Noting)
     made = loaderkit.Pipeline.dataset(Items()).read().call(on_sample, timeout="5s").batch(8)
     loaderkit.build(made.call(on_batch, timeout="5s").transfer().call(on_batch, timeout="5s")).close()
     given: list[dict[str, Any]] = [{} for _ in bound]
@@ -496,7 +500,7 @@ class TestOnTheGpu:
                 item.memory.fill(255)
                 super().put(item, block, timeout)
 
-        monkeypatch.setattr("loaderkit.prefetch.slabs.SimpleQueue", Poisoned)
+        monkeypatch.setattr("loaderkit.pipeline.slabs.SimpleQueue", Poisoned)
         stream: Any = torch.cuda.Stream() if late_loop else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         made = loaderkit.Pipeline.dataset(Large()).shuffle("global", seed=3).read().batch(64).transfer("cuda")
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -570,7 +574,7 @@ class TestOnTheGpu:
 def test_another_device_is_left_alone(executor: str) -> None:
     program = f"""
 import sys
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+sys.path[:0] = {[*map(str, (HELPERS.parent, HELPERS, Path(__file__).parent))]!r}
 import torch
 import loaderkit
 from test_transfer import doubled, pipeline

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.ranges import bulk_method
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
-from loaderkit.ranges import bulk_method
-from loaderkit.types import Connector, Member, ObjectInfo
+from loaderkit.sources.formats.tar_index.index import Member
 
 
 @dataclass
@@ -36,14 +37,14 @@ class TarConnector:
         self._shards: dict[str, _Shard] = {}
 
     @property
-    def gap_bytes(self) -> int:
+    def coalesce_gap(self) -> int:
         """That of the connector that holds the archives; see `BulkConnector`."""
-        return int(getattr(self._inner, "gap_bytes", 2**20))
+        return int(getattr(self._inner, "coalesce_gap", 2**20))
 
     @property
-    def spread_bytes(self) -> int:
+    def split_read_size(self) -> int:
         """The same."""
-        return int(getattr(self._inner, "spread_bytes", 0))
+        return int(getattr(self._inner, "split_read_size", 0))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All members whose key starts with `prefix`, ordered by the UTF-8 bytes of the key.
@@ -78,9 +79,9 @@ class TarConnector:
         """
         self._read(self._inner.read_into, key, start, buffer, etag)
 
-    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+    def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """The same past the page cache, if what holds the archives can."""
-        self._read(bulk_method(self._inner, "read_around") or self._inner.read_into, key, start, buffer, etag)
+        self._read(bulk_method(self._inner, "read_direct") or self._inner.read_into, key, start, buffer, etag)
 
     def _read(self, read: Callable[..., None], key: str, start: int, buffer: memoryview, etag: str | None) -> None:
         shard, member = self._find(key)

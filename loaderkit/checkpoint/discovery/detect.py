@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loaderkit.checkpoint.places import Place
+from loaderkit.checkpoint.discovery.locate import CheckpointPlace
+from loaderkit.checkpoint.formats import safetensors, torch_zip
+from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError
-from loaderkit.formats import safetensors, torch_zip
-from loaderkit.types import ByteRange, ObjectInfo
 
 METADATA = ".metadata"
 INDEX = ".index.json"
@@ -22,7 +22,7 @@ _MOST_HEADS = 2**26  # bytes of all of them
 Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 
 
-def looked_at(place: Place, infos: dict[str, ObjectInfo]) -> list[str]:
+def looked_at(place: CheckpointPlace, infos: dict[str, ObjectInfo]) -> list[str]:
     """The files whose beginning is to tell the format."""
     if METADATA in infos and place.single is None:
         return [name for name in infos if name.endswith(_SUFFIXES)]
@@ -47,7 +47,7 @@ def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
 
 
 def kinds_of(
-    place: Place, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
+    place: CheckpointPlace, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
 ) -> dict[str, list[str]]:
     """Format -> the files of it, by what they begin with."""
     found = {"dcp": [METADATA]} if METADATA in infos and place.single is None else {}
@@ -63,7 +63,7 @@ def _candidates(infos: dict[str, ObjectInfo]) -> list[str]:
     return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_LOOKED_AT]
 
 
-def _kind_of(place: Place, info: ObjectInfo, head: bytes) -> str | None:
+def _kind_of(place: CheckpointPlace, info: ObjectInfo, head: bytes) -> str | None:
     if head.startswith(torch_zip.MAGIC):
         return "torch"
     if torch_zip.is_legacy(head):

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loaderkit.checkpoint.filling import fetch_of
-from loaderkit.checkpoint.manifest import NAME, Verify, read_manifest
-from loaderkit.checkpoint.opening import open_checkpoint
-from loaderkit.checkpoint.places import Place, open_place
+from loaderkit.checkpoint.discovery.locate import CheckpointPlace, open_place
+from loaderkit.checkpoint.discovery.manifest import NAME, Verify, read_manifest
+from loaderkit.checkpoint.discovery.open import open_checkpoint
+from loaderkit.checkpoint.transfer.fetch import fetch_of
+from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
-from loaderkit.types import Connector
 
 logger = logging.getLogger("loaderkit")
 _DIGITS = re.compile(r"(\d+)")
@@ -62,7 +62,7 @@ def latest(
     )
 
 
-def _names(place: Place) -> list[str]:
+def _names(place: CheckpointPlace) -> list[str]:
     """The files and folders directly below a place."""
     if place.single is not None:
         raise CheckpointError(f"{place.url} is a file: give the directory that the checkpoints are in")

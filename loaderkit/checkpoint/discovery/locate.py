@@ -9,16 +9,16 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
-from loaderkit.connectors.tar import TarConnector
+from loaderkit.checkpoint.discovery.archive import TarConnector
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.factory import open_connector
 from loaderkit.errors import CheckpointError, ObjectNotFoundError
-from loaderkit.formats.tar_index import default_cache_dir, load_index
-from loaderkit.opening import open_connector
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.sources.formats.tar_index import default_cache_dir, load_index
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-class Place(NamedTuple):
+class CheckpointPlace(NamedTuple):
     """Where a checkpoint is. `single` is its one object; without it, it is the directory `prefix` ("" or "name/")."""
 
     url: str
@@ -40,7 +40,7 @@ class Place(NamedTuple):
         return [info for info in self.connector.list(self.prefix) if "/" not in info.key[cut:]]
 
 
-def open_place(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> Place:
+def open_place(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> CheckpointPlace:
     """Find what a URL or path means. Raises CheckpointError if nothing is there, and what the connector raises."""
     url = os.fspath(url)
     root, key, given = _split(url, connectors)
@@ -71,21 +71,21 @@ def _split(url: str, connectors: Mapping[str, Connector]) -> tuple[str, str, Con
     return root if scheme == "file" else f"{scheme}://{root}", "/".join(parts[cut:]), None
 
 
-def _find(url: str, connector: Connector, key: str, owned: bool) -> Place:
+def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointPlace:
     info = _stat(connector, key) if key else None
     if info is not None and not key.endswith(".tar"):
-        return Place(url, connector, "", info, owned)
+        return CheckpointPlace(url, connector, "", info, owned)
     cut = _archive_in(connector, key) if info is None else len(key)
     if cut:
         archives = TarConnector(connector, partial(_members, connector))
         inside = _stat(archives, key) if cut < len(key) else None
         if inside is not None:
-            return Place(url, archives, "", inside, owned)
+            return CheckpointPlace(url, archives, "", inside, owned)
         prefix = key.rstrip("/") + "/"
         found = next(iter(archives.list(prefix)), None)
         if found is None:
             raise CheckpointError(f"{url}: nothing of this name is in the archive {connector.describe(key[:cut])}")
-        return Place(url, archives, _descend(archives, prefix), None, owned)
+        return CheckpointPlace(url, archives, _descend(archives, prefix), None, owned)
     prefix = f"{key}/" if key else ""
     try:
         found = next(iter(connector.list(prefix)), None)
@@ -93,7 +93,7 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> Place:
         found = None
     if found is None:
         raise CheckpointError(f"{url}: there is no such file, and no directory with files; check the path")
-    return Place(url, connector, prefix, None, owned)
+    return CheckpointPlace(url, connector, prefix, None, owned)
 
 
 def _members(connector: Connector, info: ObjectInfo) -> list:  # type: ignore[type-arg]

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import xxhash
 
-from loaderkit import hashing
-from loaderkit.checkpoint.filling import fetch_of
-from loaderkit.checkpoint.opening import open_checkpoint
-from loaderkit.checkpoint.places import Place, open_place
-from loaderkit.checkpoint.plan import MOST_BLOCK_BYTES
-from loaderkit.checkpoint.recognising import Fetch
-from loaderkit.checkpoint.records import Checkpoint
-from loaderkit.checkpoint.stages import Checksums
-from loaderkit.connectors.retry import RetryConnector
-from loaderkit.connectors.tar import TarConnector
+from loaderkit._internal import hashing
+from loaderkit.checkpoint.checksums import MOST_BLOCK_BYTES, Checksums
+from loaderkit.checkpoint.contents import Checkpoint
+from loaderkit.checkpoint.discovery.archive import TarConnector
+from loaderkit.checkpoint.discovery.detect import Fetch
+from loaderkit.checkpoint.discovery.locate import CheckpointPlace, open_place
+from loaderkit.checkpoint.discovery.open import open_checkpoint
+from loaderkit.checkpoint.transfer.fetch import fetch_of
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.errors import (
     AccessDeniedError,
     CheckpointError,
@@ -33,7 +33,6 @@ from loaderkit.errors import (
     ObjectNotFoundError,
     printable,
 )
-from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 NAME = "loaderkit-manifest.json"
 _VERSION = 1
@@ -43,7 +42,7 @@ Verify = Literal["auto"] | bool
 logger = logging.getLogger("loaderkit")
 
 
-def manifest_key(place: Place) -> str:
+def manifest_key(place: CheckpointPlace) -> str:
     """Where the manifest of a checkpoint lies: in its directory, or beside its one file."""
     if place.single is not None:
         return f"{place.single.key}.{NAME}"
@@ -103,7 +102,7 @@ def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[st
     return found
 
 
-def read_manifest(place: Place, found: Checkpoint, verify: Verify, fetch: Fetch) -> dict[str, Checksums]:
+def read_manifest(place: CheckpointPlace, found: Checkpoint, verify: Verify, fetch: Fetch) -> dict[str, Checksums]:
     """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest, or with "auto" where
     the store does not say whether there is one.
 

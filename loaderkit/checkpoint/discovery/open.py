@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
+from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, strides_of
+from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, heads_of, kinds_of, looked_at
+from loaderkit.checkpoint.discovery.locate import CheckpointPlace
+from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
 from loaderkit.checkpoint.names import Index, Leaf, flatten
-from loaderkit.checkpoint.places import Place
-from loaderkit.checkpoint.recognising import INDEX, METADATA, Fetch, heads_of, kinds_of, looked_at
-from loaderkit.checkpoint.records import Checkpoint, Part, Stored, strides_of
+from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
-from loaderkit.formats import dcp, safetensors, torch_zip
-from loaderkit.garbage import collected_later
-from loaderkit.types import ByteRange, ObjectInfo
+from loaderkit.native.garbage import collected_later
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
@@ -34,7 +34,7 @@ _FORMATS = {
 }
 
 
-def open_checkpoint(place: Place, fetch: Fetch) -> Checkpoint:
+def open_checkpoint(place: CheckpointPlace, fetch: Fetch) -> Checkpoint:
     """What is at a place. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
     infos = {info.key[len(place.prefix) :]: info for info in place.children()}
     looked = looked_at(place, infos)
@@ -105,8 +105,8 @@ def _add_entries(found: Checkpoint, info: ObjectInfo, entries: list[safetensors.
     for entry in entries:
         _require_new(found, entry.name, info)
         shape = entry.shape
-        part = Part((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
-        found.tensors[entry.name] = Stored(entry.dtype, shape, (part,))
+        part = TensorShard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
+        found.tensors[entry.name] = TensorEntry(entry.dtype, shape, (part,))
 
 
 def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) -> None:
@@ -229,13 +229,13 @@ def _is_view(value: Any) -> bool:
     return isinstance(value, torch_zip.View)
 
 
-def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> Stored:
+def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntry:
     base, item = starts[view.storage.key], view.dtype.itemsize
-    part = Part(
+    part = TensorShard(
         (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides
     )
     storage = (key, base, view.storage.num_elements * view.storage.dtype.itemsize)
-    return Stored(view.dtype, view.shape, (part,), storage)
+    return TensorEntry(view.dtype, view.shape, (part,), storage)
 
 
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
@@ -263,7 +263,7 @@ def _add_contents(found: Checkpoint, contents: dcp.Contents) -> None:
         found.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
     for name, tensor in contents.tensors.items():
         parts = tuple(
-            Part(
+            TensorShard(
                 piece.offsets,
                 piece.sizes,
                 found.prefix + piece.place.path,
@@ -275,13 +275,13 @@ def _add_contents(found: Checkpoint, contents: dcp.Contents) -> None:
             for piece in tensor.pieces
             if prod(piece.sizes)
         )
-        found.tensors[name] = Stored(tensor.dtype, tensor.shape, parts)
+        found.tensors[name] = TensorEntry(tensor.dtype, tensor.shape, parts)
     for name, place in contents.values.items():
         key = found.prefix + place.path
         found.pickled[name] = ByteRange(key, place.start, place.length, found.objects[place.path].etag)
 
 
-def _places(contents: dcp.Contents) -> Iterable[tuple[str, dcp.Place]]:
+def _places(contents: dcp.Contents) -> Iterable[tuple[str, dcp.DcpPlace]]:
     for name, tensor in contents.tensors.items():
         for piece in tensor.pieces:
             yield name, piece.place

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaderkit.checkpoint.formats import torch_zip
+from loaderkit.checkpoint.formats.restricted_pickle import Opaque, Record, load_pickle, record, shown
 from loaderkit.errors import FormatError
-from loaderkit.formats import torch_zip
-from loaderkit.garbage import collected_later
-from loaderkit.unpickling import Opaque, Record, load_pickle, record, shown
+from loaderkit.native.garbage import collected_later
 
 _IN_METADATA = (
     "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
@@ -28,7 +28,7 @@ _MAX_CUT = 8  # dimensions along which a tensor is cut into pieces
 _MOST_CORNERS = 2**24  # of the pieces of a tensor: two million pieces by rows and columns
 
 
-class Place(NamedTuple):
+class DcpPlace(NamedTuple):
     """Where torch.save's archive of one piece, or one value, lies: bytes [start, start + length) of a file."""
 
     path: str
@@ -36,12 +36,12 @@ class Place(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
+class DcpPiece(NamedTuple):
     """A box of a tensor, and where it lies."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: DcpPlace
 
 
 class Described(NamedTuple):
@@ -49,14 +49,14 @@ class Described(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DcpPiece, ...]
 
 
 class Contents(NamedTuple):
     """What the checkpoint holds, by name: tensors, and values pickled by themselves; and the paths that the names stand for."""
 
     tensors: dict[str, Described]
-    values: dict[str, Place]
+    values: dict[str, DcpPlace]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -106,7 +106,7 @@ def _is(value: Any, name: str) -> bool:
     return isinstance(value, Record) and type(value).__name__ == name
 
 
-def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, Place]]:
+def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, DcpPlace]]:
     for index, info in stored.items():
         if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
             raise FormatError("its storage_data is not that of files: was it written by a storage of another kind?")
@@ -124,10 +124,10 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | Non
             raise FormatError(f"{fqn!r} lies in {path!r}, which leads out of the checkpoint's directory")
         if offsets is not None and not _are_sizes(offsets):
             raise FormatError(f"it places a piece of {fqn!r} at {shown(offsets)} in the tensor: that is no place")
-        yield fqn, None if offsets is None else tuple(offsets), Place(path, start, length)
+        yield fqn, None if offsets is None else tuple(offsets), DcpPlace(path, start, length)
 
 
-def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | None], Place]) -> Described:
+def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | None], DcpPlace]) -> Described:
     properties, shape, chunks = what.get("properties"), what.get("size"), what.get("chunks")
     state = properties.state if _is(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -153,12 +153,12 @@ def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | N
             raise FormatError(
                 f"the piece of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {place.length} bytes"
             )
-        pieces.append(Piece(tuple(offsets), tuple(sizes), place))
+        pieces.append(DcpPiece(tuple(offsets), tuple(sizes), place))
     _check_cover(name, tuple(shape), pieces)
     return Described(dtype, tuple(shape), tuple(pieces))
 
 
-def _check_cover(name: str, shape: tuple[int, ...], pieces: list[Piece]) -> None:
+def _check_cover(name: str, shape: tuple[int, ...], pieces: list[DcpPiece]) -> None:
     """Raise FormatError unless each element is in one piece.
 
     Pieces tile a box if and only if their corners, those with an odd number of upper bounds counted negative, cancel out to the

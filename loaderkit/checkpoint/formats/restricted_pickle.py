@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from loaderkit._internal.text import short_repr
 from loaderkit.errors import FormatError
-from loaderkit.garbage import collected_later
+from loaderkit.native.garbage import collected_later
 
 _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
 _MOST_UNKNOWN = 1000  # names that are not in the table, each of which takes a kilobyte
@@ -39,15 +40,8 @@ class _Frozen(type):
 
 
 def shown(value: Any) -> str:
-    """A value from a file, for a message: short whatever it is. (`repr` of a few lists within lists can fill all memory, and
-    of a long number it fails.)"""
-    if isinstance(value, (str, bytes)):
-        return repr(value[:100])
-    if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**100):
-        return repr(value)
-    if isinstance(value, (list, tuple)) and len(value) <= 64 and all(type(item) in (int, str) for item in value):
-        return f"[{', '.join(map(shown, value))}]"[:100]
-    return value.what if isinstance(value, StandIn) else f"a {type(value).__name__}"
+    """A value of a pickle, for a message: see `short_repr`."""
+    return value.what if isinstance(value, StandIn) else short_repr(value)
 
 
 class StandIn:
@@ -362,7 +356,7 @@ def _check_tuples(data: bytes) -> None:
 def plain_names() -> Mapping[str, Any]:
     """Stand-ins for containers and plain values, and for NumPy's arrays of numbers, which states of RNGs hold."""
     found: dict[str, Callable[..., Any]] = {
-        "collections.OrderedDict": Table,
+        "collections.OrderedDict": FrozenTable,
         "collections.defaultdict": lambda *_: {},
         "collections.Counter": lambda values=(): dict(values),
         "_codecs.encode": _encode,
@@ -393,7 +387,7 @@ def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
     return bytearray(data)
 
 
-class Table(OrderedDict[Any, Any]):
+class FrozenTable(OrderedDict[Any, Any]):
     """Stands for an OrderedDict. Attributes, such as the `_metadata` of a module's state, are not set: else a pickle could put
     anything in the place of `items`."""
 

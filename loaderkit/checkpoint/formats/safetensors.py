@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loaderkit.errors import FormatError
-from loaderkit.garbage import collected_later
+from loaderkit.native.garbage import collected_later
 
 _MAX_HEADER = 100_000_000  # as safetensors' own reader
 _MAX_NUMBER = 2**62

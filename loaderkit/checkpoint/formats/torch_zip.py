@@ -15,9 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loaderkit.checkpoint.formats.restricted_pickle import (
+    Function,
+    Global,
+    Opaque,
+    StandIn,
+    functions,
+    load_pickle,
+    opaque,
+    plain_names,
+    shown,
+)
 from loaderkit.errors import FormatError
-from loaderkit.garbage import collected_later
-from loaderkit.unpickling import Function, Global, Opaque, StandIn, functions, load_pickle, opaque, plain_names, shown
+from loaderkit.native.garbage import collected_later
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -45,7 +55,7 @@ _STORAGES = {
 _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.Parameter", "torch.nn.parameter.Buffer")
 
 
-class Record(NamedTuple):
+class ZipRecord(NamedTuple):
     """One record of the archive: its header's place and its size are known from the directory, not where its bytes begin.
     They end before `limit`, where the next record begins."""
 
@@ -133,7 +143,7 @@ def read_archive(read: Read, size: int, fetch: Fetch | None = None) -> Archive:
 # -------------------------------------------------------------------------------------------------- the directory
 
 
-def read_directory(read: Read, size: int) -> dict[str, Record]:
+def read_directory(read: Read, size: int) -> dict[str, ZipRecord]:
     """The records of a zip archive by name. Raises FormatError for one that is not whole, or is packed."""
     data, count, start, _ = _directory(read, size)
     return _entries(data, count, start)
@@ -191,8 +201,8 @@ def _directory(read: Read, size: int) -> tuple[bytes, int, int, tuple[int, int]]
 
 
 @collected_later
-def _entries(data: bytes, count: int, limit: int) -> dict[str, Record]:
-    found: dict[str, Record] = {}
+def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipRecord]:
+    found: dict[str, ZipRecord] = {}
     place = 0
     for _ in range(count):
         if place + _ENTRY.size > len(data) or data[place : place + 4] != b"PK\x01\x02":
@@ -209,12 +219,12 @@ def _entries(data: bytes, count: int, limit: int) -> dict[str, Record]:
             raise FormatError(f"its record {name!r:.200} is packed or encrypted, which torch.save never does")
         if name in found:
             raise FormatError(f"it has two records called {name!r:.200}")
-        found[name] = Record(name, header, _LOCAL.size + len_name, unpacked, limit)
+        found[name] = ZipRecord(name, header, _LOCAL.size + len_name, unpacked, limit)
         place = name_start + len_name + len_extra + len_comment
     return _limited(found, limit)
 
 
-def _limited(records: dict[str, Record], limit: int) -> dict[str, Record]:
+def _limited(records: dict[str, ZipRecord], limit: int) -> dict[str, ZipRecord]:
     """Records, each ending where the next begins at the latest: those that share bytes would be more than the archive holds."""
     found = {}
     for record in sorted(records.values(), key=lambda record: record.header, reverse=True):
@@ -243,7 +253,7 @@ def _wide(extra: bytes, unpacked: int, packed: int, header: int, name: str) -> t
     raise FormatError(f"its record {name!r:.200} says nowhere how long it is")
 
 
-def _data_starts(fetch: Fetch, records: Sequence[Record]) -> list[int]:
+def _data_starts(fetch: Fetch, records: Sequence[ZipRecord]) -> list[int]:
     """Where the bytes of records begin. Small records are neighbours: their headers are read together."""
     order = sorted(range(len(records)), key=lambda number: records[number].header)
     spans: list[tuple[int, int]] = []
@@ -265,7 +275,7 @@ def _data_starts(fetch: Fetch, records: Sequence[Record]) -> list[int]:
     return starts
 
 
-def _start_after(header: bytes, record: Record) -> int:
+def _start_after(header: bytes, record: ZipRecord) -> int:
     """Where a record's bytes begin: behind its own header, which repeats its name and may be padded."""
     fields = _LOCAL.unpack_from(header)
     name = header[_LOCAL.size :].decode("utf-8", "replace")
@@ -277,7 +287,7 @@ def _start_after(header: bytes, record: Record) -> int:
     return start
 
 
-def _content(read: Read, record: Record, limit: int) -> bytes:
+def _content(read: Read, record: ZipRecord, limit: int) -> bytes:
     if record.size > limit:
         raise FormatError(
             f"its record {record.name!r:.200} has {record.size} bytes, and {limit} are the most it may have"
@@ -286,7 +296,7 @@ def _content(read: Read, record: Record, limit: int) -> bytes:
     return _get(read, _start_after(header, record), record.size)
 
 
-def _root(records: dict[str, Record]) -> str:
+def _root(records: dict[str, ZipRecord]) -> str:
     """The folder in the archive that all records lie in, with its slash."""
     roots = [name.removesuffix("data.pkl") for name in records if name.rpartition("/")[2] == "data.pkl"]
     if len(roots) != 1:

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling
-from loaderkit.checkpoint.group import Group
-from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import Laid, Totals, Want
-from loaderkit.checkpoint.segments import Interval, Segment, divided
-from loaderkit.checkpoint.stages import Checksums, place_piece, stream_of
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.ranks.group import Group
+from loaderkit.checkpoint.ranks.segments import NeededRange, OwnedRange, divided
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
+from loaderkit.checkpoint.transfer.plan import Laid, ReadRequest, ReadTotals
+from loaderkit.checkpoint.transfer.session import TransferSession
+from loaderkit.checkpoint.transfer.stages import place_span, stream_of
+from loaderkit.connectors.base import Connector, ObjectInfo
 
 _CPU = torch.device("cpu")
 _LEAVE_S = 15.0  # for the thread, which waits a little for workers that hang
@@ -46,12 +47,12 @@ class Shared:
     placing_s: float = 0.0
 
 
-def agreed(limits: Sequence[Sequence[int]]) -> Limits:
+def agreed(limits: Sequence[Sequence[int]]) -> ReadLimits:
     """What all ranks can keep to."""
-    return Limits(*(min(values) for values in zip(*limits, strict=True)))
+    return ReadLimits(*(min(values) for values in zip(*limits, strict=True)))
 
 
-class Sharing:
+class RankExchange:
     """One rank's part. `run` on one thread; the numbers are for any."""
 
     def __init__(
@@ -60,9 +61,9 @@ class Sharing:
         connector: Connector,
         objects: Mapping[str, ObjectInfo],
         *,
-        intervals: Sequence[Interval],
-        pieces: Sequence[Piece],
-        limits: Limits,
+        intervals: Sequence[NeededRange],
+        pieces: Sequence[ByteSpan],
+        limits: ReadLimits,
         memory_bytes: int,
         num_parts: int,
         num_workers: int,
@@ -71,7 +72,7 @@ class Sharing:
         touched: set[str],
     ) -> None:
         """`intervals` and `limits` must be the same on all ranks; `pieces`, this rank's own, lie in its intervals. `touched`
-        is given the names of those that are written to. See `Filling` for the memory, of reading alone."""
+        is given the names of those that are written to. See `TransferSession` for the memory, of reading alone."""
         self._group = group
         self._connector = connector
         self._objects = objects
@@ -92,7 +93,7 @@ class Sharing:
         self._touched = touched
         self.totals = Shared(num_segments=len(self._segments))
         self.accounts: dict[str, Any] | None = None
-        self._filling: Filling | None = None
+        self._filling: TransferSession | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -101,13 +102,15 @@ class Sharing:
 
     def run(self) -> None:
         """Go through all segments. Raises CheckpointError; PeerError for what another rank has to answer for."""
-        wants = [
-            Want(segment.label, (segment.key, segment.start), segment.num_bytes, self._made(number), self._lay(number))
+        requests = [
+            ReadRequest(
+                segment.label, (segment.key, segment.start), segment.num_bytes, self._made(number), self._lay(number)
+            )
             for number, segment in enumerate(self._segments)
             if segment.owner == self._group.me
         ]
-        with Filling(
-            wants,
+        with TransferSession(
+            requests,
             self._connector,
             self._objects,
             memory_bytes=self._memory_bytes,
@@ -125,7 +128,7 @@ class Sharing:
             self.accounts = filling.stats().to_dict()
 
     @property
-    def reads(self) -> list[Totals]:
+    def reads(self) -> list[ReadTotals]:
         """What this rank has read for it so far; none before it runs."""
         return [] if self._filling is None else [self._filling.totals]
 
@@ -134,7 +137,7 @@ class Sharing:
         if self._filling is not None:
             self._filling.engine.fail(error)
 
-    def _take(self, number: int, segment: Segment, reads: Iterator[torch.Tensor]) -> None:
+    def _take(self, number: int, segment: OwnedRange, reads: Iterator[torch.Tensor]) -> None:
         where = f"bytes {segment.start} to {segment.end} of {segment.key!r}"
         totals, group, begin_s = self.totals, self._group, time.perf_counter()
         if segment.owner == group.me:
@@ -159,7 +162,7 @@ class Sharing:
 
     # -------------------------------------------------------------------------------------------- where bytes are put
 
-    def _direct(self, number: int) -> Piece | None:
+    def _direct(self, number: int) -> ByteSpan | None:
         """The piece whose own memory takes a segment, if it is one and the same."""
         segment, pieces = self._segments[number], self._pieces[number]
         if len(pieces) == 1 and pieces[0].target is not None:
@@ -186,17 +189,17 @@ class Sharing:
             whole = torch.empty(self._limits.most_bytes, dtype=torch.uint8)
         return whole[:size]
 
-    def _lay(self, number: int) -> Callable[[Limits], Laid]:
+    def _lay(self, number: int) -> Callable[[ReadLimits], Laid]:
         segment = self._segments[number]
 
-        def make(limits: Limits) -> Laid:
+        def make(limits: ReadLimits) -> Laid:
             data = self._buffer(number)
-            piece = Piece(segment.label, segment.key, segment.start, segment.num_bytes, data.numpy().data, None)
+            piece = ByteSpan(segment.label, segment.key, segment.start, segment.num_bytes, data.numpy().data, None)
             return [piece], lambda: [(str(number), data)]
 
         return make
 
-    def _land(self, number: int, segment: Segment, data: torch.Tensor) -> None:
+    def _land(self, number: int, segment: OwnedRange, data: torch.Tensor) -> None:
         if self._direct(number) is None:
             view = data.numpy().data
             with stream_of(self._device):
@@ -210,7 +213,7 @@ class Sharing:
                 self._free.append(whole)
         self.totals.num_bytes += segment.num_bytes
 
-    def _put(self, piece: Piece, offset: int, data: memoryview) -> None:
+    def _put(self, piece: ByteSpan, offset: int, data: memoryview) -> None:
         """A part of a piece's bytes, from `offset` on."""
         self._touched.add(piece.label)
         if piece.target is not None:
@@ -224,18 +227,18 @@ class Sharing:
                 self._partial[id(piece)] = known, missing - len(data)
                 return
             data = memoryview(known)
-        place_piece(piece, data, self._connector)
+        place_span(piece, data, self._connector)
 
 
-def _one_by_one(filling: Filling) -> Iterator[torch.Tensor]:
+def _one_by_one(filling: TransferSession) -> Iterator[torch.Tensor]:
     for given in filling:
         for _, data in given:
             yield data
 
 
-def _by_segment(segments: Sequence[Segment], pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _by_segment(segments: Sequence[OwnedRange], pieces: Sequence[ByteSpan]) -> list[list[ByteSpan]]:
     """The pieces that have bytes in each segment."""
-    found: list[list[Piece]] = [[] for _ in segments]
+    found: list[list[ByteSpan]] = [[] for _ in segments]
     places = [(segment.key, segment.start) for segment in segments]
     for piece in pieces:
         first = max(0, bisect_right(places, (piece.key, piece.start)) - 1)

@@ -8,6 +8,7 @@ well. One that died says nothing: it is the one that does not answer when the ot
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def machine() -> str:
+    """What tells machines apart; containers on one machine share its memory, whatever they are called."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
 
 _LOOK_S = 0.5  # between looks at whether the roll is called
 _PATIENCE_S = 5.0  # for the others to answer

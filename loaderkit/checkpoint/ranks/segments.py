@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loaderkit.checkpoint.laying import Limits
+from loaderkit.checkpoint.transfer.layout import ReadLimits
 
 Ranks = tuple[int, ...]
 
 
-class Interval(NamedTuple):
+class NeededRange(NamedTuple):
     """Bytes [start, end) of an object, for the tensor `label`, that the ranks `takers` need (in ascending order)."""
 
     key: str
@@ -26,7 +26,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(slots=True)
-class Segment:
+class OwnedRange:
     """Bytes [start, end) of an object that `owner` reads and `takers`, itself among them, need."""
 
     key: str
@@ -41,7 +41,7 @@ class Segment:
         return self.end - self.start
 
 
-def divided(intervals: Iterable[Interval], limits: Limits, num_ranks: int) -> list[Segment]:
+def divided(intervals: Iterable[NeededRange], limits: ReadLimits, num_ranks: int) -> list[OwnedRange]:
     """Segments of at most `limits.most_bytes` that cover the intervals, by object and place, no byte in two of them.
 
     Neighbours with the same takers are joined over gaps that may be read over; an interval of some size that meets no other
@@ -49,8 +49,8 @@ def divided(intervals: Iterable[Interval], limits: Limits, num_ranks: int) -> li
     takers who owns the least up to there: so all own about as much, and neighbours are read at the same time.
     """
     ordered = sorted(intervals)
-    segments: list[Segment] = []
-    last: Interval | None = None
+    segments: list[OwnedRange] = []
+    last: NeededRange | None = None
     for interval in ordered:
         _add(segments, interval, last, limits)
         last = interval
@@ -62,7 +62,7 @@ def divided(intervals: Iterable[Interval], limits: Limits, num_ranks: int) -> li
     return segments
 
 
-def _add(segments: list[Segment], interval: Interval, last: Interval | None, limits: Limits) -> None:
+def _add(segments: list[OwnedRange], interval: NeededRange, last: NeededRange | None, limits: ReadLimits) -> None:
     start = interval.start
     now = segments[-1] if segments else None
     if now is not None and now.key == interval.key:
@@ -76,18 +76,18 @@ def _add(segments: list[Segment], interval: Interval, last: Interval | None, lim
             fits
             and last is not None
             and last.takers == interval.takers
-            and start - now.end <= limits.gap_bytes
+            and start - now.end <= limits.coalesce_gap
             and max(interval.end - start, now.num_bytes) < limits.least_direct
         ):
             now.end = interval.end
             return
     while start < interval.end:
         end = min(interval.end, start + limits.most_bytes)
-        segments.append(Segment(interval.key, start, end, interval.label))
+        segments.append(OwnedRange(interval.key, start, end, interval.label))
         start = end
 
 
-def _give_takers(segments: list[Segment], intervals: Sequence[Interval]) -> None:
+def _give_takers(segments: list[OwnedRange], intervals: Sequence[NeededRange]) -> None:
     found: list[set[int]] = [set() for _ in segments]
     places = [(segment.key, segment.start) for segment in segments]
     for interval in intervals:

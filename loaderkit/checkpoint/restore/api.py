@@ -10,20 +10,21 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from loaderkit.checkpoint.filling import Filling, access_to, fetch_of, fetch_ranges, name_touched
-from loaderkit.checkpoint.laying import as_tensor, unpacked
-from loaderkit.checkpoint.manifest import Verify, read_manifest
+from loaderkit._internal.device import resolve_device
+from loaderkit._internal.units import parse_bytes
+from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.contents import SMALL_BLOB, Checkpoint, TensorEntry, TensorShard
+from loaderkit.checkpoint.discovery.locate import open_place
+from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
+from loaderkit.checkpoint.discovery.open import open_checkpoint
+from loaderkit.checkpoint.formats import dcp, torch_zip
 from loaderkit.checkpoint.names import Leaf, flatten, nest, opaque_in, settle
-from loaderkit.checkpoint.opening import open_checkpoint
-from loaderkit.checkpoint.places import open_place
-from loaderkit.checkpoint.plan import Totals, Want
-from loaderkit.checkpoint.records import Checkpoint, Part, Stored
-from loaderkit.checkpoint.stages import Checksums, wait_for_queued
-from loaderkit.checkpoint.wanting import (
+from loaderkit.checkpoint.restore.progress import Progress, progress_of
+from loaderkit.checkpoint.restore.requests import (
     Dtype,
     choose,
     compare_names,
@@ -32,14 +33,16 @@ from loaderkit.checkpoint.wanting import (
     new_tensors,
     parse_dtype,
 )
+from loaderkit.checkpoint.transfer.fetch import fetch_of, fetch_ranges
+from loaderkit.checkpoint.transfer.layout import as_tensor, unpacked
+from loaderkit.checkpoint.transfer.plan import ReadRequest, ReadTotals
+from loaderkit.checkpoint.transfer.session import TransferSession, access_to, name_touched
+from loaderkit.checkpoint.transfer.stages import wait_for_queued
+from loaderkit.connectors.base import ByteRange, Connector
 from loaderkit.errors import CheckpointError, ConfigError, FormatError
-from loaderkit.formats import dcp, torch_zip
-from loaderkit.schema import parse_bytes
-from loaderkit.stages.transfer import resolve_device
-from loaderkit.types import ByteRange, Connector
 
 if TYPE_CHECKING:
-    from loaderkit.checkpoint.group import Group
+    from loaderkit.checkpoint.ranks.group import Group
 
 TIMEOUT_S = 300.0  # for which a rank waits for another
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -47,21 +50,6 @@ _MOST_LEAVES = 100_000_000
 _BLOB_HEAD = 4096  # of a piece's archive: its pickle, and its record's header
 _BLOB_TAIL = 4096  # its directory
 _MOST_LAYOUTS = 1024  # are looked for at once, in 8 MiB
-SMALL_BLOB = 256 * 2**10  # an archive of so many bytes is read whole, at once
-
-
-class Progress(NamedTuple):
-    """How far a restore is. `fetched_bytes` can be more than `num_bytes` where gaps were read over."""
-
-    num_bytes: int
-    total_bytes: int
-    fetched_bytes: int
-    seconds: float
-    slowest_object: str  # that with the most time in reads
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 def restore(
@@ -111,7 +99,7 @@ def restore(
                     f"rank {rank!r} of world_size {world_size!r}: give both, the rank from 0 to world_size - 1"
                 )
             if world_size > 1:
-                from loaderkit.checkpoint.together import joined
+                from loaderkit.checkpoint.restore.multi_rank import joined
 
                 group = stack.enter_context(joined(rank, world_size, timeout_s))
         source = stack.enter_context(opened(url, connectors, memory, verify))
@@ -131,7 +119,7 @@ def restore(
 @contextmanager
 def opened(
     url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None, memory: int | str, verify: Verify
-) -> Iterator[Source]:
+) -> Iterator[OpenCheckpoint]:
     """A checkpoint that was found whole, to restore from; its connector is closed in the end."""
     try:
         memory_bytes = parse_bytes(memory)
@@ -141,12 +129,12 @@ def opened(
     try:
         fetch = fetch_of(place.connector, memory_bytes)
         found = open_checkpoint(place, fetch)
-        yield Source(found, read_manifest(place, found, verify, fetch), memory_bytes)
+        yield OpenCheckpoint(found, read_manifest(place, found, verify, fetch), memory_bytes)
     finally:
         place.close()
 
 
-class Source:
+class OpenCheckpoint:
     """An open checkpoint, its checksums by object, and the bound on memory."""
 
     def __init__(self, found: Checkpoint, checksums: Mapping[str, Checksums], memory_bytes: int) -> None:
@@ -155,7 +143,7 @@ class Source:
         self.memory_bytes = memory_bytes
         self.num_alike = 1  # ranks that restore together on this machine, and divide this memory
         self.objects = {info.key: info for info in found.objects.values()}
-        self.totals: Totals | None = None
+        self.totals: ReadTotals | None = None
         self.stats: dict[str, Any] | None = None
         self.group: Group | None = None  # the ranks that restore together
 
@@ -212,7 +200,7 @@ class Source:
         self,
         names: list[str],
         values: list[str],
-        wants_of: Callable[[Checkpoint], list[Want]],
+        wants_of: Callable[[Checkpoint], list[ReadRequest]],
         *,
         device: torch.device,
         progress: Callable[[Progress], None] | None,
@@ -221,7 +209,7 @@ class Source:
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(tensors, plain values) by name, alone or together with other ranks; `touched`: what has been written to."""
         if self.group is not None:
-            from loaderkit.checkpoint.together import bring
+            from loaderkit.checkpoint.restore.multi_rank import bring
 
             return bring(
                 self,
@@ -234,9 +222,9 @@ class Source:
                 concurrency=concurrency,
                 touched=touched,
             )
-        wants = wants_of(self.resolved(names))
+        requests = wants_of(self.resolved(names))
         given = self.plain_values(values)
-        return dict(self._fill(wants, device, progress, concurrency, touched)), given
+        return dict(self._fill(requests, device, progress, concurrency, touched)), given
 
     def _fit(
         self, into: Any, keys: tuple[str, ...] | None, strict: bool
@@ -263,7 +251,7 @@ class Source:
                 )
         return leaves, tensors, values
 
-    def fill_new(self, names: list[str], device: torch.device, dtype: Dtype, **settings: Any) -> Filling:
+    def fill_new(self, names: list[str], device: torch.device, dtype: Dtype, **settings: Any) -> TransferSession:
         """What yields these tensors, new, as they become whole."""
         kind = parse_dtype(dtype)
         if kind == "target":
@@ -271,13 +259,17 @@ class Source:
         return self.filling(new_tensors(self.resolved(names), names, device, kind), device, **settings)
 
     def filling(
-        self, wants: list[Want], device: torch.device, concurrency: int | Literal["auto"] = "auto", **settings: Any
-    ) -> Filling:
-        """The engine for `wants`."""
+        self,
+        requests: list[ReadRequest],
+        device: torch.device,
+        concurrency: int | Literal["auto"] = "auto",
+        **settings: Any,
+    ) -> TransferSession:
+        """The engine for `requests`."""
         connector = self.found.connector
-        num_workers, around = access_to(connector, concurrency, wants, self.memory_bytes // self.num_alike)
-        return Filling(
-            wants,
+        num_workers, around = access_to(connector, concurrency, requests, self.memory_bytes // self.num_alike)
+        return TransferSession(
+            requests,
             connector,
             self.objects,
             memory_bytes=self.memory_bytes,
@@ -296,14 +288,14 @@ class Source:
 
     def _fill(
         self,
-        wants: list[Want],
+        requests: list[ReadRequest],
         device: torch.device,
         progress: Callable[[Progress], None] | None,
         concurrency: int | Literal["auto"],
         touched: set[str],
     ) -> Iterator[tuple[str, Any]]:
         begin_s = time.perf_counter()
-        with self.filling(wants, device, concurrency, touched=touched) as filling:
+        with self.filling(requests, device, concurrency, touched=touched) as filling:
             self.totals = filling.totals
             total = filling.plan.num_bytes
             for given in filling:
@@ -320,7 +312,7 @@ class Source:
             self.layouts((name, part) for name in names for part in self.found.tensors[name].parts)
         )
 
-    def with_layouts(self, layouts: Mapping[tuple[str, tuple[int, ...]], Part]) -> Checkpoint:
+    def with_layouts(self, layouts: Mapping[tuple[str, tuple[int, ...]], TensorShard]) -> Checkpoint:
         """The checkpoint with some parts, by name and offsets, replaced by what was found of them."""
         if not layouts:
             return self.found
@@ -328,10 +320,10 @@ class Source:
         for name in dict.fromkeys(name for name, _ in layouts):
             stored = tensors[name]
             parts = tuple(layouts.get((name, part.offsets), part) for part in stored.parts)
-            tensors[name] = Stored(stored.dtype, stored.shape, parts, stored.storage)
+            tensors[name] = TensorEntry(stored.dtype, stored.shape, parts, stored.storage)
         return replace(self.found, tensors=tensors)
 
-    def layouts(self, wanted: Iterable[tuple[str, Part]]) -> dict[tuple[str, tuple[int, ...]], Part]:
+    def layouts(self, wanted: Iterable[tuple[str, TensorShard]]) -> dict[tuple[str, tuple[int, ...]], TensorShard]:
         """The large ones of these parts as plain bytes, by name and offsets: two small reads a part."""
         parts = [(name, part) for name, part in wanted if part.is_blob and part.length > SMALL_BLOB]
         found = {}
@@ -339,7 +331,7 @@ class Source:
             found.update(self._layouts(parts[lo : lo + _MOST_LAYOUTS]))
         return found
 
-    def _layouts(self, parts: Sequence[tuple[str, Part]]) -> dict[tuple[str, tuple[int, ...]], Part]:
+    def _layouts(self, parts: Sequence[tuple[str, TensorShard]]) -> dict[tuple[str, tuple[int, ...]], TensorShard]:
         ranges = []
         for _, part in parts:
             etag = self.objects[part.key].etag
@@ -357,7 +349,7 @@ class Source:
                 ) from None
         return found
 
-    def _reader_inside(self, part: Part, head: bytes, tail: bytes) -> torch_zip.Read:
+    def _reader_inside(self, part: TensorShard, head: bytes, tail: bytes) -> torch_zip.Read:
         """Reads in an archive whose beginning and end are there already."""
         tail_start = part.length - len(tail)
 
@@ -421,23 +413,6 @@ class Source:
             return as_tensor(memoryview(bytearray(part)), item.dtype, item.shape, item.strides)
 
         return archive.value, tensor
-
-
-def progress_of(found: Checkpoint, totals: Totals, total_bytes: int, seconds: float) -> Progress:
-    """How far it is at this moment; for any thread."""
-    with totals.lock:
-        needed, fetched = totals.needed_bytes, totals.fetched_bytes
-    return Progress(needed, total_bytes, fetched, seconds, slowest_object(found, [totals]))
-
-
-def slowest_object(found: Checkpoint, reads: Iterable[Totals]) -> str:
-    """The object with the most time in reads, by its full name; "" before the first read is done."""
-    seconds: dict[str, float] = {}
-    for totals in reads:
-        with totals.lock:
-            for key, item in totals.objects.items():
-                seconds[key] = seconds.get(key, 0.0) + item.seconds
-    return found.describe(max(seconds, key=seconds.__getitem__)) if seconds else ""
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from loaderkit.checkpoint.laying import Limits, lay_box
-from loaderkit.checkpoint.records import Checkpoint, Part, strides_of
-from loaderkit.checkpoint.restoring import SMALL_BLOB
-from loaderkit.checkpoint.segments import Interval, Ranks, overlap
-from loaderkit.checkpoint.together import machine
+from loaderkit.checkpoint.contents import SMALL_BLOB, Checkpoint, TensorShard, strides_of
+from loaderkit.checkpoint.ranks.group import machine
+from loaderkit.checkpoint.ranks.segments import NeededRange, Ranks, overlap
+from loaderkit.checkpoint.transfer.layout import ReadLimits, lay_box
 
 Shape = tuple[int, ...]
 PartId = tuple[str, Shape]  # a tensor's name, and the offsets of the part
@@ -131,7 +130,7 @@ def common_values(plans: Sequence[LoadPlan], found: Checkpoint) -> tuple[Value, 
     )
 
 
-def _meet(part: Part, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
+def _meet(part: TensorShard, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
     """Whether different ranks need the same bytes, or bytes so mixed up that reading the ones reads the others."""
     if part.is_blob and part.length <= SMALL_BLOB:
         return True  # read in one piece
@@ -146,7 +145,7 @@ def _meet(part: Part, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> boo
     return overlap(spans)
 
 
-def intervals_of(division: Division, found: Checkpoint, limits: Limits) -> list[Interval]:
+def intervals_of(division: Division, found: Checkpoint, limits: ReadLimits) -> list[NeededRange]:
     """The bytes of tensors that are shared, once the layout of all common parts is known: the same on every rank."""
     intervals = []
     parts = {(name, part.offsets): part for name, stored in found.tensors.items() for part in stored.parts}
@@ -156,5 +155,5 @@ def intervals_of(division: Division, found: Checkpoint, limits: Limits) -> list[
             like = torch.empty(box.sizes, dtype=stored.dtype, device="meta")
             pieces = lay_box(name, stored.dtype, part, like, limits, offsets=box.offsets, sizes=box.sizes)
             takers = division.ranks(box.takers)
-            intervals += [Interval(p.key, p.start, p.start + p.length, name, takers) for p in pieces]
+            intervals += [NeededRange(p.key, p.start, p.start + p.length, name, takers) for p in pieces]
     return intervals

@@ -26,20 +26,20 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from loaderkit.checkpoint.dividing import Division, PartId, intervals_of, with_division, with_machine
-from loaderkit.checkpoint.filling import name_touched, num_workers_of
-from loaderkit.checkpoint.group import Group, default_store
-from loaderkit.checkpoint.laying import Limits, Piece, lay_box
-from loaderkit.checkpoint.manifest import Verify
-from loaderkit.checkpoint.plan import Laid, Want
-from loaderkit.checkpoint.records import Checkpoint, Part
-from loaderkit.checkpoint.restoring import TIMEOUT_S, Source, opened
-from loaderkit.checkpoint.sharing import Sharing, run_beside
-from loaderkit.checkpoint.stages import wait_for_queued
-from loaderkit.checkpoint.together import agree, sharing_of, values_shared
+from loaderkit.checkpoint.contents import Checkpoint, TensorShard
+from loaderkit.checkpoint.discovery.manifest import Verify
+from loaderkit.checkpoint.ranks.exchange import RankExchange, run_beside
+from loaderkit.checkpoint.ranks.group import Group, default_store
+from loaderkit.checkpoint.restore.api import TIMEOUT_S, OpenCheckpoint, opened
+from loaderkit.checkpoint.restore.dcp_plan import Division, PartId, intervals_of, with_division, with_machine
+from loaderkit.checkpoint.restore.multi_rank import agree, sharing_of, values_shared
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, lay_box
+from loaderkit.checkpoint.transfer.plan import Laid, ReadRequest
+from loaderkit.checkpoint.transfer.session import name_touched, num_workers_of
+from loaderkit.checkpoint.transfer.stages import wait_for_queued
+from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
-from loaderkit.garbage import collected_later
-from loaderkit.types import Connector
+from loaderkit.native.garbage import collected_later
 
 _CPU = torch.device("cpu")
 logger = logging.getLogger("loaderkit")
@@ -76,7 +76,7 @@ class StreamReader(StorageReader):
         self._timeout_s = timeout_s
         self._connectors = connectors
         self._open: ExitStack | None = None
-        self._source: Source | None = None
+        self._source: OpenCheckpoint | None = None
         self._load_id = uuid.uuid4().hex
         self.stats: dict[str, Any] | None = None
         """The engine's accounts of the last load, as `loader.stats().to_dict()`; those of what was shared are in "shared"."""
@@ -139,7 +139,7 @@ class StreamReader(StorageReader):
 
     # --------------------------------------------------------------------------------------------------------- reading
 
-    def _opened(self) -> Source:
+    def _opened(self) -> OpenCheckpoint:
         if self._source is None:
             stack = ExitStack()
             self._source = stack.enter_context(opened(self._url, self._connectors, self._memory, self._verify))
@@ -209,22 +209,24 @@ class StreamReader(StorageReader):
                 found.append(_Wanted(item, target))
         return found
 
-    def _read_own(self, source: Source, wanted: Sequence[_Wanted], planner: LoadPlanner, touched: set[str]) -> None:
+    def _read_own(
+        self, source: OpenCheckpoint, wanted: Sequence[_Wanted], planner: LoadPlanner, touched: set[str]
+    ) -> None:
         """Read what this rank shares with no other."""
         parts = _parts_of(source.found)
         needed = {one.part_id for one in wanted if one.part_id in parts}
         layouts = source.layouts((name, parts[name, offsets]) for name, offsets in needed)
-        wants = []
+        requests = []
         for one in wanted:
             part = layouts.get(one.part_id, parts.get(one.part_id))
             if part is not None:
-                wants.append(_want(one.item, source.found.tensors[one.part_id[0]].dtype, part, one.target))
+                requests.append(_want(one.item, source.found.tensors[one.part_id[0]].dtype, part, one.target))
             elif one.target.numel():
                 raise CheckpointError(
                     f"{self._url}: no piece of {one.part_id[0]!r} lies at {one.item.storage_index.offset}"
                 )
         by_number = {id(one.item): one.item for one in wanted}
-        with source.filling(wants, _device_of(wanted), touched=touched) as filling:
+        with source.filling(requests, _device_of(wanted), touched=touched) as filling:
             for given in filling:
                 for number, target in given:
                     planner.commit_tensor(by_number[int(number)], target)
@@ -242,7 +244,7 @@ class _Wanted(NamedTuple):
         return self.item.storage_index.fqn, tuple(self.item.storage_index.offset or ())
 
 
-def _parts_of(found: Checkpoint) -> dict[PartId, Part]:
+def _parts_of(found: Checkpoint) -> dict[PartId, TensorShard]:
     return {(name, part.offsets): part for name, stored in found.tensors.items() for part in stored.parts}
 
 
@@ -256,7 +258,7 @@ class _SharedLoad:
 
     def __init__(
         self,
-        source: Source,
+        source: OpenCheckpoint,
         group: Group,
         division: Division,
         wanted: Sequence[_Wanted],
@@ -273,7 +275,7 @@ class _SharedLoad:
         self._wanted = wanted
         self._names = names
         self._touched = touched
-        self._running: list[Sharing] = []
+        self._running: list[RankExchange] = []
 
     def run(self) -> None:
         """On a thread of its own; not the planner's."""
@@ -283,7 +285,7 @@ class _SharedLoad:
             group, source, [(c.part[0], parts[c.part]) for c in division.common], num_workers=num_workers
         )
         parts = _parts_of(self.found)
-        pieces: list[Piece] = []
+        pieces: list[ByteSpan] = []
         for one in self._wanted:
             if one.part_id in self.done:
                 name, item = one.part_id[0], one.item
@@ -312,17 +314,17 @@ class _SharedLoad:
         return {key: sum(one[key] for one in totals) for key in totals[0]} | {"reading": self._running[-1].accounts}
 
 
-def _want(item: ReadItem, dtype: torch.dtype, part: Part, target: torch.Tensor) -> Want:
+def _want(item: ReadItem, dtype: torch.dtype, part: TensorShard, target: torch.Tensor) -> ReadRequest:
     name = item.storage_index.fqn
     offsets, sizes = tuple(item.storage_offsets), tuple(item.lengths)
 
-    def make(limits: Limits) -> Laid:
+    def make(limits: ReadLimits) -> Laid:
         return lay_box(name, dtype, part, target, limits, offsets=offsets, sizes=sizes), _given(id(item), target)
 
     start = part.start
     if not part.is_blob:
         start += sum(o * s for o, s in zip(offsets, part.strides, strict=True)) * dtype.itemsize
-    return Want(name, (part.key, start), target.numel() * dtype.itemsize, 0, make)
+    return ReadRequest(name, (part.key, start), target.numel() * dtype.itemsize, 0, make)
 
 
 def _given(number: int, target: torch.Tensor) -> Callable[[], list[tuple[str, Any]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,31 +14,31 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from loaderkit.checkpoint.filling import num_workers_of
-from loaderkit.checkpoint.group import Group, check_same, default_store
-from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.manifest import needed_objects
-from loaderkit.checkpoint.plan import Want, limits_of
-from loaderkit.checkpoint.records import Checkpoint, Part
-from loaderkit.checkpoint.restoring import Progress, Source, slowest_object
-from loaderkit.checkpoint.segments import Interval, Ranks
-from loaderkit.checkpoint.sharing import Sharing, agreed, run_beside
-from loaderkit.checkpoint.wanting import new_tensors
+from loaderkit.checkpoint.contents import Checkpoint, TensorShard
+from loaderkit.checkpoint.discovery.manifest import needed_objects
+from loaderkit.checkpoint.ranks.exchange import RankExchange, agreed, run_beside
+from loaderkit.checkpoint.ranks.group import Group, check_same, default_store, machine
+from loaderkit.checkpoint.ranks.segments import NeededRange, Ranks
+from loaderkit.checkpoint.restore.api import OpenCheckpoint
+from loaderkit.checkpoint.restore.progress import Progress, slowest_object
+from loaderkit.checkpoint.restore.requests import new_tensors
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
+from loaderkit.checkpoint.transfer.plan import ReadRequest, limits_of
+from loaderkit.checkpoint.transfer.session import num_workers_of
 from loaderkit.errors import ConfigError
 
 _HALVES = 2  # of a rank's memory: one is for reading, the other for what is received
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 class Agreed(NamedTuple):
     """The checkpoint with the layouts of the parts that were asked for, and how ranges are cut; the same on all ranks."""
 
     found: Checkpoint
-    limits: Limits
+    limits: ReadLimits
 
 
 def agree(
-    group: Group, source: Source, parts: Sequence[tuple[str, Part]], *, num_workers: int, about: str = ""
+    group: Group, source: OpenCheckpoint, parts: Sequence[tuple[str, TensorShard]], *, num_workers: int, about: str = ""
 ) -> Agreed:
     """Find the layouts of `parts`, each by one rank, and compare what the ranks see; `about` must be the same for all.
 
@@ -76,35 +75,26 @@ def _digest(found: Checkpoint, checksums: Any) -> str:
     return hashlib.sha256(json.dumps([found.format, sizes, bool(checksums)]).encode()).hexdigest()
 
 
-def machine() -> str:
-    """What tells machines apart; containers on one machine share its memory, whatever they are called."""
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
-
-
 def values_shared(
     found: Checkpoint, takers: Mapping[str, Ranks], me: int
-) -> tuple[list[Interval], list[Piece], dict[str, bytearray]]:
+) -> tuple[list[NeededRange], list[ByteSpan], dict[str, bytearray]]:
     """Which bytes the archives of plain values are, what reads those that rank `me` takes, and the memory they come to."""
     intervals, pieces, archives = [], [], {}
     for name, ranks in takers.items():
         place = found.pickled[name]
-        intervals.append(Interval(place.key, place.start, place.start + place.length, name, ranks))
+        intervals.append(NeededRange(place.key, place.start, place.start + place.length, name, ranks))
         if me in ranks:
             data = archives[name] = bytearray(place.length)
-            pieces.append(Piece(name, place.key, place.start, place.length, memoryview(data), None))
+            pieces.append(ByteSpan(name, place.key, place.start, place.length, memoryview(data), None))
     return intervals, pieces, archives
 
 
 def sharing_of(
-    group: Group, source: Source, limits: Limits, *, num_workers: int, device: torch.device
-) -> Callable[..., Sharing]:
-    """What makes a `Sharing` of `intervals`, `pieces` and `touched`."""
+    group: Group, source: OpenCheckpoint, limits: ReadLimits, *, num_workers: int, device: torch.device
+) -> Callable[..., RankExchange]:
+    """What makes a `RankExchange` of `intervals`, `pieces` and `touched`."""
     return partial(
-        Sharing,
+        RankExchange,
         group,
         source.found.connector,
         source.objects,
@@ -136,11 +126,11 @@ def joined(rank: int, world_size: int, timeout_s: float) -> Iterator[Group]:
 
 
 def bring(
-    source: Source,
+    source: OpenCheckpoint,
     group: Group,
     names: Sequence[str],
     values: Sequence[str],
-    wants_of: Callable[[Checkpoint], list[Want]],
+    wants_of: Callable[[Checkpoint], list[ReadRequest]],
     *,
     device: torch.device,
     progress: Callable[[Progress], None] | None,
@@ -154,7 +144,7 @@ def bring(
     begin_s = time.perf_counter()
     made: dict[str, torch.Tensor] = {}
     given: dict[str, Any] = {}
-    running: list[Sharing] = []
+    running: list[RankExchange] = []
     everyone = tuple(range(len(group)))
     num_workers = num_workers_of(source.found.connector, concurrency)
 
@@ -163,7 +153,7 @@ def bring(
         parts = [(name, part) for name in names for part in source.found.tensors[name].parts]
         about = hashlib.sha256(json.dumps([*names, 0, *values]).encode()).hexdigest()
         found, limits = agree(group, source, parts, num_workers=num_workers, about=about)
-        laid = [want.lay(limits) for want in wants_of(found)]
+        laid = [request.lay(limits) for request in wants_of(found)]
         pickled = {name: everyone for name in values if name in found.pickled}
         intervals, pieces, archives = values_shared(found, pickled, group.me)
         sharing = sharing_of(group, source, limits, num_workers=num_workers, device=device)
@@ -198,8 +188,8 @@ def bring(
     return made, given
 
 
-def _whole(found: Checkpoint, names: Sequence[str], limits: Limits, takers: Ranks) -> list[Interval]:
+def _whole(found: Checkpoint, names: Sequence[str], limits: ReadLimits, takers: Ranks) -> list[NeededRange]:
     """The bytes of these tensors, wherever a rank puts them."""
-    wants = new_tensors(found, names, torch.device("meta"), None)
-    pieces = [piece for want in wants for piece in want.lay(limits)[0]]
-    return [Interval(p.key, p.start, p.start + p.length, p.label, takers) for p in pieces]
+    requests = new_tensors(found, names, torch.device("meta"), None)
+    pieces = [piece for request in requests for piece in request.lay(limits)[0]]
+    return [NeededRange(p.key, p.start, p.start + p.length, p.label, takers) for p in pieces]

@@ -1,4 +1,4 @@
-"""What is wanted of a checkpoint: names chosen, checked against what is to be filled, and turned into `Want`s.
+"""What is wanted of a checkpoint: names chosen, checked against what is to be filled, and turned into `ReadRequest`s.
 
 All of this happens before a byte of a tensor is read.
 """
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from loaderkit.checkpoint.laying import Limits, lay
+from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard
 from loaderkit.checkpoint.names import Leaf
-from loaderkit.checkpoint.plan import Laid, Want
-from loaderkit.checkpoint.records import Checkpoint, Part, Stored
+from loaderkit.checkpoint.transfer.layout import ReadLimits, lay
+from loaderkit.checkpoint.transfer.plan import Laid, ReadRequest
 from loaderkit.errors import CheckpointError, ConfigError
-from loaderkit.garbage import collected_later
+from loaderkit.native.garbage import collected_later
 
 _NUM_LISTED = 8
 _MOST_COMPARED = 2**26
@@ -72,41 +72,41 @@ def _cast(stored: torch.dtype, dtype: torch.dtype | str | None) -> torch.dtype:
 @collected_later
 def new_tensors(
     found: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype | str | None
-) -> list[Want]:
+) -> list[ReadRequest]:
     """Wants that make their tensors. Those that share a storage in the checkpoint are read once and share one again."""
     by_storage: dict[tuple[str, int, int], list[str]] = {}
-    wants = []
+    requests = []
     for name in names:
         stored = found.tensors[name]
         if stored.storage is not None and stored.num_bytes:
             by_storage.setdefault(stored.storage, []).append(name)
         else:
-            wants.append(_new(name, stored, device, dtype))
+            requests.append(_new(name, stored, device, dtype))
     for sharing in by_storage.values():
         kinds = {found.tensors[name].dtype for name in sharing}
         if len(kinds) > 1 and any(_cast(kind, dtype) != kind for kind in kinds):
-            wants += [_new(name, found.tensors[name], device, dtype) for name in sharing]  # cast: no bytes to share
+            requests += [_new(name, found.tensors[name], device, dtype) for name in sharing]  # cast: no bytes to share
         else:
-            wants.append(_shared({name: found.tensors[name] for name in sharing}, device, dtype))
-    return wants
+            requests.append(_shared({name: found.tensors[name] for name in sharing}, device, dtype))
+    return requests
 
 
-def _first(stored: Stored) -> tuple[str, int]:
+def _first(stored: TensorEntry) -> tuple[str, int]:
     return min(((part.key, part.start) for part in stored.parts), default=("", 0))
 
 
-def _new(name: str, stored: Stored, device: torch.device, dtype: torch.dtype | str | None) -> Want:
+def _new(name: str, stored: TensorEntry, device: torch.device, dtype: torch.dtype | str | None) -> ReadRequest:
     kind = _cast(stored.dtype, dtype)
 
-    def make(limits: Limits) -> Laid:
+    def make(limits: ReadLimits) -> Laid:
         tensor = torch.empty(stored.shape, dtype=kind, device=device)
         return lay(name, stored, tensor, limits), lambda: [(name, tensor)]
 
     made = stored.num_bytes // stored.dtype.itemsize * kind.itemsize
-    return Want(name, _first(stored), stored.num_bytes, made, make)
+    return ReadRequest(name, _first(stored), stored.num_bytes, made, make)
 
 
-def _shared(sharing: dict[str, Stored], device: torch.device, dtype: torch.dtype | str | None) -> Want:
+def _shared(sharing: dict[str, TensorEntry], device: torch.device, dtype: torch.dtype | str | None) -> ReadRequest:
     """Views of one storage: the bytes from the first that any of them needs to the last are read, as one flat tensor."""
     parts = {name: stored.parts[0] for name, stored in sharing.items()}
     kinds = {stored.dtype for stored in sharing.values()}
@@ -118,10 +118,10 @@ def _shared(sharing: dict[str, Stored], device: torch.device, dtype: torch.dtype
     lo = base[1] + (min(part.start for part in parts.values()) - base[1]) // 64 * 64
     hi = max(part.start + part.length for part in parts.values())
     count = (hi - lo) // kind.itemsize
-    flat = Stored(kind, (count,), (Part((0,), (count,), base[0], lo, hi - lo, (1,)),))
+    flat = TensorEntry(kind, (count,), (TensorShard((0,), (count,), base[0], lo, hi - lo, (1,)),))
     label = next(iter(sharing))
 
-    def make(limits: Limits) -> Laid:
+    def make(limits: ReadLimits) -> Laid:
         memory = torch.empty(count, dtype=target, device=device)
 
         def give() -> list[tuple[str, Any]]:
@@ -140,7 +140,7 @@ def _shared(sharing: dict[str, Stored], device: torch.device, dtype: torch.dtype
 
         return lay(label, flat, memory, limits), give
 
-    return Want(label, (base[0], lo), hi - lo, count * target.itemsize, make)
+    return ReadRequest(label, (base[0], lo), hi - lo, count * target.itemsize, make)
 
 
 # -------------------------------------------------------------------------------------------------- tensors to fill
@@ -149,7 +149,7 @@ def _shared(sharing: dict[str, Stored], device: torch.device, dtype: torch.dtype
 @collected_later
 def given_tensors(
     found: Checkpoint, targets: Mapping[str, torch.Tensor], dtype: torch.dtype | str | None, device: torch.device | None
-) -> list[Want]:
+) -> list[ReadRequest]:
     """Wants that fill `targets`, which the checkpoint has, too. Raises CheckpointError naming every one that does not fit."""
     problems = []
     for name, tensor in targets.items():
@@ -167,7 +167,7 @@ def given_tensors(
 
 
 def _misfit(
-    tensor: torch.Tensor, stored: Stored, dtype: torch.dtype | str | None, device: torch.device | None
+    tensor: torch.Tensor, stored: TensorEntry, dtype: torch.dtype | str | None, device: torch.device | None
 ) -> str | None:
     """Why a tensor cannot be filled, if so."""
     return _unfillable(tensor) or _differs(tensor, stored, dtype, device)
@@ -186,7 +186,7 @@ def _unfillable(tensor: torch.Tensor) -> str | None:
 
 
 def _differs(
-    tensor: torch.Tensor, stored: Stored, dtype: torch.dtype | str | None, device: torch.device | None
+    tensor: torch.Tensor, stored: TensorEntry, dtype: torch.dtype | str | None, device: torch.device | None
 ) -> str | None:
     if tuple(tensor.shape) != stored.shape:
         return f"has shape {list(tensor.shape)}, and {list(stored.shape)} in the checkpoint"
@@ -256,8 +256,8 @@ def _really_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(np.intersect1d(marks[0], marks[1]).size)
 
 
-def _given(name: str, stored: Stored, tensor: torch.Tensor) -> Want:
-    def make(limits: Limits) -> Laid:
+def _given(name: str, stored: TensorEntry, tensor: torch.Tensor) -> ReadRequest:
+    def make(limits: ReadLimits) -> Laid:
         pieces = lay(name, stored, tensor.detach(), limits)
 
         def give() -> list[tuple[str, Any]]:
@@ -267,7 +267,7 @@ def _given(name: str, stored: Stored, tensor: torch.Tensor) -> Want:
 
         return pieces, give
 
-    return Want(name, _first(stored), stored.num_bytes, 0, make)
+    return ReadRequest(name, _first(stored), stored.num_bytes, 0, make)
 
 
 def compare_names(found: Checkpoint, wanted: Mapping[str, Leaf], chosen: Sequence[str], *, strict: bool) -> None:

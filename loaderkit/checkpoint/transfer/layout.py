@@ -1,6 +1,6 @@
 """From a tensor to be filled to the byte ranges that fill it.
 
-A `Piece` is one range of an object and what becomes of its bytes: they are read straight into the tensor's own memory where
+A `ByteSpan` is one range of an object and what becomes of its bytes: they are read straight into the tensor's own memory where
 that is laid out as they are (`target`), else to staging memory, from where `place` copies, casts or transfers them.
 """
 
@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from loaderkit.checkpoint.records import Part, Stored, strides_of
+from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
+from loaderkit.checkpoint.formats import dcp
 from loaderkit.errors import FormatError
-from loaderkit.formats import dcp
 
 Shape = tuple[int, ...]
 
 
 @dataclass(slots=True)
-class Piece:
+class ByteSpan:
     """Bytes [start, start + length) of an object, for the tensor `label`. Exactly one of `target` and `place` is used to take
     them; a small piece with a `target` may be read to staging memory with its neighbours, and copied."""
 
@@ -34,12 +34,12 @@ class Piece:
     place: Callable[[memoryview], None] | None
 
 
-class Limits(NamedTuple):
-    """`most_bytes` of a range; `gap_bytes`: what may be read without need rather than begin another range; `least_direct`: a
+class ReadLimits(NamedTuple):
+    """`most_bytes` of a range; `coalesce_gap`: what may be read without need rather than begin another range; `least_direct`: a
     piece with fewer bytes is read together with its neighbours; `edge_bytes`: what is read besides a range, for checksums."""
 
     most_bytes: int
-    gap_bytes: int
+    coalesce_gap: int
     least_direct: int
     edge_bytes: int = 0
 
@@ -52,13 +52,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return found
 
 
-def lay(label: str, stored: Stored, tensor: torch.Tensor, limits: Limits) -> list[Piece]:
+def lay(label: str, stored: TensorEntry, tensor: torch.Tensor, limits: ReadLimits) -> list[ByteSpan]:
     """The pieces that fill a whole tensor of the shape `stored` has; dtype, device and strides may be others."""
     if len(stored.parts) == 1 and _is_like(tensor, stored):  # most tensors: what follows takes five times as long
         part, data = stored.parts[0], bytes_of(tensor)
         cuts = _cuts(part.start, stored.num_bytes, stored.dtype.itemsize, limits.most_bytes)
-        return [Piece(label, part.key, part.start + lo, hi - lo, data[lo:hi], None) for lo, hi in cuts]
-    found: list[Piece] = []
+        return [ByteSpan(label, part.key, part.start + lo, hi - lo, data[lo:hi], None) for lo, hi in cuts]
+    found: list[ByteSpan] = []
     for part in stored.parts:
         box = tensor
         for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
@@ -78,7 +78,7 @@ def _cuts(start: int, num_bytes: int, item: int, most_bytes: int) -> list[tuple[
     return list(pairwise([0, *range(first, num_bytes, step), num_bytes]))
 
 
-def _is_like(tensor: torch.Tensor, stored: Stored) -> bool:
+def _is_like(tensor: torch.Tensor, stored: TensorEntry) -> bool:
     """Whether a tensor's bytes are those of a checkpoint, one by one."""
     part = stored.parts[0]
     is_dense = not part.is_blob and part.strides == strides_of(stored.shape)
@@ -86,14 +86,21 @@ def _is_like(tensor: torch.Tensor, stored: Stored) -> bool:
 
 
 def lay_box(
-    label: str, dtype: torch.dtype, part: Part, tensor: torch.Tensor, limits: Limits, *, offsets: Shape, sizes: Shape
-) -> list[Piece]:
+    label: str,
+    dtype: torch.dtype,
+    part: TensorShard,
+    tensor: torch.Tensor,
+    limits: ReadLimits,
+    *,
+    offsets: Shape,
+    sizes: Shape,
+) -> list[ByteSpan]:
     """The pieces that fill `tensor` with the box at `offsets` of `sizes` inside a part."""
     if 0 in sizes:
         return []
     if part.is_blob:
         place = _unpack(dtype, part, offsets, sizes, tensor)
-        return [Piece(label, part.key, part.start, part.length, None, place)]
+        return [ByteSpan(label, part.key, part.start, part.length, None, place)]
     start = part.start + sum(o * s for o, s in zip(offsets, part.strides, strict=True)) * dtype.itemsize
     # Size 1: the stride says nothing. Source dimensions in the order of their strides: a transposed tensor is contiguous.
     strides = tuple(0 if size == 1 else stride for size, stride in zip(sizes, part.strides, strict=True))
@@ -131,7 +138,7 @@ class _Source(NamedTuple):
         return _Source(self.dtype, start, self.shape[1:], self.strides[1:])
 
 
-def _split(source: _Source, tensor: torch.Tensor, limits: Limits) -> Iterator[tuple[_Source, torch.Tensor]]:
+def _split(source: _Source, tensor: torch.Tensor, limits: ReadLimits) -> Iterator[tuple[_Source, torch.Tensor]]:
     """Cut until no piece is longer than allowed, nor holds a gap larger than allowed."""
     is_dense = source.is_dense
     item = source.dtype.itemsize
@@ -141,13 +148,13 @@ def _split(source: _Source, tensor: torch.Tensor, limits: Limits) -> Iterator[tu
             yield _Source(source.dtype, source.start + lo, ((hi - lo) // item,), (1,)), flat[lo // item : hi // item]
         return
     if not source.shape or (
-        source.num_bytes <= limits.most_bytes and (is_dense or _largest_gap(source) <= limits.gap_bytes)
+        source.num_bytes <= limits.most_bytes and (is_dense or _largest_gap(source) <= limits.coalesce_gap)
     ):
         yield source, tensor
         return
     inner = source.row(0)
     row_bytes = max(source.strides[0] * item, inner.num_bytes)
-    can_join = inner.num_bytes <= limits.most_bytes and _largest_gap(source) <= limits.gap_bytes
+    can_join = inner.num_bytes <= limits.most_bytes and _largest_gap(source) <= limits.coalesce_gap
     num_rows = max(1, limits.most_bytes // row_bytes) if can_join else 1
     for lo in range(0, source.shape[0], num_rows):
         hi = min(source.shape[0], lo + num_rows)
@@ -167,15 +174,15 @@ def _largest_gap(source: _Source) -> int:
     return gap * source.dtype.itemsize
 
 
-def _piece(label: str, key: str, source: _Source, view: torch.Tensor) -> Piece:
+def _piece(label: str, key: str, source: _Source, view: torch.Tensor) -> ByteSpan:
     is_same = view.dtype == source.dtype and view.device.type == "cpu"
     if is_same and source.is_dense and view.is_contiguous():
-        return Piece(label, key, source.start, source.num_bytes, bytes_of(view), None)
+        return ByteSpan(label, key, source.start, source.num_bytes, bytes_of(view), None)
 
     def place(data: memoryview) -> None:
         put(view, as_tensor(data, source.dtype, source.shape, source.strides))
 
-    return Piece(label, key, source.start, source.num_bytes, None, place)
+    return ByteSpan(label, key, source.start, source.num_bytes, None, place)
 
 
 def as_tensor(data: memoryview, dtype: torch.dtype, shape: Shape, strides: Shape) -> torch.Tensor:
@@ -196,7 +203,7 @@ def put(view: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _unpack(
-    dtype: torch.dtype, part: Part, offsets: Shape, sizes: Shape, view: torch.Tensor
+    dtype: torch.dtype, part: TensorShard, offsets: Shape, sizes: Shape, view: torch.Tensor
 ) -> Callable[[memoryview], None]:
     """What takes the archive of a part and puts the box in it into `view`."""
 
@@ -211,7 +218,7 @@ def _unpack(
     return place
 
 
-def check_blob(blob: dcp.Blob, dtype: torch.dtype, part: Part) -> None:
+def check_blob(blob: dcp.Blob, dtype: torch.dtype, part: TensorShard) -> None:
     """Raise FormatError unless an archive holds what `.metadata` says."""
     if blob.dtype != dtype or blob.shape != part.sizes:
         raise FormatError(
@@ -220,7 +227,7 @@ def check_blob(blob: dcp.Blob, dtype: torch.dtype, part: Part) -> None:
         )
 
 
-def unpacked(part: Part, dtype: torch.dtype, blob: dcp.Blob) -> Part:
+def unpacked(part: TensorShard, dtype: torch.dtype, blob: dcp.Blob) -> TensorShard:
     """The part as plain bytes, once the place and layout of its elements in the archive are known."""
     check_blob(blob, dtype, part)
     spanned = 1 + sum((n - 1) * stride for n, stride in zip(part.sizes, blob.strides, strict=True))

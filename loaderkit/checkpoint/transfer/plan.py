@@ -14,24 +14,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaderkit.checkpoint.laying import Limits, Piece
+from loaderkit._internal.units import say_bytes
+from loaderkit.checkpoint.checksums import MOST_BLOCK_BYTES
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
+from loaderkit.connectors.base import Connector
+from loaderkit.engine.work import Chunk, FieldSpec, WorkItem
 from loaderkit.errors import ConfigError
-from loaderkit.schema import say_bytes
-from loaderkit.types import Chunk, Connector, Destination, FieldSpec
 
 _CHUNK_BYTES = 8 * 2**20
-MOST_BLOCK_BYTES = 256 * 2**10  # with one checksum
 _LEAST_CHUNK = 64 * 2**10
 _LEAST_CHECKED_CHUNK = 2**20
 _MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
 _REMOTE_GAP = 2**20
 SMALL_GAP = 256 * 2**10  # connectors with a larger one answer late
 
-Laid = tuple[list[Piece], Callable[[], list[tuple[str, Any]]]]
+Laid = tuple[list[ByteSpan], Callable[[], list[tuple[str, Any]]]]
 
 
 @dataclass(frozen=True)
-class Want:
+class ReadRequest:
     """Something to be filled. `lay` makes its memory, if it has none, and its pieces; what it then returns is called when all
     of them have landed, and says what to deliver: names with their tensors."""
 
@@ -39,28 +40,28 @@ class Want:
     first: tuple[str, int]  # where its bytes begin
     num_bytes: int  # that are needed of the checkpoint
     made_bytes: int  # of memory that is made for it
-    lay: Callable[[Limits], Laid]
+    lay: Callable[[ReadLimits], Laid]
 
 
-class Run(NamedTuple):
+class CoalescedRead(NamedTuple):
     """Neighbouring pieces that are read at once: bytes [start, end) of an object. `is_direct`: one piece, to its target."""
 
     key: str
     start: int
     end: int
-    pieces: tuple[Piece, ...]
+    byte_spans: tuple[ByteSpan, ...]
     is_direct: bool
 
 
-class RangeChunk(Chunk):
+class ReadChunk(Chunk):
     """Some runs of one destination."""
 
     __slots__ = ("buffers", "runs")
-    runs: tuple[Run, ...]
+    runs: tuple[CoalescedRead, ...]
     buffers: list[memoryview]
 
 
-class TensorDestination(Destination):
+class TensorWork(WorkItem):
     """Some tensors being filled. `gives` are called for what to deliver."""
 
     __slots__ = ("gives", "made_bytes", "num_bytes")
@@ -82,7 +83,7 @@ class ObjectTotals:
 
 
 @dataclass
-class Totals:
+class ReadTotals:
     """What has happened so far; for any thread."""
 
     needed_bytes: int = 0
@@ -113,7 +114,7 @@ class Totals:
 
 def gap_of(connector: Connector) -> int:
     """How many bytes cost less to read than another request: little in a file, much in an object store."""
-    return int(getattr(connector, "gap_bytes", _REMOTE_GAP))
+    return int(getattr(connector, "coalesce_gap", _REMOTE_GAP))
 
 
 def chunk_bytes_of(connector: Connector) -> int:
@@ -123,7 +124,7 @@ def chunk_bytes_of(connector: Connector) -> int:
 
 def spread_of(connector: Connector) -> int:
     """From how many bytes on a read is several requests at a time; 0: it never is."""
-    return int(getattr(connector, "spread_bytes", 0))
+    return int(getattr(connector, "split_read_size", 0))
 
 
 def memory_of_worker(connector: Connector) -> int:
@@ -133,7 +134,7 @@ def memory_of_worker(connector: Connector) -> int:
 
 def limits_of(
     connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool, num_parts: int = 1
-) -> Limits:
+) -> ReadLimits:
     """How ranges are cut so that all workers' staging memory stays within one of `num_parts` equal parts of the bound.
 
     `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks. Raises ConfigError.
@@ -148,17 +149,17 @@ def limits_of(
             f"{num_workers} workers{' on every rank of this machine' if num_parts > 1 else ''}: allow that much"
         )
     # With checksums the rest of the two blocks in which a run ends is read to staging memory, too.
-    return Limits(found, gap_of(connector), found // 16, 2 * MOST_BLOCK_BYTES if is_checked else 0)
+    return ReadLimits(found, gap_of(connector), found // 16, 2 * MOST_BLOCK_BYTES if is_checked else 0)
 
 
 class TensorPlan:
-    """Fills `wants` once, from the first to the last. Implements `prefetch.plan.Plan`."""
+    """Fills `requests` once, from the first to the last. Implements `prefetch.plan.Plan`."""
 
     def __init__(
         self,
-        wants: Sequence[Want],
+        requests: Sequence[ReadRequest],
         *,
-        limits: Limits,
+        limits: ReadLimits,
         memory_bytes: int,
         staging_bytes: int,
         depth: int,
@@ -167,12 +168,12 @@ class TensorPlan:
         """`counts_made`: the tensors made count as memory until they are delivered, because the consumer may drop them."""
         self.specs: Mapping[str, FieldSpec] | None = MappingProxyType({})
         self.memory_bytes = memory_bytes
-        self.totals = Totals()
+        self.totals = ReadTotals()
         self._limits = limits
         self._staging_bytes = staging_bytes
         self._depth = depth
         self._counts_made = counts_made
-        self._groups = _grouped(sorted(wants, key=lambda want: want.first), limits.most_bytes)
+        self._groups = _grouped(sorted(requests, key=lambda request: request.first), limits.most_bytes)
         self._next = 0
         self._made_bytes = 0
         self._labels: list[str] = []  # of chunks, by number
@@ -184,7 +185,7 @@ class TensorPlan:
     @property
     def num_bytes(self) -> int:
         """That are needed of the checkpoint."""
-        return sum(want.num_bytes for group in self._groups for want in group)
+        return sum(request.num_bytes for group in self._groups for request in group)
 
     @property
     def batch_size(self) -> int:
@@ -198,7 +199,7 @@ class TensorPlan:
     def room(self) -> tuple[int, bool]:
         if not self._counts_made or self._made_bytes == 0 or self._next >= len(self._groups):
             return self._depth, False
-        wanted = sum(want.made_bytes for want in self._groups[self._next])
+        wanted = sum(request.made_bytes for request in self._groups[self._next])
         fits = self._staging_bytes + self._made_bytes + wanted <= self.memory_bytes
         return (self._depth, False) if fits else (0, True)
 
@@ -227,102 +228,102 @@ class TensorPlan:
             "allocated_bytes": self._staging_bytes + self._made_bytes,
         }
 
-    def open(self, chunk_size: int) -> TensorDestination | None:
+    def open(self, chunk_size: int) -> TensorWork | None:
         if self._next >= len(self._groups):
             return None
         group = self._groups[self._next]
         numbers = np.arange(self._next, self._next + len(group), dtype=np.int64)
-        destination = TensorDestination(
+        work_item = TensorWork(
             epoch=0, step=self._next, positions=numbers, indices=numbers, begin=self._next, end=self._next + 1
         )
         self._next += 1
-        pieces: list[Piece] = []
-        destination.gives = []
-        for want in group:
-            laid, give = want.lay(self._limits)
-            pieces += laid
-            destination.gives.append(give)
-        destination.made_bytes = sum(want.made_bytes for want in group)
-        destination.num_bytes = sum(want.num_bytes for want in group)
-        self._made_bytes += destination.made_bytes
-        runs = joined(pieces, self._limits)
+        byte_spans: list[ByteSpan] = []
+        work_item.gives = []
+        for request in group:
+            laid, give = request.lay(self._limits)
+            byte_spans += laid
+            work_item.gives.append(give)
+        work_item.made_bytes = sum(request.made_bytes for request in group)
+        work_item.num_bytes = sum(request.num_bytes for request in group)
+        self._made_bytes += work_item.made_bytes
+        runs = joined(byte_spans, self._limits)
         for dealt in _dealt(runs, self._limits) or [[]]:
-            destination.chunks.append(self._chunk(destination, dealt))
-        destination.num_pending = len(destination.chunks)
-        return destination
+            work_item.chunks.append(self._chunk(work_item, dealt))
+        work_item.num_pending = len(work_item.chunks)
+        return work_item
 
-    def _chunk(self, destination: TensorDestination, runs: Sequence[Run]) -> RangeChunk:
+    def _chunk(self, work_item: TensorWork, runs: Sequence[CoalescedRead]) -> ReadChunk:
         number = len(self._labels)
         self._labels.append(_label(runs))
-        place = len(destination.chunks)
-        chunk = RangeChunk(destination, place, place + 1, 0, np.array([number], np.int64))
+        place = len(work_item.chunks)
+        chunk = ReadChunk(work_item, place, place + 1, 0, np.array([number], np.int64))
         chunk.runs = tuple(runs)
         chunk.buffers = []
         return chunk
 
-    def finish(self, destination: Destination) -> list[tuple[str, Any]]:
-        assert isinstance(destination, TensorDestination)
-        found = [item for give in destination.gives for item in give()]
-        destination.gives = []
+    def finish(self, work_item: WorkItem) -> list[tuple[str, Any]]:
+        assert isinstance(work_item, TensorWork)
+        found = [item for give in work_item.gives for item in give()]
+        work_item.gives = []
         with self.totals.lock:
-            self.totals.needed_bytes += destination.num_bytes
+            self.totals.needed_bytes += work_item.num_bytes
         return found
 
-    def release(self, destination: Destination) -> None:
-        assert isinstance(destination, TensorDestination)
-        self._made_bytes -= destination.made_bytes
+    def release(self, work_item: WorkItem) -> None:
+        assert isinstance(work_item, TensorWork)
+        self._made_bytes -= work_item.made_bytes
 
 
-def _grouped(wants: Sequence[Want], most_bytes: int) -> list[list[Want]]:
+def _grouped(requests: Sequence[ReadRequest], most_bytes: int) -> list[list[ReadRequest]]:
     """Neighbours together until they are a chunk's worth."""
-    groups: list[list[Want]] = []
+    groups: list[list[ReadRequest]] = []
     size = most_bytes
-    for want in wants:
-        if not groups or size + want.num_bytes > most_bytes or len(groups[-1]) >= _MOST_IN_GROUP:
+    for request in requests:
+        if not groups or size + request.num_bytes > most_bytes or len(groups[-1]) >= _MOST_IN_GROUP:
             groups.append([])
             size = 0
-        groups[-1].append(want)
-        size += want.num_bytes
+        groups[-1].append(request)
+        size += request.num_bytes
     return groups
 
 
-def joined(pieces: Sequence[Piece], limits: Limits) -> list[Run]:
+def joined(byte_spans: Sequence[ByteSpan], limits: ReadLimits) -> list[CoalescedRead]:
     """Neighbouring pieces as runs: gaps are read over, up to the bound; large pieces with a target stay by themselves."""
-    found: list[list[Piece]] = []
+    found: list[list[ByteSpan]] = []
     end = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.key, piece.start)):
-        stays = piece.target is not None and piece.length >= limits.least_direct
+    for byte_span in sorted(byte_spans, key=lambda byte_span: (byte_span.key, byte_span.start)):
+        stays = byte_span.target is not None and byte_span.length >= limits.least_direct
         run = found[-1] if found else None
         if (
             run is None
             or stays
-            or run[0].key != piece.key
+            or run[0].key != byte_span.key
             or (run[0].target is not None and run[0].length >= limits.least_direct)
-            or piece.start - end > limits.gap_bytes
-            or max(end, piece.start + piece.length) - run[0].start > limits.most_bytes
+            or byte_span.start - end > limits.coalesce_gap
+            or max(end, byte_span.start + byte_span.length) - run[0].start > limits.most_bytes
         ):
-            found.append([piece])
-            end = piece.start + piece.length
+            found.append([byte_span])
+            end = byte_span.start + byte_span.length
         else:
-            run.append(piece)
-            end = max(end, piece.start + piece.length)
+            run.append(byte_span)
+            end = max(end, byte_span.start + byte_span.length)
     return [_run(run) for run in found]
 
 
-def _run(pieces: list[Piece]) -> Run:
-    end = max(piece.start + piece.length for piece in pieces)
-    is_direct = len(pieces) == 1 and pieces[0].target is not None
-    return Run(pieces[0].key, pieces[0].start, end, tuple(pieces), is_direct)
+def _run(byte_spans: list[ByteSpan]) -> CoalescedRead:
+    end = max(byte_span.start + byte_span.length for byte_span in byte_spans)
+    is_direct = len(byte_spans) == 1 and byte_spans[0].target is not None
+    return CoalescedRead(byte_spans[0].key, byte_spans[0].start, end, tuple(byte_spans), is_direct)
 
 
-def _dealt(runs: Sequence[Run], limits: Limits) -> list[list[Run]]:
+def _dealt(runs: Sequence[CoalescedRead], limits: ReadLimits) -> list[list[CoalescedRead]]:
     """Runs in chunks of at most so many bytes, with what is read besides them, or one run.
 
     A store that answers late is asked for each run by itself: a chunk's runs are read one after the other.
     """
-    if limits.gap_bytes >= SMALL_GAP:
+    if limits.coalesce_gap >= SMALL_GAP:
         return [[run] for run in runs]
-    chunks: list[list[Run]] = []
+    chunks: list[list[CoalescedRead]] = []
     size = 0
     for run in runs:
         length = run.end - run.start + limits.edge_bytes
@@ -334,9 +335,9 @@ def _dealt(runs: Sequence[Run], limits: Limits) -> list[list[Run]]:
     return chunks
 
 
-def _label(runs: Sequence[Run]) -> str:
+def _label(runs: Sequence[CoalescedRead]) -> str:
     if not runs:
         return "nothing"
-    names = [piece.label for run in runs for piece in run.pieces]
+    names = [byte_span.label for run in runs for byte_span in run.byte_spans]
     more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
     return f"{names[0]}{more}, bytes {runs[0].start} to {runs[-1].end} of {runs[0].key}"

@@ -5,27 +5,34 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from loaderkit.checkpoint.laying import Limits, Piece
-from loaderkit.checkpoint.plan import SMALL_GAP, Laid, TensorPlan, Want, gap_of, limits_of, memory_of_worker, spread_of
-from loaderkit.checkpoint.stages import Checksums, Shards
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.transfer.plan import (
+    SMALL_GAP,
+    ReadRequest,
+    TensorPlan,
+    gap_of,
+    limits_of,
+    memory_of_worker,
+    spread_of,
+)
+from loaderkit.checkpoint.transfer.stages import Shards
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.page_cache import cached_share, parts_of
+from loaderkit.connectors.ranges import bulk_method
+from loaderkit.engine.base import Engine
+from loaderkit.engine.inline import InlineEngine
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.pools import plan_pools
+from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import CheckpointError, ConfigError
-from loaderkit.page_cache import cached_share, parts_of
-from loaderkit.prefetch.accounts import Clock
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.engine import Engine
-from loaderkit.prefetch.inline import InlineEngine
-from loaderkit.prefetch.pools import plan_pools
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.threads import ThreadEngine
-from loaderkit.ranges import bulk_method
-from loaderkit.types import ByteRange, Connector, ObjectInfo
 
 _REMOTE_WORKERS = 16
 _SPREADING_WORKERS = 8  # each of which has several requests under way
@@ -42,8 +49,6 @@ _FROM_MEMORY = 0.9  # so much of it, and the disk does not count
 _WORTH_KEEPING = 0.1  # so much of it, and the rest is read through the page cache as well
 # As launchers say it: torchrun and most others, Slurm, Open MPI, MPICH.
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_FEW = 4
-_LEAST_MEMORY = 128 * 2**10  # of a worker that reads descriptions
 _CPU = torch.device("cpu")
 
 
@@ -55,16 +60,16 @@ class Access(NamedTuple):
 
 
 def num_workers_of(
-    connector: Connector, concurrency: int | Literal["auto"], wants: Sequence[Want] | None = None
+    connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest] | None = None
 ) -> int:
-    """Threads: one a CPU for files; one in all where `wants` are small on average, which takes Python longer than reading them.
-    Most for a store that answers late, fewer of them where `wants` are long on average and each is several requests at a time.
+    """Threads: one a CPU for files; one in all where `requests` are small on average: that costs more than reading.
+    Most for a store that answers late, fewer where `requests` are long on average and each is several requests at a time.
     Raises ConfigError for a number that is none."""
     if concurrency != "auto":
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
-    mean = _mean_bytes(wants)
+    mean = _mean_bytes(requests)
     if gap_of(connector) >= SMALL_GAP:
         is_spread = mean is not None and mean >= spread_of(connector) // 4 > 0
         return _SPREADING_WORKERS if is_spread else _REMOTE_WORKERS
@@ -72,27 +77,29 @@ def num_workers_of(
 
 
 def access_to(
-    connector: Connector, concurrency: int | Literal["auto"], wants: Sequence[Want], memory_bytes: int
+    connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest], memory_bytes: int
 ) -> Access:
-    """How a process that restores by itself reads `wants`: what does not lie in the page cache by more threads than there are
+    """How a process that restores by itself reads `requests`: what is not in the page cache by more threads than there are
     CPUs, as far as memory allows, and past it. Raises ConfigError as `num_workers_of`."""
-    num_workers = num_workers_of(connector, concurrency, wants)
-    if gap_of(connector) >= SMALL_GAP or (_mean_bytes(wants) or 0) < _SMALL_BYTES:
+    num_workers = num_workers_of(connector, concurrency, requests)
+    if gap_of(connector) >= SMALL_GAP or (_mean_bytes(requests) or 0) < _SMALL_BYTES:
         return Access(num_workers)
-    paths = parts_of(connector, ((*want.first, want.num_bytes) for want in wants))
+    paths = parts_of(connector, ((*request.first, request.num_bytes) for request in requests))
     share = cached_share(paths) if paths else 1.0
     is_from_disk = share is not None and share < _WORTH_KEEPING
-    around = is_from_disk and bulk_method(connector, "read_around") is not None and not _may_have_company()
+    around = is_from_disk and bulk_method(connector, "read_direct") is not None and not _may_have_company()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
         wanted = _DISK_WORKERS
         if around:
-            wanted = max(wanted, min(_AROUND_WORKERS, sum(want.num_bytes for want in wants) // _WORTH_A_WORKER))
+            wanted = max(
+                wanted, min(_AROUND_WORKERS, sum(request.num_bytes for request in requests) // _WORTH_A_WORKER)
+            )
         num_workers = max(num_workers, min(wanted, memory_bytes // memory_of_worker(connector)))
     return Access(num_workers, around)
 
 
-def _mean_bytes(wants: Sequence[Want] | None) -> float | None:
-    return sum(want.num_bytes for want in wants) / len(wants) if wants else None
+def _mean_bytes(requests: Sequence[ReadRequest] | None) -> float | None:
+    return sum(request.num_bytes for request in requests) / len(requests) if requests else None
 
 
 def _may_have_company() -> bool:
@@ -103,12 +110,12 @@ def _may_have_company() -> bool:
     return any(os.environ.get(name, "1") != "1" for name in _NUMBERS_OF_PROCESSES)
 
 
-class Filling:
-    """Fills what `wants` name, and iterates over what has become whole. Close it; it is a context manager."""
+class TransferSession:
+    """Fills what `requests` name, and iterates over what has become whole. Close it; it is a context manager."""
 
     def __init__(
         self,
-        wants: Sequence[Want],
+        requests: Sequence[ReadRequest],
         connector: Connector,
         objects: Mapping[str, ObjectInfo],
         *,
@@ -132,7 +139,7 @@ class Filling:
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
         self.most_bytes = limits.most_bytes  # of a range that is read at once
         self.plan = TensorPlan(
-            wants,
+            requests,
             limits=limits,
             memory_bytes=memory_bytes // num_parts,
             staging_bytes=num_workers * limits.most_bytes,
@@ -176,10 +183,10 @@ class Filling:
         """
         try:
             for _ in range(len(self.plan)):
-                destination = self.engine.next()
-                if destination.error is not None:
-                    raise destination.error
-                yield destination.result
+                work_item = self.engine.next()
+                if work_item.error is not None:
+                    raise work_item.error
+                yield work_item.result
         except BaseException as error:
             self.engine.close(join_s=10.0 if isinstance(error, Exception) else 2.0)
             raise
@@ -193,7 +200,7 @@ class Filling:
         self.engine.close()
         self._finalizer.detach()
 
-    def __enter__(self) -> Filling:
+    def __enter__(self) -> TransferSession:
         return self
 
     def __exit__(
@@ -210,48 +217,3 @@ def name_touched(error: BaseException, names: set[str]) -> None:
     if touched:
         listed = ", ".join(touched[:5]) + (f" and {len(touched) - 5} more" if len(touched) > 5 else "")
         error.add_note(f"written to already, so neither old nor new: {listed}")
-
-
-def fetch_ranges(
-    connector: Connector,
-    objects: Mapping[str, ObjectInfo],
-    ranges: Sequence[ByteRange],
-    *,
-    memory_bytes: int,
-    num_parts: int = 1,
-) -> list[bytes]:
-    """The bytes of many ranges, all at once: read by the engine where there are more than a few. Memory: as of `Filling`."""
-    found = [bytearray(item.length) for item in ranges]
-    if len(ranges) <= _FEW:
-        for item, data in zip(ranges, found, strict=True):
-            connector.read_into(item.key, item.start, memoryview(data), etag=item.etag)
-        return [bytes(data) for data in found]
-    wants = [
-        Want("its description", (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
-        for item, data in zip(ranges, found, strict=True)
-    ]
-    workers = max(1, min(num_workers_of(connector, "auto"), memory_bytes // num_parts // _LEAST_MEMORY))
-    objects = {**objects, **{item.key: ObjectInfo(item.key, 0, item.etag) for item in ranges if item.etag is not None}}
-    with Filling(
-        wants, connector, objects, memory_bytes=memory_bytes, num_parts=num_parts, num_workers=workers
-    ) as filling:
-        for _ in filling:
-            pass
-    return [bytes(data) for data in found]
-
-
-def fetch_of(connector: Connector, memory_bytes: int = 2**28) -> Callable[[Sequence[ByteRange]], list[bytes]]:
-    """What reads the descriptions of a checkpoint: `fetch_ranges`, for one connector."""
-    return partial(fetch_ranges, connector, {}, memory_bytes=memory_bytes)
-
-
-def _into(item: ByteRange, target: memoryview) -> Callable[[Limits], Laid]:
-    def lay(limits: Limits) -> Laid:
-        pieces = [
-            Piece("its description", item.key, item.start + lo, min(limits.most_bytes, item.length - lo), part, None)
-            for lo in range(0, item.length, limits.most_bytes)
-            for part in (target[lo : lo + limits.most_bytes],)
-        ]
-        return pieces, list
-
-    return lay

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 
-from loaderkit.checkpoint.laying import Piece
-from loaderkit.checkpoint.plan import SMALL_GAP, RangeChunk, Run, Totals, gap_of
+from loaderkit._internal.hashing import address_of_hash
+from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.transfer.layout import ByteSpan
+from loaderkit.checkpoint.transfer.plan import SMALL_GAP, CoalescedRead, ReadChunk, ReadTotals, gap_of
+from loaderkit.connectors.base import Connector, Hashed, ObjectInfo
+from loaderkit.connectors.ranges import bulk_method
+from loaderkit.engine.work import Chunk, Stage
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
-from loaderkit.hashing import address_of_hash
-from loaderkit.ranges import bulk_method
-from loaderkit.types import Chunk, Connector, Hashed, ObjectInfo, Stage
 
 T = TypeVar("T")
 
@@ -23,18 +25,6 @@ _PINNED = "pinned"
 # What is read at a time from where reading is copying, and hashed before more is read: it lies in the CPU's cache then. Only
 # where a connector cannot hash by itself.
 _STEP_BYTES = 2**22
-
-
-class Checksums(NamedTuple):
-    """Hashes of an object's blocks of `block_bytes`, the last one shorter: xxh3 of 64 bits as hexadecimal digits."""
-
-    block_bytes: int
-    num_bytes: int
-    hashes: Sequence[str]
-
-    def end_of(self, number: int) -> int:
-        """Where a block ends."""
-        return min((number + 1) * self.block_bytes, self.num_bytes)
 
 
 class _Comparison:
@@ -94,7 +84,7 @@ class Shards:
         self,
         connector: Connector,
         objects: Mapping[str, ObjectInfo],
-        totals: Totals,
+        totals: ReadTotals,
         *,
         checksums: Mapping[str, Checksums],
         device: torch.device,
@@ -109,9 +99,9 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
-        read_around = bulk_method(connector, "read_around") if around else None
-        self._read: Callable[..., None] = read_around or connector.read_into
-        self._how = {"around": True} if read_around is not None else {}  # for `read_hashed`, which need not know of it
+        read_direct = bulk_method(connector, "read_direct") if around else None
+        self._read: Callable[..., None] = read_direct or connector.read_into
+        self._how = {"around": True} if read_direct is not None else {}  # for `read_hashed`, which need not know of it
         self._read_hashed = bulk_method(connector, "read_hashed")
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
@@ -124,7 +114,7 @@ class Shards:
     def read(self, chunk: Chunk) -> int:
         """Read every run of a chunk: to its target, or to staging memory; what differs from its checksum once more. The
         number of bytes. Raises CheckpointError."""
-        assert isinstance(chunk, RangeChunk)
+        assert isinstance(chunk, ReadChunk)
         spans = [self._span(run) for run in chunk.runs]
         sizes = [_staged(run, *span) for run, span in zip(chunk.runs, spans, strict=True)]
         staging = self._staging(chunk, sum(sizes))
@@ -139,7 +129,7 @@ class Shards:
         return num_bytes
 
     def _staging(self, chunk: Chunk, size: int) -> memoryview:
-        size += 64 * len(chunk.runs) if isinstance(chunk, RangeChunk) else 0
+        size += 64 * len(chunk.runs) if isinstance(chunk, ReadChunk) else 0
         if self._device.type != "cuda":
             return chunk.memory("staging", size)
         known = chunk.scratch.get(_PINNED)
@@ -148,7 +138,7 @@ class Shards:
         found: memoryview = known[:size]
         return found
 
-    def _span(self, run: Run) -> tuple[int, int]:
+    def _span(self, run: CoalescedRead) -> tuple[int, int]:
         """What is read for a run: with checksums, all of the blocks it lies in."""
         checksums = self._checksums.get(run.key)
         if checksums is None:
@@ -156,7 +146,7 @@ class Shards:
         block = checksums.block_bytes
         return run.start // block * block, min(-(-run.end // block) * block, checksums.num_bytes)
 
-    def _read_run(self, run: Run, buffer: memoryview, begin: int) -> None:
+    def _read_run(self, run: CoalescedRead, buffer: memoryview, begin: int) -> None:
         """Read a run, from `begin` on; once more if a block in it has not the checksum it should. Raises CheckpointError."""
         if self._first_wrong(run, buffer, begin) is None:
             return
@@ -171,12 +161,12 @@ class Shards:
                 "manifest again"
             )
 
-    def _first_wrong(self, run: Run, buffer: memoryview, begin: int) -> tuple[int, int] | None:
+    def _first_wrong(self, run: CoalescedRead, buffer: memoryview, begin: int) -> tuple[int, int] | None:
         """Read a run; the first block that has another checksum, [lo, hi) of the object, if there are checksums."""
         checksums = self._checksums.get(run.key)
         comparison = None if checksums is None else _Comparison(checksums, begin)
         if run.is_direct:
-            self._touch(run.pieces[0])
+            self._touch(run.byte_spans[0])
         for start, part in _parts(run, buffer, begin):
             if len(part):
                 self._totals.note(run.key, len(part), self._read_part(run, start, part, comparison))
@@ -185,7 +175,7 @@ class Shards:
         self._totals.note_work(run.key, verify_s=comparison.took_s)
         return comparison.wrong
 
-    def _read_part(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
+    def _read_part(self, run: CoalescedRead, start: int, part: memoryview, comparison: _Comparison | None) -> float:
         """Read bytes of a run and compare them with their checksums; for how many seconds they were read."""
         if comparison is None or self._answers_late:
             return self._read_step(run, start, part, comparison)
@@ -194,11 +184,11 @@ class Shards:
             took_s = self._read_blocks(run, start + lo, part[lo:hi], comparison) if are_blocks else None
             if took_s is None:
                 steps = [(at, part[at : min(at + _STEP_BYTES, hi)]) for at in range(lo, hi, _STEP_BYTES)]
-                took_s = sum(self._read_step(run, start + at, piece, comparison) for at, piece in steps)
+                took_s = sum(self._read_step(run, start + at, byte_span, comparison) for at, byte_span in steps)
             read_s += took_s
         return read_s
 
-    def _read_step(self, run: Run, start: int, part: memoryview, comparison: _Comparison | None) -> float:
+    def _read_step(self, run: CoalescedRead, start: int, part: memoryview, comparison: _Comparison | None) -> float:
         begin_s = time.perf_counter()
         self._ask(run, start, part, self._read)
         took_s = time.perf_counter() - begin_s
@@ -206,7 +196,7 @@ class Shards:
             comparison.add(part)
         return took_s
 
-    def _read_blocks(self, run: Run, start: int, blocks: memoryview, comparison: _Comparison) -> float | None:
+    def _read_blocks(self, run: CoalescedRead, start: int, blocks: memoryview, comparison: _Comparison) -> float | None:
         """The same of whole blocks, each hashed while it lies in the CPU's cache; None, and nothing is read, where the
         connector cannot do that."""
         address = self._address  # another thread may find that there is none
@@ -228,7 +218,7 @@ class Shards:
         comparison.take(found)
         return time.perf_counter() - begin_s - found.took_s
 
-    def _ask(self, run: Run, start: int, buffer: memoryview, read: Callable[..., T]) -> T:
+    def _ask(self, run: CoalescedRead, start: int, buffer: memoryview, read: Callable[..., T]) -> T:
         """What `read` of a connector gives. Raises CheckpointError."""
         info = self._objects.get(run.key)
         try:
@@ -243,7 +233,7 @@ class Shards:
 
     def place(self, chunk: Chunk) -> int:
         """Copy what was staged to where it belongs, cast or transferred on the way. The number of bytes."""
-        assert isinstance(chunk, RangeChunk)
+        assert isinstance(chunk, ReadChunk)
         num_bytes = 0
         with stream_of(self._device):
             for run, buffer in zip(chunk.runs, chunk.buffers, strict=True):
@@ -251,11 +241,11 @@ class Shards:
                     continue
                 begin_s = time.perf_counter()
                 begin, _ = self._span(run)
-                for piece in run.pieces:
-                    self._place(piece, buffer[piece.start - begin : piece.start - begin + piece.length])
-                    num_bytes += piece.length
+                for byte_span in run.byte_spans:
+                    self._place(byte_span, buffer[byte_span.start - begin : byte_span.start - begin + byte_span.length])
+                    num_bytes += byte_span.length
                 took_s = time.perf_counter() - begin_s
-                if run.pieces[0].target is not None:
+                if run.byte_spans[0].target is not None:
                     self._totals.note_work(run.key, copy_s=took_s)
                 else:
                     self._totals.note_work(run.key, cast_s=took_s)
@@ -265,47 +255,47 @@ class Shards:
         chunk.buffers = []
         return num_bytes
 
-    def _place(self, piece: Piece, data: memoryview) -> None:
-        self._touch(piece)
-        if piece.target is not None:
-            piece.target[:] = data
+    def _place(self, byte_span: ByteSpan, data: memoryview) -> None:
+        self._touch(byte_span)
+        if byte_span.target is not None:
+            byte_span.target[:] = data
         else:
-            place_piece(piece, data, self._connector)
+            place_span(byte_span, data, self._connector)
 
-    def _touch(self, piece: Piece) -> None:
-        self._touched.add(piece.label)
+    def _touch(self, byte_span: ByteSpan) -> None:
+        self._touched.add(byte_span.label)
 
 
-def place_piece(piece: Piece, data: memoryview, connector: Connector) -> None:
+def place_span(byte_span: ByteSpan, data: memoryview, connector: Connector) -> None:
     """Copy, cast or transfer all bytes of a piece that has no target. Raises CheckpointError for an archive that is none."""
-    assert piece.place is not None
+    assert byte_span.place is not None
     try:
-        piece.place(data)
+        byte_span.place(data)
     except FormatError as error:
         raise CheckpointError(
-            f"{piece.label!r} is damaged (bytes {piece.start} to {piece.start + piece.length} of "
-            f"{connector.describe(piece.key)}): {error}"
+            f"{byte_span.label!r} is damaged (bytes {byte_span.start} to {byte_span.start + byte_span.length} of "
+            f"{connector.describe(byte_span.key)}): {error}"
         ) from error
 
 
-def _staged(run: Run, begin: int, end: int) -> int:
+def _staged(run: CoalescedRead, begin: int, end: int) -> int:
     """Bytes of staging memory for a run that is read as [begin, end)."""
     return end - begin - (run.end - run.start if run.is_direct else 0)
 
 
-def _parts(run: Run, buffer: memoryview, begin: int) -> list[tuple[int, memoryview]]:
+def _parts(run: CoalescedRead, buffer: memoryview, begin: int) -> list[tuple[int, memoryview]]:
     """Where the bytes that were read for a run now lie: (place in the object, bytes), in their order."""
-    target = run.pieces[0].target
+    target = run.byte_spans[0].target
     if not run.is_direct or target is None:
         return [(begin, buffer)]
     num_before = run.start - begin
     return [(begin, buffer[:num_before]), (run.start, target), (run.end, buffer[num_before:])]
 
 
-def _who(run: Run, lo: int = 0, hi: int | None = None) -> str:
+def _who(run: CoalescedRead, lo: int = 0, hi: int | None = None) -> str:
     """The tensors that a run is for, as far as they have bytes in [lo, hi) of the object."""
-    inside = [p for p in run.pieces if p.start + p.length > lo and (hi is None or p.start < hi)]
-    names = list(dict.fromkeys(piece.label for piece in inside or run.pieces))
+    inside = [p for p in run.byte_spans if p.start + p.length > lo and (hi is None or p.start < hi)]
+    names = list(dict.fromkeys(byte_span.label for byte_span in inside or run.byte_spans))
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

@@ -4,6 +4,6 @@ photos.py   the data set         training.py   the model and its checkpoint
 show.py     the demo itself      resume.py     the new process that goes on
 """
 
-from loaderkit.demo.show import run_demo
+from loaderkit.cli.demo.show import run_demo
 
 __all__ = ["run_demo"]

@@ -1,4 +1,4 @@
-"""`python -m loaderkit.demo.resume FOLDER`: the new process that goes on from the demo's checkpoint.
+"""`python -m loaderkit.cli.demo.resume FOLDER`: the new process that goes on from the demo's checkpoint.
 
 Prints one JSON object: the digest of the batch that comes first, where it stands, and the loss of a step on it.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import loaderkit
-from loaderkit.demo.photos import PHOTOGRAPHS
-from loaderkit.demo.training import Trainer, digest
+from loaderkit.cli.demo.photos import PHOTOGRAPHS
+from loaderkit.cli.demo.training import Trainer, digest
 
 
 def main(folder: Path) -> None:

@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 
 import loaderkit
-from loaderkit.demo.photos import PHOTOGRAPHS, DemoData, demo_data
-from loaderkit.demo.training import Trainer, digest, save_checkpoint
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.cli.demo.photos import PHOTOGRAPHS, DemoData, demo_data
+from loaderkit.cli.demo.training import Trainer, digest, save_checkpoint
 from loaderkit.errors import LoaderkitError
-from loaderkit.formats.tar_index import default_cache_dir
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.report import print_summary, reading
+from loaderkit.profile.render.summary import print_summary, reading
+from loaderkit.sources.formats.tar_index import default_cache_dir
 
 _NUM_LINES = 10
 _TAR_SHARE = 0.25  # of the time; the rest goes to the files
@@ -141,7 +141,10 @@ def _train(
 
 def _resume(folder: Path) -> dict[str, Any]:
     done = subprocess.run(  # noqa: S603 - our own module, in the interpreter that runs this one
-        [sys.executable, "-P", "-m", "loaderkit.demo.resume", str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "loaderkit.cli.demo.resume", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise LoaderkitError(f"the process that was to resume failed:\n{done.stderr.rstrip()}")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from loaderkit.loader import Loader
-from loaderkit.pipeline import Pipeline
+from loaderkit.pipeline.config.builder import Pipeline
+from loaderkit.pipeline.loader import Loader
 
 
 class SmallNet(nn.Sequential):

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from loaderkit.disk_cache import DiskCache, piece_name
-from loaderkit.stores import CacheArgs
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.config import CacheArgs
+from loaderkit.connectors.layers.disk_cache import DiskCache, piece_name
 
 BLOCK_BYTES = 4 << 20
 _MOST_BLOCKS = 16  # fetched at once
@@ -34,7 +34,7 @@ class CacheConnector:
         assert args.dir is not None
         self.inner = inner
         self.is_remote = getattr(inner, "is_remote", False)
-        self.gap_bytes = getattr(inner, "gap_bytes", 2**20)
+        self.coalesce_gap = getattr(inner, "coalesce_gap", 2**20)
         self._args = args
         self._owns_inner = owns_inner
         self._store = str(getattr(inner, "store", ""))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from loaderkit.interrupts import opened
+from loaderkit._internal.interrupts import opened
 
 logger = logging.getLogger("loaderkit")
 

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.connectors.base import Connector, ObjectInfo, Ranges
+from loaderkit.connectors.ranges import RangeSlice
 from loaderkit.errors import STORE_FAILURES, ChecksumError, ClosedError, ConnectorError, ShortReadError
-from loaderkit.ranges import Piece
-from loaderkit.types import Connector, ObjectInfo, Ranges
 
 logger = logging.getLogger("loaderkit")
 # In a class with a method `list` that name means the method.
 _Threads = list[threading.Thread]
 _Memories = list[NDArray[np.uint8]]
 _Offsets = list[int]
-_Found = list[Piece]
+_Found = list[RangeSlice]
 _NUM_PLANNED = 256  # pieces at a time
 _JOIN_S = 2.0
 _REUSED_BYTES = 1 << 20  # memory of larger pieces is kept for others: fresh pages cost as much as the copy
@@ -41,7 +41,7 @@ class _Held:
 
     __slots__ = ("data", "error", "is_begun", "left_bytes", "num_readers", "piece", "ready")
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: RangeSlice) -> None:
         self.piece = piece
         self.is_begun = False
         self.ready: threading.Event | None = None  # made for the first who waits
@@ -63,7 +63,7 @@ class AheadConnector:
     def __init__(
         self,
         inner: Connector,
-        pieces: Callable[[int, int], Iterator[Piece]],
+        pieces: Callable[[int, int], Iterator[RangeSlice]],
         *,
         memory_bytes: int,
         num_requests: int,
@@ -73,7 +73,7 @@ class AheadConnector:
         """`num_samples`: how far is read ahead of the furthest read so far; `slack`: by how many samples reads may be out of
         order."""
         self.inner = inner
-        self.gap_bytes = getattr(inner, "gap_bytes", 2**20)
+        self.coalesce_gap = getattr(inner, "coalesce_gap", 2**20)
         self._num_samples = num_samples
         self._slack = slack
         self._pieces_from = pieces
@@ -83,8 +83,8 @@ class AheadConnector:
         self._changed = threading.Condition(self._lock)
         self._place = (0, 0)
         self._generation = 0
-        self._pieces: Iterator[Piece] | None = None
-        self._beyond: Piece | None = None  # the first that is too far ahead
+        self._pieces: Iterator[RangeSlice] | None = None
+        self._beyond: RangeSlice | None = None  # the first that is too far ahead
         self._has_plan = threading.Event()  # something is planned, or there is nothing to plan, or nobody who does
         self._is_planning = False
         self._planned: deque[_Held] = deque()

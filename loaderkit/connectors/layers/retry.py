@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.connectors.backoff import Retries, RetryPolicy
+from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, Ranges
+from loaderkit.connectors.call_pool import CallPool
+from loaderkit.connectors.ranges import bulk_method
 from loaderkit.errors import RequestTimeoutError, TemporaryError
-from loaderkit.hands import Hands
-from loaderkit.ranges import bulk_method
-from loaderkit.retries import Retries, RetryPolicy
-from loaderkit.types import Connector, Hashed, ObjectInfo, Ranges
 
 T = TypeVar("T")
 _NUM_HANDS = 64
@@ -36,12 +36,12 @@ class RetryConnector:
     ) -> None:
         self.inner = inner
         self.is_remote = getattr(inner, "is_remote", False)
-        self.gap_bytes = getattr(inner, "gap_bytes", 2**20)
-        self.spread_bytes = getattr(inner, "spread_bytes", 0)
+        self.coalesce_gap = getattr(inner, "coalesce_gap", 2**20)
+        self.split_read_size = getattr(inner, "split_read_size", 0)
         self.store = getattr(inner, "store", "")
         self._policy, self._timeout_s, self._owns_inner = policy, timeout_s, owns_inner
         self._retries = Retries(policy)
-        self._hands = Hands(self, _NUM_HANDS, "loaderkit-read")
+        self._call_pool = CallPool(self, _NUM_HANDS, "loaderkit-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remade, (type(self), self.inner, self._policy, self._timeout_s, self._owns_inner)
@@ -79,7 +79,7 @@ class RetryConnector:
         if self._timeout_s is None:
             return function()
         timeout_s = self._timeout_s * patience
-        call = self._hands.begin(lambda call: function())
+        call = self._call_pool.begin(lambda call: function())
         try:
             return call.wait(timeout_s)
         except TimeoutError as error:
@@ -99,13 +99,13 @@ class RetryConnector:
         """The store's, and what was tried again."""
         found = dict(getattr(self.inner, "counters", dict)())
         found["num_retries"] = found.get("num_retries", 0) + self._retries.num_retries
-        found["num_timeouts"] = found.get("num_timeouts", 0) + self._hands.num_timeouts
+        found["num_timeouts"] = found.get("num_timeouts", 0) + self._call_pool.num_timeouts
         return found
 
     def close(self) -> None:
         """Give up what hangs or waits; close `inner`, if it is this one's."""
         self._retries.stop()
-        self._hands.close()
+        self._call_pool.close()
         self._retries.resume()
         if self._owns_inner:
             self.inner.close()
@@ -138,9 +138,9 @@ class BulkRetryConnector(RetryConnector):
         inner: Any = self.inner
         self._retries(lambda: inner.gather_into(key, starts, length, buffer, etag=etag))
 
-    def read_around(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+    def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """`read_into` past the page cache, if `inner` can."""
-        read: Callable[..., None] = bulk_method(self.inner, "read_around") or self.inner.read_into
+        read: Callable[..., None] = bulk_method(self.inner, "read_direct") or self.inner.read_into
         self._retries(lambda: read(key, start, buffer, etag=etag))
 
     def read_hashed(
@@ -150,7 +150,7 @@ class BulkRetryConnector(RetryConnector):
         read: Callable[..., Hashed | None] | None = bulk_method(self.inner, "read_hashed")
         if read is None:
             return None
-        if bulk_method(self.inner, "read_around") is None:
+        if bulk_method(self.inner, "read_direct") is None:
             how.pop("around", None)  # it knows no other way, and may not know the word
         return self._retries(lambda: read(key, start, buffer, etag=etag, **how))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from loaderkit.connectors.s3.settings import Place, Reach
+from loaderkit.connectors.s3.config import Reach, S3Location
 from loaderkit.errors import MissingExtraError
 
 _PAGE = 1000
@@ -31,7 +31,7 @@ class Client:
     On small machines it is two of the package's, the second of which is made when parts of a long read are first asked for.
     """
 
-    def __init__(self, place: Place, reach: Reach) -> None:
+    def __init__(self, place: S3Location, reach: Reach) -> None:
         try:
             from s3torchconnector import S3ClientConfig, S3Exception
             from s3torchconnector._s3client import S3Client
@@ -92,13 +92,13 @@ class Client:
             found.object_info if found is not None else [], None if stream.complete else stream.continuation_token
         )
 
-    def put(self, key: str, data: memoryview, piece_bytes: int, goes_on: Callable[[], None]) -> None:
-        """Create or replace an object; it appears when all of it is there. `goes_on` is called from piece to piece."""
+    def put(self, key: str, data: memoryview, piece_bytes: int, check_cancelled: Callable[[], None]) -> None:
+        """Create or replace an object; it appears when all of it is there. `check_cancelled` is called from piece to piece."""
         # Not the client's writer, which is a file: collected as garbage after a failure it would complete the upload.
         stream = self._client._client.put_object(self._bucket, key)
         for start in range(0, len(data), piece_bytes):
             stream.write(bytes(data[start : start + piece_bytes]))
-            goes_on()
+            check_cancelled()
         stream.close()
 
     def delete(self, key: str) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from loaderkit.connectors.config import S3Args
 from loaderkit.errors import ConfigError
-from loaderkit.stores import S3Args
 
 # A bucket's name, or the ARN of an access point, which has a slash of its own.
 _URL = re.compile(r"s3://(arn:[^/]+/[^/]+|[^/]*)(?:/(.*))?", re.DOTALL | re.IGNORECASE)
@@ -19,14 +19,14 @@ _PART_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class S3Location:
     """A bucket and a folder in it; `prefix` is empty or ends with a slash."""
 
     bucket: str
     prefix: str
 
     @classmethod
-    def of(cls, url: str) -> Place:
+    def of(cls, url: str) -> S3Location:
         """From `s3://bucket/prefix`, taken literally: "%20" and "+" are those characters. Raises ConfigError."""
         match = _URL.fullmatch(url)
         if match is None or not match[1]:

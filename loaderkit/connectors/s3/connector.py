@@ -16,9 +16,13 @@ from functools import partial
 from hashlib import md5
 from typing import Any, NamedTuple
 
+from loaderkit.connectors.backoff import RetryPolicy
+from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.call_pool import Call
+from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3.client import Client, Page
+from loaderkit.connectors.s3.config import Reach, S3Location
 from loaderkit.connectors.s3.requests import Requests
-from loaderkit.connectors.s3.settings import Place, Reach
 from loaderkit.errors import (
     AccessDeniedError,
     ChecksumError,
@@ -28,10 +32,6 @@ from loaderkit.errors import (
     ShortReadError,
     TruncatedError,
 )
-from loaderkit.hands import Call
-from loaderkit.retries import RetryPolicy
-from loaderkit.stores import RetryArgs, S3Args
-from loaderkit.types import ObjectInfo
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _DOTS = re.compile(r"(?:\A|/)\.{1,2}(?:/|\Z)")
@@ -87,7 +87,7 @@ class S3Connector:
     ) -> None:
         """`odd_keys`: keys with empty parts that are known to be there."""
         self._url, self._s3, self._retry = url, s3 or S3Args(), retry or RetryArgs()
-        self._place = Place.of(url)
+        self._place = S3Location.of(url)
         reach = Reach.of(self._s3, os.environ)
         self._most_part_bytes = reach.part_size
         self._requests = Requests(
@@ -107,7 +107,7 @@ class S3Connector:
         return S3Connector, (self._url, self._s3, self._retry, self._odd_keys)
 
     @property
-    def spread_bytes(self) -> int:
+    def split_read_size(self) -> int:
         """So much is read as several requests at a time; see `BulkConnector`."""
         num_parts = min(4, _MOST_SPREAD_BYTES // self._most_part_bytes)
         return num_parts * self._most_part_bytes if num_parts > 1 else 0
@@ -148,7 +148,7 @@ class S3Connector:
         """Create or replace an object: readers see the old bytes or the new ones."""
         full, view = self._full(key), memoryview(data).cast("B")
         self._requests.ask(
-            lambda client, call: client.put(full, view, self._most_part_bytes, call.goes_on),
+            lambda client, call: client.put(full, view, self._most_part_bytes, call.check_cancelled),
             self.describe(key),
             patience=6,
         )

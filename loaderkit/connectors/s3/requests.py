@@ -13,12 +13,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.connectors.backoff import Retries, RetryPolicy
+from loaderkit.connectors.call_pool import Call, CallPool
 from loaderkit.connectors.s3.client import Client
-from loaderkit.connectors.s3.complaints import translate
-from loaderkit.connectors.s3.settings import Place, Reach
+from loaderkit.connectors.s3.config import Reach, S3Location
+from loaderkit.connectors.s3.errors import translate
 from loaderkit.errors import ExpiredCredentialsError, RequestTimeoutError
-from loaderkit.hands import Call, Hands
-from loaderkit.retries import Retries, RetryPolicy
 
 T = TypeVar("T")
 _MOST_RENEWALS = 3  # of one request: whoever writes expired credentials again and again does not keep it going
@@ -41,7 +41,9 @@ def _credentials() -> tuple[int, int, int] | None:
 class Requests:
     """The requests to one bucket. The client is made when it is first needed, once in every process."""
 
-    def __init__(self, place: Place, reach: Reach, *, connections: int, policy: RetryPolicy, timeout_s: float) -> None:
+    def __init__(
+        self, place: S3Location, reach: Reach, *, connections: int, policy: RetryPolicy, timeout_s: float
+    ) -> None:
         self._place = place
         self._reach = reach
         self._timeout_s = timeout_s
@@ -53,7 +55,7 @@ class Requests:
         self.first_byte_s = self.body_s = 0.0  # of reads, all together: until the first bytes came, and from then on
         self.by_key: dict[str, list[float]] | None = None  # key -> the same two, while a report wants to know
         self._lock = threading.Lock()
-        self._hands = Hands(self, connections, f"loaderkit-s3-{place.bucket}"[:40])
+        self._call_pool = CallPool(self, connections, f"loaderkit-s3-{place.bucket}"[:40])
         self._client: Client | None = None
         self._pid = os.getpid()
         self._credentials: tuple[int, int, int] | None = None  # what there was on disk when the client was made
@@ -97,7 +99,7 @@ class Requests:
             partial(self._get, client, key, start, np.frombuffer(target, np.uint8), is_part=is_part)
             for start, target in targets
         ]
-        calls = [Call(get, self._hands, client) for get in gets]
+        calls = [Call(get, self._call_pool, client) for get in gets]
         for call in calls:
             call.timeout_s = self._timeout_s
         return calls
@@ -107,11 +109,11 @@ class Requests:
 
         If this raises, or is interrupted, some may have begun: give them all up.
         """
-        self._hands.begin_all(calls, at_once)
+        self._call_pool.begin_all(calls, at_once)
 
     def pass_on(self, call: Call[int]) -> None:
         """What was asked for with `call` has come after all: another one may have its turn."""
-        self._hands.pass_on(call)
+        self._call_pool.pass_on(call)
 
     def _get(
         self, client: Client, key: str, start: int, memory: NDArray[np.uint8], call: Call[int], *, is_part: bool
@@ -160,7 +162,7 @@ class Requests:
             self.answer_s = min(self.answer_s, time.perf_counter() - begin_s)
             return answer
 
-        return self._hands.begin(ask, origin=client)
+        return self._call_pool.begin(ask, origin=client)
 
     def _count(self) -> None:
         with self._lock:
@@ -185,13 +187,13 @@ class Requests:
                 if self._renew(call.origin):
                     raise _RenewedError(str(told)) from None
                 # The client takes up to 3 s to say so of a request, and of those in other threads it would say the same.
-                self._hands.fail(partial(type(error), str(error)), call.origin)
+                self._call_pool.fail(partial(type(error), str(error)), call.origin)
             raise told from None
 
     @property
     def num_timeouts(self) -> int:
         """Requests that were given up because they took too long."""
-        return self._hands.num_timeouts
+        return self._call_pool.num_timeouts
 
     def _client_here(self) -> Client:
         """The client, made in this process."""
@@ -222,5 +224,5 @@ class Requests:
         with self._lock:
             self._client = None
         self.retries.stop()
-        self._hands.close()
+        self._call_pool.close()
         self.retries.resume()

@@ -23,7 +23,7 @@ _TRIAL_SMOOTHING = 0.3
 _LEAST_SHARE = 0.1  # of a chunk's time that is taken for its samples': what was true may be so no longer
 
 
-class Pace:
+class ChunkSizer:
     """How long one worker takes for a sample, as far as is known; whoever writes it holds the lock there is, if any.
 
     A chunk takes `fixed + length * each`, and its samples are to take `_CHUNK_TARGET_S`, whatever it costs besides: were that

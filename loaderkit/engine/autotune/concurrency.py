@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import sub
@@ -18,8 +18,9 @@ from statistics import fmean, median
 from time import thread_time
 from typing import NamedTuple
 
+from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, delayed_so_far_s
 from loaderkit.native import kernels
-from loaderkit.prefetch.accounts import Account, Clock, delayed_so_far_s
 
 _WINDOW = 12  # chunks a way is tried for
 # With short chunks no shorter than this: who has the GIL keeps it for 5 ms, and may do a score of them meanwhile. Nor than so
@@ -37,7 +38,6 @@ _BUSY_SHARE = 0.75
 _PROBE_S = 1e-3
 _TAKEN_S = 1e-4  # whoever waits longer than this for the GIL found it taken
 _TAKEN_OR_LATE_S = 3e-4  # as seen from Python, where the thread may have woken up late as well
-_HELD = 2 / 3
 _SUSPECT = 1 / 3
 _LONG_S = 2e-3
 _NUM_PROBES = 3
@@ -58,55 +58,13 @@ class Ticket(NamedTuple):
     and then: the thread's CPU time, the time it was ready to run with no CPU free, and for how long workers had overlapped so
     far."""
 
-    account: Account | None
+    worker_clock: WorkerClock | None
     stages_since_s: Sequence[float]
     num_inside: int
     since_s: float
     cpu_since_s: float
     delayed_since_s: float
     overlap_since_s: float
-
-
-class Trial(NamedTuple):
-    """What came of letting all workers work, or one alone."""
-
-    alone_share: float | None = None
-    """What one alone got done, in shares of what all did together. About one over `num_inside`: each goes at its own pace.
-    About 1: there is something that only one of them can use at a time. None: there was no reason to try."""
-    waiting_share: float | None = None
-    """Of the time in which workers that overlapped could have had a CPU, how much they waited for something else."""
-    gil_taken: float | None = None
-    """Of the times that a worker woke up and wanted Python's lock, the share at which another thread had it."""
-    num_inside: float | None = None
-    """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
-    slowdowns: Mapping[str, float] = {}
-    """By stage, how many times as long an item took while workers overlapped as with one alone, had there always been a CPU.
-    About 1: each goes at its own pace. About `num_inside`: only one at a time can be in that stage. Of a lock that one worker
-    has many times while another waits, only `alone_share` tells. Without those that were not tried."""
-
-    @property
-    def holds_gil(self) -> bool | None:
-        """Whether a worker keeps others from Python's lock; None: not known."""
-        return None if self.gil_taken is None else self.gil_taken > _HELD
-
-
-def merged_trials(trials: Sequence[Trial]) -> Trial:
-    """What came of the same trial in several processes that each let their own workers take turns: what they saw on average,
-    those that saw anything."""
-    stages = {stage: None for trial in trials for stage in trial.slowdowns}
-    return Trial(
-        _mean(trial.alone_share for trial in trials),
-        _mean(trial.waiting_share for trial in trials),
-        _mean(trial.gil_taken for trial in trials),
-        _mean(trial.num_inside for trial in trials),
-        {stage: fmean(trial.slowdowns[stage] for trial in trials if stage in trial.slowdowns) for stage in stages},
-    )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None: of none."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 _SETTLED = Ticket(None, (), 0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
@@ -132,7 +90,7 @@ class _Together:
     inside_begun_s: float = 0.0
 
 
-class Turns:
+class ContentionProbe:
     """Lets the workers of one pool take chunks: all of them, or one."""
 
     def __init__(
@@ -145,7 +103,7 @@ class Turns:
         self._delay_clock = delay_clock
         self._lock = threading.RLock()
         self._change = threading.Condition(self._lock)
-        self._chosen: Account | None = None  # who works while only one does
+        self._chosen: WorkerClock | None = None  # who works while only one does
         self._num_inside = 0
         self._num_left = _WINDOW  # chunks until the next look
         self._until_s = 0.0  # one alone, and settled: when all are tried again at the latest
@@ -172,10 +130,10 @@ class Turns:
         self._overlap_s = 0.0  # how long two workers or more have been inside, while it is measured
         self._inside_s = 0.0  # the same time, as often as there were workers
         self._changed_s = 0.0
-        self._trial = Trial()  # the last one
+        self._trial = ContentionResult()  # the last one
 
     @property
-    def trial(self) -> Trial:
+    def trial(self) -> ContentionResult:
         """What came of the last one, and how often Python's lock was taken lately."""
         return self._trial._replace(gil_taken=self._gil_taken_share())
 
@@ -183,27 +141,27 @@ class Turns:
         taken = list(self._gil_taken)  # at once: workers go on
         return fmean(taken) if len(taken) >= _NUM_PROBES else None
 
-    def wait(self, account: Account, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
+    def wait(self, worker_clock: WorkerClock, idle: int, pass_on: Callable[[], None] = lambda: None) -> None:
         """Return when this worker may take a chunk; until then it is accounted as idle. `pass_on` wakes another worker that
         waits for work: this one may have been woken in its place."""
         if not self.one_at_a_time:
             return
         with self._lock:
-            while self.one_at_a_time and not self._is_closed and self._chosen not in (None, account):
-                if account.open_state != idle:
-                    account.enter(idle)
+            while self.one_at_a_time and not self._is_closed and self._chosen not in (None, worker_clock):
+                if worker_clock.open_state != idle:
+                    worker_clock.enter(idle)
                     pass_on()
                 self._change.wait()
-            self._chosen = account if self.one_at_a_time else None
+            self._chosen = worker_clock if self.one_at_a_time else None
 
-    def leave(self, account: Account) -> None:
+    def leave(self, worker_clock: WorkerClock) -> None:
         """This worker takes no more chunks: another one may have its turn."""
         with self._lock:
-            if self._chosen is account:
+            if self._chosen is worker_clock:
                 self._chosen = None
                 self._change.notify_all()
 
-    def begin(self, account: Account) -> Ticket | None:
+    def begin(self, worker_clock: WorkerClock) -> Ticket | None:
         """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
         is_settled = self._num_left > _WINDOW
         if is_settled and not self._is_long:
@@ -215,12 +173,12 @@ class Turns:
             self._num_at_work += 1
             if is_settled:
                 return _SETTLED
-            spent_s = self._spent(account)
+            spent_s = self._spent(worker_clock)
             now = self._clock()
             self._note_overlap(now)
             self._num_inside += 1
             return Ticket(
-                account,
+                worker_clock,
                 spent_s,
                 self._num_inside,
                 now,
@@ -231,7 +189,7 @@ class Turns:
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """It is done with it: note what came of that."""
-        if ticket is None or ticket.account is None:
+        if ticket is None or ticket.worker_clock is None:
             if ticket is not None:
                 with self._lock:
                     self._num_at_work -= 1
@@ -270,16 +228,16 @@ class Turns:
             sums.seconds += seconds
             sums.undelayed_s += undelayed_s
             sums.cpu_s += cpu_s
-            in_stages_s = map(sub, self._spent(ticket.account), ticket.stages_since_s)
+            in_stages_s = map(sub, self._spent(ticket.worker_clock), ticket.stages_since_s)
             sums.stages_s = [sum(pair) for pair in zip_longest(sums.stages_s, in_stages_s, fillvalue=0.0)]
             self._longest_s = max(self._longest_s, seconds)
             self._num_left -= 1
             if (self._num_left <= 0 and self._is_long_enough(now)) or self._is_hopeless(now):
                 self._decide()
 
-    def _spent(self, account: Account) -> list[float]:
+    def _spent(self, worker_clock: WorkerClock) -> list[float]:
         """By this worker in each stage so far, in s, but for what it was ready to run with no CPU free."""
-        states_s, totals = account.summed([account], self._clock())
+        states_s, totals = worker_clock.summed([worker_clock], self._clock())
         return [seconds - delayed_s for seconds, (_, _, _, _, delayed_s, _) in zip(states_s, totals, strict=False)]
 
     def _finds_gil_taken(self) -> bool:
@@ -345,7 +303,7 @@ class Turns:
                 speed = together.num_samples / max(self._overlap_s - together.overlap_begun_s, 1e-9)
             cpu_share = sums.cpu_s / sums.undelayed_s
         is_waiting = cpu_share < _BUSY_SHARE or (self._gil_taken_share() or 0.0) > _SUSPECT
-        self._compare(alone_speed, Trial(None, 1 - cpu_share), is_waiting)
+        self._compare(alone_speed, ContentionResult(None, 1 - cpu_share), is_waiting)
         self._forget()
         if self.one_at_a_time or not is_waiting:
             self._longest_s = 0.0
@@ -363,7 +321,7 @@ class Turns:
             self._let_all_in(self._patience)
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
 
-    def _compare(self, alone_speed: float, seen: Trial, is_tried_alone: bool) -> None:
+    def _compare(self, alone_speed: float, seen: ContentionResult, is_tried_alone: bool) -> None:
         """One way has been tried: if both have, say what came of it. `alone_speed` in samples a second. Under the lock."""
         together, sums = self._together, self._sums
         stages_s = [seconds / sums.num_samples for seconds in sums.stages_s]

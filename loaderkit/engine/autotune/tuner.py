@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
-from loaderkit.prefetch.stalls import MEMORY, WAKEUP
-from loaderkit.prefetch.stats import Stats
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.stalls import MEMORY, WAKEUP
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -47,7 +47,7 @@ _SHIFT = 0.25  # a rate that is off by more, twice in a row: it is another workl
 _NUM_DECISIONS = 100
 
 
-class Window(NamedTuple):
+class TunerWindow(NamedTuple):
     """What a stretch of time showed."""
 
     rate: float  # samples/s that landed
@@ -61,7 +61,7 @@ class Window(NamedTuple):
 
 
 @dataclass
-class Knob:
+class TunedSetting:
     """Something to turn. `stages` share the workers it stands for; without any it is the number of batches ahead.
     It is turned to multiples of `unit`: as many for each of so many processes, and one at least."""
 
@@ -106,16 +106,16 @@ class Decision:
 class Move(NamedTuple):
     """What is to be changed now."""
 
-    knob: Knob
+    knob: TunedSetting
     before: int
     value: int
 
 
 @dataclass
 class _Trial:
-    knob: Knob
+    knob: TunedSetting
     before: int
-    baseline: Window
+    baseline: TunerWindow
     decision: Decision
     num_rungs: int
     gives_back: bool  # it saves workers, and must only cost nothing
@@ -134,7 +134,7 @@ class Tuner:
     """Turns `knobs`. `landing`: the stage whose samples count as done. `num_cpus`: how many CPUs the workers may fill, the
     cgroup's quota honoured."""
 
-    knobs: list[Knob]
+    knobs: list[TunedSetting]
     landing: str
     num_cpus: int
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_NUM_DECISIONS))
@@ -233,7 +233,7 @@ class Tuner:
 
     # --------------------------------------------------------------------------------------------------- the window
 
-    def _window(self, passed: Stats) -> Window:
+    def _window(self, passed: Stats) -> TunerWindow:
         wall_s = max(passed.wall_s, 1e-9)
         stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
         rows = {row.name: row for row in passed.stages}
@@ -246,7 +246,7 @@ class Tuner:
             blocked[knob.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
         rate = mean(self._rates)
         spread = stdev(self._rates) / math.sqrt(len(self._rates)) if len(self._rates) > 1 else rate
-        return Window(
+        return TunerWindow(
             rate=rate,
             error=spread / rate if rate > 0 else 1.0,
             stalled=sum(stalls.values()) / wall_s,
@@ -257,7 +257,7 @@ class Tuner:
             blocked=blocked,
         )
 
-    def _is_enough(self, window: Window, passed: Stats) -> bool:
+    def _is_enough(self, window: TunerWindow, passed: Stats) -> bool:
         wall_s = passed.wall_s
         if window.stalled > _CALM:
             num_workers = sum(knob.value for knob in self.knobs if knob.stages)
@@ -269,14 +269,14 @@ class Tuner:
         # What is ready keeps the loop going for a while, whatever the workers do.
         return wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * passed.tuning.get("batches", 0))
 
-    def _is_clear(self, trial: _Trial, window: Window) -> bool:
+    def _is_clear(self, trial: _Trial, window: TunerWindow) -> bool:
         """Whether more measuring would hardly change what comes of a trial."""
         gain, error = _gain(trial, window)
         return window.error <= _FINE or abs(gain - _GAIN) > 3 * error
 
     # ----------------------------------------------------------------------------------------------------- a trial
 
-    def _choose(self, window: Window, now: Stats) -> Move | None:
+    def _choose(self, window: TunerWindow, now: Stats) -> Move | None:
         if self._is_another_workload(window):
             self._rests.clear()
             self._reach.clear()
@@ -286,7 +286,7 @@ class Tuner:
             return self._give_back(window, now)
         return None
 
-    def _is_another_workload(self, window: Window) -> bool:
+    def _is_another_workload(self, window: TunerWindow) -> bool:
         usual = self._usual
         is_odd = usual is not None and usual > 0 and abs(window.rate / usual - 1) > _SHIFT
         if is_odd and self._num_odd == 0:
@@ -296,7 +296,7 @@ class Tuner:
         self._usual = window.rate if is_odd or usual is None else 0.8 * usual + 0.2 * window.rate
         return is_odd
 
-    def _speed_up(self, window: Window, now: Stats) -> Move | None:
+    def _speed_up(self, window: TunerWindow, now: Stats) -> Move | None:
         depth = next((knob for knob in self.knobs if not knob.stages), None)
         knob = next((knob for knob in self.knobs if window.cause in knob.stages), None)
         if depth is not None and window.cause != MEMORY:
@@ -322,7 +322,7 @@ class Tuner:
             return self._try(knob, knob.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
         return None
 
-    def _give_back(self, window: Window, now: Stats) -> Move | None:
+    def _give_back(self, window: TunerWindow, now: Stats) -> Move | None:
         for knob in self.knobs:
             rest = self._rests.get((knob.name, False))
             if not knob.stages or not self._may(knob, up=False):
@@ -333,15 +333,15 @@ class Tuner:
                 return self._try(knob, target, window, now, reason, gives_back=True)
         return None
 
-    def _may(self, knob: Knob, *, up: bool) -> bool:
+    def _may(self, knob: TunedSetting, *, up: bool) -> bool:
         rest = self._rests.get((knob.name, up))
         return knob.rung(1 if up else -1) != knob.value and (rest is None or self._number >= rest.until)
 
     def _try(
         self,
-        knob: Knob,
+        knob: TunedSetting,
         value: int,
-        window: Window,
+        window: TunerWindow,
         now: Stats,
         reason: str,
         *,
@@ -353,13 +353,13 @@ class Tuner:
         self._trial = _Trial(knob, knob.value, window, decision, num_rungs, gives_back)
         return self._turn(knob, value, now.now_s)
 
-    def _turn(self, knob: Knob, value: int, now_s: float) -> Move:
+    def _turn(self, knob: TunedSetting, value: int, now_s: float) -> Move:
         move = Move(knob, knob.value, value)
         knob.value = value
         self._settles_until_s = now_s + _SETTLING_S
         return move
 
-    def _judge(self, trial: _Trial, window: Window) -> Move | None:
+    def _judge(self, trial: _Trial, window: TunerWindow) -> Move | None:
         self._trial = None
         gain, error = _gain(trial, window)
         if trial.gives_back:
@@ -383,7 +383,7 @@ class Tuner:
         assert self._before is not None
         return self._turn(trial.knob, trial.before, self._before.now_s)
 
-    def _leave_alone(self, knob: Knob, *, up: bool) -> None:
+    def _leave_alone(self, knob: TunedSetting, *, up: bool) -> None:
         rest = self._rests.setdefault((knob.name, up), _Rest())
         rest.until = self._number + rest.length
         rest.length = min(2 * rest.length, _MOST_PATIENCE)
@@ -392,7 +392,7 @@ class Tuner:
         return next(row.num_items for row in stats.stages if row.name == self.landing)
 
 
-def _gain(trial: _Trial, window: Window) -> tuple[float, float]:
+def _gain(trial: _Trial, window: TunerWindow) -> tuple[float, float]:
     """How much faster it is than before, and the standard error of that."""
     before = trial.baseline.rate
     gain = window.rate / before - 1 if before > 0 else 0.0

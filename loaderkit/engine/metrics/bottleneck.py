@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loaderkit.prefetch.case import SPARE, Case, Verdict, say_seconds
-from loaderkit.prefetch.limit import Limit, memory_verdict
-from loaderkit.prefetch.stalls import MEMORY, START, WAKEUP
+from loaderkit._internal.units import say_seconds
+from loaderkit.engine.metrics.bottleneck_rules import BottleneckRules, memory_verdict
+from loaderkit.engine.metrics.interval import SPARE, Interval, Verdict
+from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.stats import StageStats, Stats
+    from loaderkit.engine.metrics.snapshot import StageStats, Stats
 
 __all__ = ["Verdict", "verdict"]
 
@@ -37,73 +38,73 @@ def verdict(stats: Stats) -> Verdict:
     if stats.wall_s <= 0:
         evidence = "nobody has waited for a batch in this interval"
         return Verdict(None, 0.0, 0.0, evidence, "iterate over the loader", "unknown")
-    case = Case.of(stats)
-    return _without_a_stage(case) or _of_a_stage(case)
+    interval = Interval.of(stats)
+    return _without_a_stage(interval) or _of_a_stage(interval)
 
 
-def _without_a_stage(case: Case) -> Verdict | None:
-    stats = case.stats
-    if case.start_s > case.waited_s and case.start_s > _HARMLESS * stats.wall_s:
-        return _start(case)
-    if case.share < _HARMLESS or (case.share < _OCCASIONAL and case.has_time_to_spare):
-        return _training(case)
-    if case.stall_s.get(MEMORY, 0.0) > case.waited_s / 2:
-        return memory_verdict(case)
+def _without_a_stage(interval: Interval) -> Verdict | None:
+    stats = interval.stats
+    if interval.start_s > interval.waited_s and interval.start_s > _HARMLESS * stats.wall_s:
+        return _start(interval)
+    if interval.share < _HARMLESS or (interval.share < _OCCASIONAL and interval.has_time_to_spare):
+        return _training(interval)
+    if interval.stall_s.get(MEMORY, 0.0) > interval.waited_s / 2:
+        return memory_verdict(interval)
     return None
 
 
-def _of_a_stage(case: Case) -> Verdict:
-    stats = case.stats
-    busiest = _limit(case, max(stats.stages, key=lambda row: row.cpu_s))
+def _of_a_stage(interval: Interval) -> Verdict:
+    stats = interval.stats
+    busiest = _limit(interval, max(stats.stages, key=lambda row: row.cpu_s))
     if busiest.is_gil:  # whoever is waited for waits for the lock: what matters is who has it
         return busiest.gil()
-    if case.stall_s.get(WAKEUP, 0.0) > case.waited_s / 2:
-        return _wakeup(case)
-    awaited = _limit(case, max(stats.stages, key=lambda row: case.stall_s.get(row.name, 0.0)))
-    if case.is_short_of_cpus and awaited.would_compute:
+    if interval.stall_s.get(WAKEUP, 0.0) > interval.waited_s / 2:
+        return _wakeup(interval)
+    awaited = _limit(interval, max(stats.stages, key=lambda row: interval.stall_s.get(row.name, 0.0)))
+    if interval.is_short_of_cpus and awaited.would_compute:
         return busiest.computing()  # chunks wait for a CPU wherever they are: what matters is who uses them
     return awaited.verdict()
 
 
-def _limit(case: Case, row: StageStats) -> Limit:
-    return Limit(case, row, case.pool_of(row))
+def _limit(interval: Interval, row: StageStats) -> BottleneckRules:
+    return BottleneckRules(interval, row, interval.pool_of(row))
 
 
-def _training(case: Case) -> Verdict:
-    stats = case.stats
-    use = max(pool.use for pool in case.pools)
-    evidence = f"the loop waited {100 * case.share:.1f} % of {say_seconds(case.wall_s)}"
+def _training(interval: Interval) -> Verdict:
+    stats = interval.stats
+    use = max(pool.use for pool in interval.pools)
+    evidence = f"the loop waited {100 * interval.share:.1f} % of {say_seconds(interval.wall_s)}"
     change = "nothing in loading: make the training step faster"
-    if not case.is_inline:
+    if not interval.is_inline:
         evidence += f"; the workers were busy for {100 * use:.0f} % of their time"
-        workers = sum(pool.rows[0].workers for pool in case.pools)
-        if use < SPARE and workers > len(case.pools):
+        workers = sum(pool.rows[0].workers for pool in interval.pools)
+        if use < SPARE and workers > len(interval.pools):
             change += "; fewer workers would do, if you need the CPUs"
-    sure = case.confidence(1.0 if case.share < _HARMLESS / 2 else 0.9 if case.share < _HARMLESS else 0.75)
+    sure = interval.confidence(1.0 if interval.share < _HARMLESS / 2 else 0.9 if interval.share < _HARMLESS else 0.75)
     return Verdict(
-        None, round(100.0 - case.percent(sum(stats.stall_s.values())), 1), sure, evidence, change, "training"
+        None, round(100.0 - interval.percent(sum(stats.stall_s.values())), 1), sure, evidence, change, "training"
     )
 
 
-def _start(case: Case) -> Verdict:
-    stats = case.stats
+def _start(interval: Interval) -> Verdict:
+    stats = interval.stats
     evidence = (
-        f"of {say_seconds(stats.wall_s)}, {say_seconds(case.start_s)} went by before the first chunk could run, and "
-        f"{say_seconds(case.waited_s)} were waited after that"
+        f"of {say_seconds(stats.wall_s)}, {say_seconds(interval.start_s)} went by before the first chunk could run, and "
+        f"{say_seconds(interval.waited_s)} were waited after that"
     )
     change = (
         "call loader.start() while the model is made; look at stats(since=...) of a later moment for the steady state"
     )
-    return Verdict(START, case.percent(case.start_s), case.confidence(), evidence, change, "start")
+    return Verdict(START, interval.percent(interval.start_s), interval.confidence(), evidence, change, "start")
 
 
-def _wakeup(case: Case) -> Verdict:
-    seconds = case.stall_s[WAKEUP]
-    each = f", {say_seconds(seconds / case.stats.num_batches)} a batch" if case.stats.num_batches else ""
-    lost = f"{say_seconds(seconds)} of {say_seconds(case.wall_s)}{each}"
+def _wakeup(interval: Interval) -> Verdict:
+    seconds = interval.stall_s[WAKEUP]
+    each = f", {say_seconds(seconds / interval.stats.num_batches)} a batch" if interval.stats.num_batches else ""
+    lost = f"{say_seconds(seconds)} of {say_seconds(interval.wall_s)}{each}"
     evidence = f"batches were ready, and the loop's thread was not running: {lost}"
     change = (
         "prefetch.executor: process, so that loading does not hold Python's lock when the loop needs it; or fewer workers; "
         "where a batch takes less than a millisecond, larger batches or executor: inline"
     )
-    return Verdict(WAKEUP, case.percent(seconds), case.confidence(0.8), evidence, change, "wakeup")
+    return Verdict(WAKEUP, interval.percent(seconds), interval.confidence(0.8), evidence, change, "wakeup")

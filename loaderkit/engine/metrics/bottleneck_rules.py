@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from loaderkit.prefetch.case import WAITING, Case, Pool, Verdict, say_seconds
-from loaderkit.prefetch.stalls import MEMORY
-from loaderkit.schema import say_bytes
+from loaderkit._internal.units import say_bytes, say_seconds
+from loaderkit.engine.metrics.interval import WAITING, Interval, PoolUse, Verdict
+from loaderkit.engine.metrics.stalls import MEMORY
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.stats import StageStats
+    from loaderkit.engine.metrics.snapshot import StageStats
 
 _BUSY = 0.75  # of their time: workers that are busy for more are the limit
 _COMPUTING = 0.6  # of the busy time, on a CPU or ready for one
@@ -29,24 +29,24 @@ _ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, an
 
 
 @dataclass(frozen=True)
-class Limit:
+class BottleneckRules:
     """The stage that most was waited for, and its pool."""
 
-    case: Case
+    interval: Interval
     row: StageStats
-    pool: Pool
+    pool: PoolUse
 
     def verdict(self) -> Verdict:
-        case, first = self.case, self.case.pools[0]
+        interval, first = self.interval, self.interval.pools[0]
         if self.has_stragglers and not self.is_unfair:
             return self._stragglers()
         # Workers that stand still although the loop waits hold nothing up; where no batch came at all, one of them hangs.
-        if self.pool.use < _BUSY and not case.is_inline and case.stats.num_batches:
-            if case.is_short_of_memory:
-                return memory_verdict(case, self.pool.use)
+        if self.pool.use < _BUSY and not interval.is_inline and interval.stats.num_batches:
+            if interval.is_short_of_memory:
+                return memory_verdict(interval, self.pool.use)
             if first.total("blocked_s") > WAITING * first.total("slot_s"):
                 return self._depth()
-        if self.is_serial and not case.is_self_served:
+        if self.is_serial and not interval.is_self_served:
             return self._taking_turns()
         return self.computing() if self.needs_cpu > _COMPUTING else self._waiting()
 
@@ -91,12 +91,16 @@ class Limit:
     @property
     def is_gil(self) -> bool:
         """Whether its workers compute, together no more than one CPU can, and wait for one another meanwhile."""
-        row, case = self.row, self.case
-        if row.cpu_s < _LITTLE_CPU * case.wall_s or case.cpus_used > _ONE_CPU * case.num_processes or case.is_inline:
+        row, interval = self.row, self.interval
+        if (
+            row.cpu_s < _LITTLE_CPU * interval.wall_s
+            or interval.cpus_used > _ONE_CPU * interval.num_processes
+            or interval.is_inline
+        ):
             return False
         if (holds_gil := self.pool.trial.holds_gil) is not None:
             # Where the lock is held for a part of the time, several workers still get more done.
-            is_full = case.cpus_used > _MOST_OF_A_CPU * case.num_processes
+            is_full = interval.cpus_used > _MOST_OF_A_CPU * interval.num_processes
             return holds_gil and (is_full or self.is_as_fast_alone is not False)
         return self.num_side_by_side > 1 and self.together_waiting > WAITING and self.is_as_fast_alone is not False
 
@@ -112,12 +116,12 @@ class Limit:
     @property
     def is_delayed_by_others(self) -> bool:
         """Whether its workers were ready to run although CPUs were idle, and not only between two bursts of work."""
-        return self.case.has_idle_cpus and self.pool.total("blocked_s") < WAITING * self.pool.total("slot_s")
+        return self.interval.has_idle_cpus and self.pool.total("blocked_s") < WAITING * self.pool.total("slot_s")
 
     @property
     def num_side_by_side(self) -> int:
         """Its workers in one process: those that take turns with one another."""
-        return max(1, self.row.workers // self.case.num_processes)
+        return max(1, self.row.workers // self.interval.num_processes)
 
     @property
     def alone(self) -> float | None:
@@ -174,22 +178,23 @@ class Limit:
         """Whether stragglers are those that a lock keeps waiting while others get it again and again: one worker alone gets
         as much done, and the usual items, one behind another, fill the time."""
         usual_s = (self.row.services.percentile(0.5) or 0.0) * self.row.num_items
-        fills = _FILLS[0] < usual_s / self.case.wall_s < _FILLS[1]
+        fills = _FILLS[0] < usual_s / self.interval.wall_s < _FILLS[1]
         return fills and (self.pool.takes_turns or (self.alone is not None and self.alone > _ALL_ALONE))
 
     # ------------------------------------------------------------------------------------------------- in words
 
     def _say(self, kind: str, evidence: str, change: str, sure: float = 1.0, seconds: float | None = None) -> Verdict:
         """`seconds` were lost to it; default: what the loop waited for the stage."""
-        case, row = self.case, self.row
-        seconds = case.stall_s.get(row.name, 0.0) if seconds is None else seconds
+        interval, row = self.interval, self.row
+        seconds = interval.stall_s.get(row.name, 0.0) if seconds is None else seconds
         busy = f"its workers were busy for {100 * self.pool.use:.0f} % of their time"
-        head = f"the loop waited for {row.name} {case.percent(seconds):.0f} % of {say_seconds(case.stats.wall_s)}; {busy}; "
+        waited = f"{interval.percent(seconds):.0f} % of {say_seconds(interval.stats.wall_s)}"
+        head = f"the loop waited for {row.name} {waited}; {busy}; "
         # The share of the waiting that is charged to this stage, and whether its workers look as a limit does.
-        clear = 0.6 + 0.4 * seconds / max(case.waited_s, 1e-9)
-        agrees = 1.0 if self.pool.use >= _BUSY or case.is_inline or kind in ("depth", "stragglers") else 0.7
+        clear = 0.6 + 0.4 * seconds / max(interval.waited_s, 1e-9)
+        agrees = 1.0 if self.pool.use >= _BUSY or interval.is_inline or kind in ("depth", "stragglers") else 0.7
         return Verdict(
-            row.name, case.percent(seconds), case.confidence(clear, agrees, sure), head + evidence, change, kind
+            row.name, interval.percent(seconds), interval.confidence(clear, agrees, sure), head + evidence, change, kind
         )
 
     def _stragglers(self) -> Verdict:
@@ -201,54 +206,54 @@ class Limit:
             f"{100 * share:.0f} % of its time"
         )
         change = (
-            f"prefetch.batches: {2 * self.case.num_wanted}, so that others are ready meanwhile, and more workers; or find out "
-            "what is special about those items"
+            f"prefetch.batches: {2 * self.interval.num_wanted}, so that others are ready meanwhile, and more workers; or find "
+            "out what is special about those items"
         )
         return self._say("stragglers", evidence, change, 0.95)
 
     def _depth(self) -> Verdict:
-        first = self.case.pools[0]
+        first = self.interval.pools[0]
         blocked = first.total("blocked_s") / first.total("slot_s")
         evidence = (
             f"no pool was at its limit: workers stood still for {100 * blocked:.0f} % of the time because "
-            f"{self.case.num_wanted} batches were open"
+            f"{self.interval.num_wanted} batches were open"
         )
         return self._say(
-            "depth", evidence, f"prefetch.batches: {2 * self.case.num_wanted}, to even out what varies", 0.8
+            "depth", evidence, f"prefetch.batches: {2 * self.interval.num_wanted}, to even out what varies", 0.8
         )
 
     def computing(self) -> Verdict:
-        case, row = self.case, self.row
+        interval, row = self.interval, self.row
         delayed = row.delayed_s / max(row.busy_s, 1e-9)
         evidence = f"{100 * self.cpu_share:.0f} % of that on a CPU"
         if delayed > 0.1:
             evidence += f", {100 * delayed:.0f} % ready to run while {self._cpus_meanwhile}"
-        evidence += f"; the workers use {case.cpus_used:.1f} CPUs"
-        if case.num_cpus is not None:
-            evidence += f" of {case.num_cpus}"
+        evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
+        if interval.num_cpus is not None:
+            evidence += f" of {interval.num_cpus}"
         cheaper = _CHEAPER.get(row.kind, f"a cheaper {row.name}")
-        if case.is_inline:
+        if interval.is_inline:
             change = f"{self._by_workers('so that it is done beside training')}; or {cheaper}"
-        elif case.is_short_of_cpus:
+        elif interval.is_short_of_cpus:
             change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
         elif self.pool.takes_turns:
             change = f"{cheaper}; more workers would not help: one alone was faster"
         else:
             change = f"{self._more_workers()}; or {cheaper}"
-        if not case.is_short_of_cpus:
+        if not interval.is_short_of_cpus:
             return self._say("computing", evidence, change)
-        share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
-        seconds = max(case.stall_s.get(row.name, 0.0), share * case.waited_s)
+        share = row.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
+        seconds = max(interval.stall_s.get(row.name, 0.0), share * interval.waited_s)
         # Where other programs have the CPUs, workers that wait for one another look much the same.
         sure = 1.0 if delayed < _CROWDED else 0.8
         return self._say("computing", f"{evidence}, {100 * share:.0f} % of that for {row.name}", change, sure, seconds)
 
     def gil(self) -> Verdict:
-        case, row = self.case, self.row
-        share = row.cpu_s / max(1e-9, case.cpus_used * case.wall_s)
+        interval, row = self.interval, self.row
+        share = row.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
         evidence = (
-            f"the loop waited {100 * case.share:.0f} % of {say_seconds(case.wall_s)}; the workers compute, but use "
-            f"{case.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {row.name}; side by side they wait "
+            f"the loop waited {100 * interval.share:.0f} % of {say_seconds(interval.wall_s)}; the workers compute, but use "
+            f"{interval.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {row.name}; side by side they wait "
             f"for one another {100 * self.together_waiting:.0f} % of the time"
         )
         if self.pool.trial.holds_gil:
@@ -261,8 +266,8 @@ class Limit:
             "prefetch.executor: process keeps it off the loop's Python lock, prefetch.processes gives it several; or do the "
             "work in NumPy or torch, which let go of the lock; more workers would not help"
         )
-        sure = case.confidence(0.95 if self.pool.trial.holds_gil else 0.75)
-        return Verdict(row.name, case.percent(case.waited_s), sure, evidence, change, "gil")
+        sure = interval.confidence(0.95 if self.pool.trial.holds_gil else 0.75)
+        return Verdict(row.name, interval.percent(interval.waited_s), sure, evidence, change, "gil")
 
     def _lock(self) -> Verdict:
         evidence = f"{self._tried()}, on a CPU for {100 * self.cpu_share:.0f} %: they wait for one another"
@@ -274,7 +279,7 @@ class Limit:
 
     def _bandwidth(self) -> Verdict:
         row = self.row
-        speed = row.num_bytes / self.case.wall_s
+        speed = row.num_bytes / self.interval.wall_s
         gives = f"; it gives {speed / 1e6:.3g} MB/s in all" if row.num_bytes else ""
         if row.kind == "transfer":
             change = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
@@ -283,12 +288,12 @@ class Limit:
         return self._say("bandwidth", f"{self._tried()}, waiting: the way is full{gives}", change, self._sure_of_trial)
 
     def _waiting(self) -> Verdict:
-        case, row = self.case, self.row
+        interval, row = self.interval, self.row
         usual_s = row.services.percentile(0.5)
         evidence = f"{100 * (1 - self.needs_cpu):.0f} % of that waiting for something other than a CPU"
         if usual_s is not None:
             evidence += f", {say_seconds(usual_s)} an item"
-        change = self._by_workers("with several workers") if case.is_inline else self._more_workers()
+        change = self._by_workers("with several workers") if interval.is_inline else self._more_workers()
         kind, sure = "waiting", 0.9
         if self.alone is not None:
             is_plain = self.slowdown is not None and self.slowdown < _PLAINLY
@@ -299,13 +304,13 @@ class Limit:
         elif row.kind == "transfer":
             change = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
             kind = "waiting"
-        elif not case.is_inline:
+        elif not interval.is_inline:
             change += "; if the loop computes in Python, prefetch.executor: process"
         return self._say(kind, evidence, change, sure)
 
     @property
     def _cpus_meanwhile(self) -> str:
-        return f"{self.case.num_idle_cpus:.1f} CPUs were idle" if self.case.has_idle_cpus else "no CPU was free"
+        return f"{self.interval.num_idle_cpus:.1f} CPUs were idle" if self.interval.has_idle_cpus else "no CPU was free"
 
     @property
     def _sure_of_trial(self) -> float:
@@ -324,14 +329,14 @@ class Limit:
 
     def _by_workers(self, how: str) -> str:
         """What to change where the loop's thread makes the batches."""
-        if self.case.is_self_served:
+        if self.interval.is_self_served:
             return "larger batches: the loop makes these itself, since to be handed one by a worker took longer"
         return f"prefetch.executor: thread, {how}"
 
     def _more_workers(self) -> str:
         if self.pool.is_in_trainer:
             return "nothing in the number of workers: one thread in the trainer's process runs it"
-        wanted = self.case.suggested_workers(self.row.workers)
+        wanted = self.interval.suggested_workers(self.row.workers)
         return f'more workers: loader.resize("{self.row.name}", workers={wanted})'
 
 
@@ -343,14 +348,15 @@ _CHEAPER: Mapping[str, str] = {
 }
 
 
-def memory_verdict(case: Case, use: float | None = None) -> Verdict:
-    memory = case.stats.memory
+def memory_verdict(interval: Interval, use: float | None = None) -> Verdict:
+    memory = interval.stats.memory
     batch = memory.get("batch_bytes", 0)
     evidence = (
-        f"prefetch.memory ({say_bytes(memory['budget_bytes'])}) holds {case.num_in_memory} of the {case.num_wanted} "
-        f"batches that are to be read ahead, of {say_bytes(batch)} each; the loop waited {100 * case.share:.0f} % of the time"
+        f"prefetch.memory ({say_bytes(memory['budget_bytes'])}) holds {interval.num_in_memory} of the {interval.num_wanted} "
+        f"batches that are to be read ahead, of {say_bytes(batch)} each; the loop waited "
+        f"{100 * interval.share:.0f} % of the time"
     )
     if use is not None:
         evidence += f", while the workers stood still for {100 * (1 - use):.0f} %"
-    change = f"prefetch.memory: {say_bytes(case.num_wanted * batch)} or more; or smaller batches"
-    return Verdict(MEMORY, case.percent(case.waited_s), case.confidence(0.95), evidence, change, "memory")
+    change = f"prefetch.memory: {say_bytes(interval.num_wanted * batch)} or more; or smaller batches"
+    return Verdict(MEMORY, interval.percent(interval.waited_s), interval.confidence(0.95), evidence, change, "memory")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from loaderkit.prefetch.cpus import cgroup_folders, idle_so_far_s
+from loaderkit._internal.cgroups import cgroup_folders, idle_so_far_s
 
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from loaderkit.prefetch.stalls import START
-from loaderkit.prefetch.turns import Trial
+from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.stalls import START
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.stats import StageStats, Stats
+    from loaderkit.engine.metrics.snapshot import StageStats, Stats
 
 WAITING = 0.25  # of the time: where workers wait less, nobody is held up
 SPARE = 0.6  # of their time: workers that are busy for less have time to spare
@@ -38,11 +38,11 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolUse:
     """The stages of one pool, and its workers' time."""
 
     rows: list[StageStats]
-    trial: Trial
+    trial: ContentionResult
     is_in_trainer: bool  # with `executor: process`: not in the process that loads
 
     def total(self, name: str) -> float:
@@ -62,7 +62,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Case:
+class Interval:
     """An interval, but for the start of the first batch."""
 
     stats: Stats
@@ -70,10 +70,10 @@ class Case:
     stall_s: Mapping[str, float]
     waited_s: float
     wall_s: float
-    pools: list[Pool]
+    pools: list[PoolUse]
 
     @classmethod
-    def of(cls, stats: Stats) -> Case:
+    def of(cls, stats: Stats) -> Interval:
         stall_s = {cause: seconds for cause, seconds in stats.stall_s.items() if cause != START}
         start_s = stats.stall_s.get(START, 0.0)
         wall_s = max(stats.wall_s - start_s, 1e-9)
@@ -148,7 +148,7 @@ class Case:
         is_full = self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus
         return is_full or (delayed and not self.has_idle_cpus)
 
-    def pool_of(self, row: StageStats) -> Pool:
+    def pool_of(self, row: StageStats) -> PoolUse:
         return next(pool for pool in self.pools if any(row is one for one in pool.rows))
 
     def percent(self, seconds: float) -> float:
@@ -168,17 +168,14 @@ class Case:
         )
 
 
-def _pools_of(stats: Stats) -> list[Pool]:
+def _pools_of(stats: Stats) -> list[PoolUse]:
     rows = {row.name: row for row in stats.stages}
     described: list[Mapping[str, Any]] = stats.tuning.get("pools") or [{"stages": list(rows)}]
     return [
-        Pool([rows[name] for name in pool["stages"]], stats.trials.get(pool["stages"][0], Trial()), "process" in pool)
+        PoolUse(
+            [rows[name] for name in pool["stages"]],
+            stats.trials.get(pool["stages"][0], ContentionResult()),
+            "process" in pool,
+        )
         for pool in described
     ]
-
-
-def say_seconds(seconds: float) -> str:
-    """A duration for people."""
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

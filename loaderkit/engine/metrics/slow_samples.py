@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from heapq import nlargest
 from typing import NamedTuple
 
-from loaderkit.types import Chunk
+from loaderkit.engine.work import Chunk
 
 _NUM_KEPT = 16
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from loaderkit.prefetch.accounts import Account, Histogram, States
-from loaderkit.prefetch.host import HostStats, host_stats, together
-from loaderkit.prefetch.slowest import Slow, slowest
-from loaderkit.prefetch.turns import Trial, merged_trials
+from loaderkit.engine.metrics.concurrency import ContentionResult, merged_trials
+from loaderkit.engine.metrics.host import HostStats, host_stats, together
+from loaderkit.engine.metrics.slow_samples import Slow, slowest
+from loaderkit.engine.metrics.worker_clock import Histogram, WorkerClock, WorkerStates
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.engine import Engine
-    from loaderkit.prefetch.verdict import Verdict
+    from loaderkit.engine.base import Engine
+    from loaderkit.engine.metrics.bottleneck import Verdict
 
 _LEVELS = frozenset({"held_bytes"})
 
@@ -96,7 +96,7 @@ class Stats:
     tuning: dict[str, Any]
     num_self_served: int = 0  # batches that the loop made itself, in a worker's place
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
-    trials: dict[str, Trial] = field(default_factory=dict)
+    trials: dict[str, ContentionResult] = field(default_factory=dict)
     """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
     slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
     """By stage: the samples that took longest, of the whole run; with `since`, those of them that came in the interval."""
@@ -158,9 +158,9 @@ class Stats:
         }
 
     def verdict(self) -> Verdict:
-        """Which stage is the bottleneck, how sure that is, why, and what to change; see `loaderkit.prefetch.verdict`."""
+        """Which stage is the bottleneck, how sure that is, why, and what to change; see `bottleneck.py`."""
         # A tenth of what a loader imports, and of no use to its first batch.
-        from loaderkit.prefetch.verdict import verdict
+        from loaderkit.engine.metrics.bottleneck import verdict
 
         return verdict(self)
 
@@ -300,14 +300,14 @@ def _all_of(histograms: Iterable[Histogram]) -> Histogram:
 def add_accounts(
     rows: Sequence[StageStats],
     ends: tuple[StageStats, StageStats],
-    accounts: list[Account],
-    states: States,
+    worker_clocks: list[WorkerClock],
+    states: WorkerStates,
     now: float,
 ) -> None:
     """Add the time of a pool's workers to the rows of their stages, by number; what they waited for to those of its `ends`."""
-    if not accounts:
+    if not worker_clocks:
         return
-    state_s, totals = Account.summed(accounts, now)
+    state_s, totals = WorkerClock.summed(worker_clocks, now)
     first, last = ends
     first.starved_s += state_s[states.starved]
     first.idle_s += state_s[states.idle]
@@ -340,7 +340,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
             rows[number].workers = pool.num_workers
         first.num_queued = engine.num_queued if pool.buffer is None else len(pool.buffer)
         # Inline, one account serves all pools; threads only ever enter their own pool's stages.
-        add_accounts(rows, (first, last), list(pool.accounts), engine.states, now)
+        add_accounts(rows, (first, last), list(pool.worker_clocks), engine.states, now)
     host = host_stats()
     idle_s = None if host.idle_s is None or engine.first_idle_s is None else host.idle_s - engine.first_idle_s
     return Stats(
@@ -361,7 +361,7 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         },
         host=replace(host, idle_s=idle_s),
         tuning=tuning,
-        trials={engine.stages[pool.plan.stages[0]].name: pool.turns.trial for pool in engine.pools},
+        trials={engine.stages[pool.plan.stages[0]].name: pool.probe.trial for pool in engine.pools},
         slowest={stage.name: engine.slow_items.kept(number) for number, stage in enumerate(engine.stages)},
         store=dict(engine.counters()) if engine.counters is not None else {},
     )

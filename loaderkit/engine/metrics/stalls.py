@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from loaderkit.engine.metrics.trace import Handoff
+from loaderkit.engine.metrics.worker_clock import MOMENT_S, Clock, WorkerClock
 from loaderkit.native import kernels
-from loaderkit.prefetch.accounts import MOMENT_S, Account, Clock
-from loaderkit.prefetch.tape import Handover
 
 START = "start"
 MEMORY = "memory"
@@ -36,7 +36,7 @@ class Waits:
 
     def __init__(self) -> None:
         self._state: tuple[dict[str, float], float | None] = ({}, None)
-        self.tape: deque[Handover] | None = None  # while it is recorded
+        self.tape: deque[Handoff] | None = None  # while it is recorded
 
     @property
     def ended_s(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class Waits:
         """Keep the last so many waits from now on."""
         self.tape = deque(maxlen=num_handovers)
 
-    def recorded(self) -> list[Handover]:
+    def recorded(self) -> list[Handoff]:
         """What was kept; nothing more is."""
         tape, self.tape = self.tape, None
         return [] if tape is None else list(tape.copy())
@@ -85,15 +85,15 @@ class Way(NamedTuple):
     done_s: float
 
 
-class Facts(NamedTuple):
+class WaitFacts(NamedTuple):
     """What the engine knows besides: `pools` are the accounts of each pool's workers."""
 
     was_short_of_memory: bool
     stage_names: list[str]
-    pools: Sequence[Sequence[Account]]
+    pools: Sequence[Sequence[WorkerClock]]
 
 
-class Segment(NamedTuple):
+class WaitSegment(NamedTuple):
     """A part of a destination's way, [since_s, until_s): spent on `cause`, or, where that is None, in a queue for a pool.
 
     `work` is then what the pool's workers executed meanwhile, (stage, since_s, until_s) each.
@@ -105,16 +105,16 @@ class Segment(NamedTuple):
     work: tuple[tuple[str, float, float], ...] = ()
 
 
-def trace(begin: float, end: float, way: Way, engine: Facts) -> list[Segment]:
+def trace(begin: float, end: float, way: Way, engine: WaitFacts) -> list[WaitSegment]:
     """The way within [begin, end), gapless and in order."""
     found = []
     for since, until, cause, queue in _cuts(begin, end, way, engine):
         work = () if cause is not None else tuple(_work(engine, QUEUED - queue, since, until))
-        found.append(Segment(since, until, cause, work))
+        found.append(WaitSegment(since, until, cause, work))
     return found
 
 
-def attribute(begin: float, end: float, way: Way, engine: Facts) -> dict[str, float]:
+def attribute(begin: float, end: float, way: Way, engine: WaitFacts) -> dict[str, float]:
     """Seconds of the wait [begin, end) by cause: the trace, charged to it."""
     if kernels is not None:  # 1 us instead of 4
         first = MEMORY if engine.was_short_of_memory else START
@@ -129,12 +129,12 @@ def attribute(begin: float, end: float, way: Way, engine: Facts) -> dict[str, fl
             found[cause] = found.get(cause, 0.0) + until - since
         else:
             work = tuple(_work(engine, QUEUED - queue, since, until))
-            for stage, seconds in charge([Segment(since, until, None, work)], since, until).items():
+            for stage, seconds in charge([WaitSegment(since, until, None, work)], since, until).items():
                 found[stage] = found.get(stage, 0.0) + seconds
     return found
 
 
-def _cuts(begin: float, end: float, way: Way, engine: Facts) -> list[tuple[float, float, str | None, int]]:
+def _cuts(begin: float, end: float, way: Way, engine: WaitFacts) -> list[tuple[float, float, str | None, int]]:
     """(since, until, cause, queue) of every part of the way; where it was in a queue the cause is None."""
     found: list[tuple[float, float, str | None, int]] = []
     since, queue = min(begin, way.opened_s), 0
@@ -152,14 +152,14 @@ def _cuts(begin: float, end: float, way: Way, engine: Facts) -> list[tuple[float
     return found
 
 
-def _work(engine: Facts, pool: int, since: float, until: float) -> Iterator[tuple[str, float, float]]:
-    for account in engine.pools[pool]:
-        for state, first, last in account.timeline(since, until):
+def _work(engine: WaitFacts, pool: int, since: float, until: float) -> Iterator[tuple[str, float, float]]:
+    for worker_clock in engine.pools[pool]:
+        for state, first, last in worker_clock.timeline(since, until):
             if state < len(engine.stage_names):
                 yield engine.stage_names[state], first, last
 
 
-def charge(segments: Iterable[Segment], begin: float, end: float) -> dict[str, float]:
+def charge(segments: Iterable[WaitSegment], begin: float, end: float) -> dict[str, float]:
     """Seconds of [begin, end) by cause; what no segment covers is not charged."""
     found: dict[str, float] = {}
     for segment in segments:

@@ -25,7 +25,7 @@ Entry = tuple[float, int, "Item | None"]
 """(since when in s, account state, what it was about)."""
 
 
-class Handover(NamedTuple):
+class Handoff(NamedTuple):
     """A wait of the loop that ended in a batch: the one behind which the global position is `end`; by cause, in s."""
 
     since_s: float
@@ -36,7 +36,7 @@ class Handover(NamedTuple):
     causes: dict[str, float]
 
 
-class Track(NamedTuple):
+class Lane(NamedTuple):
     """What one worker did. The last entry goes on until `until_s`. `names` are those of the account's states."""
 
     pid: int
@@ -47,11 +47,11 @@ class Track(NamedTuple):
     is_cut: bool  # what came first is not here any more
 
 
-class Recording(NamedTuple):
+class TraceRecorder(NamedTuple):
     """Of all workers, and of the loop."""
 
-    tracks: list[Track]
-    handovers: list[Handover]
+    tracks: list[Lane]
+    handovers: list[Handoff]
 
 
 def tape_length(num_workers: int) -> int:
@@ -64,13 +64,13 @@ def new_tape(length: int, since_s: float, state: int) -> deque[Entry]:
     return deque([(since_s, state, None)], maxlen=length)
 
 
-def cut(entries: deque[Entry], pid: int, name: str, names: tuple[str, ...], until_s: float) -> Track:
+def cut(entries: deque[Entry], pid: int, name: str, names: tuple[str, ...], until_s: float) -> Lane:
     """A recording that has ended; for any thread."""
     found = entries.copy()
-    return Track(pid, name, names, list(found), until_s, len(found) == found.maxlen)
+    return Lane(pid, name, names, list(found), until_s, len(found) == found.maxlen)
 
 
-def pages(tracks: Iterable[Track]) -> list[Track]:
+def pages(tracks: Iterable[Lane]) -> list[Lane]:
     """The same in pieces, each small enough to be sent; `joined` puts them together again."""
     return [
         track._replace(entries=track.entries[begin : begin + _PAGE])
@@ -79,7 +79,7 @@ def pages(tracks: Iterable[Track]) -> list[Track]:
     ]
 
 
-def joined(found: Iterable[Track]) -> Iterator[Track]:
+def joined(found: Iterable[Lane]) -> Iterator[Lane]:
     """Tracks from their pages, in their order."""
     for _, parts in groupby(found, key=lambda track: (track.pid, track.name)):
         some = list(parts)

@@ -17,10 +17,10 @@ from threading import get_ident
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from loaderkit.engine.metrics.slow_samples import SlowItems
+from loaderkit.engine.metrics.trace import Entry, Item
+from loaderkit.engine.work import Chunk
 from loaderkit.native import kernels
-from loaderkit.prefetch.slowest import SlowItems
-from loaderkit.prefetch.tape import Entry, Item
-from loaderkit.types import Chunk
 
 Clock = Callable[[], float]
 
@@ -35,7 +35,7 @@ _MOST_READINGS = 50
 _PAUSE_S = 1e-4
 
 
-class States:
+class WorkerStates:
     """The numbers of an account's states: stages 0 .. num_stages - 1, then what a worker does between them."""
 
     __slots__ = ("blocked", "idle", "num_stages", "num_states", "starved")
@@ -122,7 +122,7 @@ def _duration_of(bucket: int) -> float:
     return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)
 
 
-class Totals(NamedTuple):
+class ClockTotals(NamedTuple):
     """What workers did in one stage, so far."""
 
     num_items: int
@@ -261,7 +261,7 @@ class PythonLedger:
         self._stages[stage].num_failed += count
 
     @classmethod
-    def summed(cls, ledgers: list[Self], now: float) -> tuple[list[float], list[Totals]]:
+    def summed(cls, ledgers: list[Self], now: float) -> tuple[list[float], list[ClockTotals]]:
         """Of one ledger or several, seconds by state up to `now`, the open interval included and what came after `now` not, and
         what was done in every stage; for any thread."""
         state_s = [sum(column) for column in zip(*(one._read(now) for one in ledgers), strict=True)]
@@ -319,11 +319,11 @@ class PythonLedger:
         return found
 
 
-def _sum_of(stages: Sequence[_Running], cpu_s: float) -> Totals:
+def _sum_of(stages: Sequence[_Running], cpu_s: float) -> ClockTotals:
     services = Histogram()
     for running in stages:
         services.take_in(running.services)
-    return Totals(
+    return ClockTotals(
         sum(running.num_items for running in stages),
         sum(running.num_bytes for running in stages),
         sum(running.num_failed for running in stages),
@@ -338,14 +338,14 @@ if not TYPE_CHECKING and kernels is not None:
     Ledger = kernels.Ledger
 
 
-class Account(Ledger):
+class WorkerClock(Ledger):
     """One worker's ledger, and what else is known of that worker."""
 
     __slots__ = ("is_wanted", "slow_items")
 
     def __init__(
         self,
-        states: States,
+        states: WorkerStates,
         clock: Clock,
         *,
         first_state: int,

@@ -14,22 +14,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from loaderkit._internal.lazily import has_torch, torch
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics import trace as tape
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.process import messages
+from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
+from loaderkit.engine.threaded import ThreadEngine
+from loaderkit.engine.watchdog import HangReport
+from loaderkit.engine.work import Bytes, WorkItem
 from loaderkit.errors import ClosedError, ConfigError, StageError
-from loaderkit.lazily import has_torch, torch
-from loaderkit.prefetch import stalls, tape, wire
-from loaderkit.prefetch.arena import Allocator, Arena, Extent
-from loaderkit.prefetch.share import Share
-from loaderkit.prefetch.slabs import Bytes
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.threads import ThreadEngine
-from loaderkit.prefetch.watch import Report
-from loaderkit.types import Destination
+from loaderkit.sampling.shard import Shard
 
 _REPORT_CHARACTERS = 100_000
-MakeEngine = Callable[[Callable[[int], Bytes], Share], ThreadEngine]
+MakeEngine = Callable[[Callable[[int], Bytes], Shard], ThreadEngine]
 
 
-class Courier:
+class BatchSender:
     """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
 
     `job` holds (what makes the engine from a way to allocate slabs and a share, the share, the trainer's number of torch
@@ -40,7 +41,7 @@ class Courier:
         self,
         outbox: socket.socket,
         descriptor: int,
-        job: wire.Parcel,
+        job: messages.PackedValue,
         *,
         begin: int,
         keep_pages: bool,
@@ -48,20 +49,20 @@ class Courier:
         position: int,
     ) -> None:
         self._outbox = outbox
-        self._arena = Arena(io.FileIO(descriptor, "r+"))
+        self._arena = SharedArena(io.FileIO(descriptor, "r+"))
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
-        make_engine, self._share, num_torch_threads = _open_job(job, self._arena)
+        make_engine, self._shard, num_torch_threads = _open_job(job, self._arena)
         if has_torch():
             torch.set_num_threads(num_torch_threads)
-        self._engine = make_engine(self._allocator.allocate, self._share)
+        self._engine = make_engine(self._allocator.allocate, self._shard)
         self._lock = threading.Lock()
         self._generation = 0  # how many seeks the trainer has asked for
-        self._held: dict[int, tuple[Any, list[Extent]]] = {}  # what keeps a batch's memory, until it is released
+        self._held: dict[int, tuple[Any, list[Block]]] = {}  # what keeps a batch's memory, until it is released
         self._number = 0
         self._num_underway = 0  # sent, and not taken yet
         self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
         self._has_told_specs = False
-        self._pages: list[tape.Track] = []  # of a recording that is being asked for
+        self._pages: list[tape.Lane] = []  # of a recording that is being asked for
         self._engine.seek(epoch, position)
 
     # -------------------------------------------------------------------------------------------------- sending
@@ -69,53 +70,53 @@ class Courier:
     def run(self) -> None:
         """Send every batch when it is complete, until the engine is closed. Raises what made the workers stop."""
         self._engine.start()
-        intake = self._engine.intake
+        scheduler = self._engine.scheduler
         while True:
-            intake.wait_until_ready()
+            scheduler.wait_until_ready()
             with self._lock:  # a batch must not be taken before a seek and be sent as one behind it
                 try:
-                    destination = intake.first(keep=True)
+                    work_item = scheduler.first(keep=True)
                 except ClosedError:
                     return
-                if destination is None:
+                if work_item is None:
                     continue
                 generation = self._generation
                 number = self._number = self._number + 1
                 self._num_underway += 1
-            self._send(generation, number, destination)
-            del destination
+            self._send(generation, number, work_item)
+            del work_item
 
-    def _send(self, generation: int, number: int, destination: Destination) -> None:
-        record = self._record(destination)
-        destination.last_chunk = None
-        destination.chunks = []  # they name the destination: its memory would wait for the garbage collector
+    def _send(self, generation: int, number: int, work_item: WorkItem) -> None:
+        record = self._record(work_item)
+        work_item.last_chunk = None
+        work_item.chunks = []  # they name the destination: its memory would wait for the garbage collector
         try:
-            parcel, borrowed = wire.post(record.sealed(), self._arena, self._allocator)
+            packed, borrowed = messages.post(record.sealed(), self._arena, self._allocator)
         except Exception as error:
-            record = _without_result(record, _unsendable(destination, error))
-            parcel, borrowed = wire.post(record.sealed(), self._arena, self._allocator)
+            record = _without_result(record, _unsendable(work_item, error))
+            packed, borrowed = messages.post(record.sealed(), self._arena, self._allocator)
         self._held[number] = (record.result, borrowed)
         self._has_told_specs = self._has_told_specs or record.specs is not None
-        self._outbox.send(pickle.dumps(wire.BatchMessage(generation, number, parcel), 5))
+        self._outbox.send(pickle.dumps(messages.BatchMessage(generation, number, packed), 5))
 
-    def _record(self, destination: Destination) -> wire.Delivered:
-        assert destination.last_chunk is not None
-        way = stalls.Way(destination.opened_s, destination.last_chunk.marks, destination.done_s)
+    def _record(self, work_item: WorkItem) -> messages.Delivered:
+        assert work_item.last_chunk is not None
+        way = stalls.Way(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         # The trainer has waited for this batch since it got the one before, at the earliest.
         since_s = way.opened_s if self._sent_s is None else self._sent_s
         self._sent_s = self._engine.clock()
-        return wire.Delivered(
-            epoch=destination.epoch,
-            step=destination.step,
-            end=destination.end,
-            first_position=int(destination.positions[0]),
-            num_slots=len(destination),
-            result=destination.result if destination.error is None else None,
-            failures=destination.failures,
-            error=destination.error,
+        return messages.Delivered(
+            epoch=work_item.epoch,
+            step=work_item.step,
+            end=work_item.end,
+            first_position=int(work_item.positions[0]),
+            num_slots=len(work_item),
+            result=work_item.result if work_item.error is None else None,
+            failures=work_item.failures,
+            error=work_item.error,
             done_s=way.done_s,
             segments=self._engine.trace(since_s, way.done_s, way),
-            specs=None if self._has_told_specs else destination.specs,
+            specs=None if self._has_told_specs else work_item.specs,
         )
 
     # ------------------------------------------------------------------------------------------- what is asked for
@@ -125,14 +126,14 @@ class Courier:
         self.released(released)
         with self._lock:
             self._num_underway -= 1
-        self._engine.intake.leave(1)
+        self._engine.scheduler.leave(1)
 
     def released(self, numbers: list[int]) -> None:
         """Nobody sees these batches any more: their memory may be used again."""
         for number in numbers:
             _, borrowed = self._held.pop(number)
-            for extent in borrowed:
-                self._allocator.spare(extent)
+            for block in borrowed:
+                self._allocator.spare(block)
 
     def seek(self, generation: int, epoch: int, position: int) -> None:
         """Go on from another place. Batches on their way stay in the budget until the trainer has dropped them."""
@@ -143,12 +144,12 @@ class Courier:
 
     def resize(self, stage: str, num_workers: int) -> ConfigError | None:
         """Let so many threads of all processes together run a stage; the error, if there are not as many."""
-        return _refusal(lambda: self._engine.resize(stage, self._share.num_workers(num_workers)))
+        return _refusal(lambda: self._engine.resize(stage, self._shard.num_workers(num_workers)))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> ConfigError | None:
         """Change how far all processes together read ahead; the error, if that cannot be."""
-        batches = None if num_batches is None else self._share.num_batches(num_batches)
-        num_bytes = None if memory_bytes is None else self._share.num_bytes(memory_bytes)
+        batches = None if num_batches is None else self._shard.num_batches(num_batches)
+        num_bytes = None if memory_bytes is None else self._shard.num_bytes(memory_bytes)
         return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
     def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
@@ -161,13 +162,13 @@ class Courier:
         """Keep what the workers do from now on."""
         self._engine.record()
 
-    def recorded(self, number: int) -> tuple[int, tape.Track | None]:
+    def recorded(self, number: int) -> tuple[int, tape.Lane | None]:
         """How many pages there are of what was kept, and one of them. With the first one asked for, nothing more is kept."""
         if number == 0:
             self._pages = tape.pages(self._engine.recorded().tracks)
         return len(self._pages), self._pages[number] if number < len(self._pages) else None
 
-    def report(self) -> Report:
+    def report(self) -> HangReport:
         """Where the chunks of the awaited batch are, and what the threads do."""
         found = self._engine.describe_wait()
         return found._replace(text=found.text[:_REPORT_CHARACTERS])
@@ -185,29 +186,29 @@ def _refusal(change: Callable[[], None]) -> ConfigError | None:
     return None
 
 
-def _open_job(job: wire.Parcel, arena: Arena) -> tuple[MakeEngine, Share, int]:
+def _open_job(job: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngine, Shard, int]:
     try:
-        found: tuple[MakeEngine, Share, int] = job.open(arena.memory)
+        found: tuple[MakeEngine, Shard, int] = job.open(arena.memory)
     except Exception as error:
         raise ConfigError(
             f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "
             f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported, or use "
             "executor: thread"
         ) from error
-    if isinstance(job.body, Extent):
+    if isinstance(job.body, Block):
         arena.discard(job.body.start, job.body.start + job.body.size)  # what lies beside it may be a data set's tensors
     return found
 
 
-def _unsendable(destination: Destination, error: Exception) -> StageError:
+def _unsendable(work_item: WorkItem, error: Exception) -> StageError:
     """What to raise for a batch that cannot be packed, naming the field."""
-    name = next((name for name, value in destination.result.items() if not _can_pack(value)), None)
-    what = "it" if name is None else f"its field {name!r}, a {type(destination.result[name]).__name__},"
+    name = next((name for name, value in work_item.result.items() if not _can_pack(value)), None)
+    what = "it" if name is None else f"its field {name!r}, a {type(work_item.result[name]).__name__},"
     failed = StageError(
-        f"batch {destination.step} of epoch {destination.epoch} cannot leave the process that made it: {what} cannot be "
+        f"batch {work_item.step} of epoch {work_item.epoch} cannot leave the process that made it: {what} cannot be "
         f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use prefetch.executor: thread",
         stage="batch",
-        epoch=destination.epoch,
+        epoch=work_item.epoch,
     )
     failed.__cause__ = error
     return failed
@@ -215,11 +216,11 @@ def _unsendable(destination: Destination, error: Exception) -> StageError:
 
 def _can_pack(value: Any) -> bool:
     try:
-        wire.pack(value)
+        messages.pack(value)
     except Exception:
         return False
     return True
 
 
-def _without_result(record: wire.Delivered, error: BaseException) -> wire.Delivered:
-    return wire.Delivered(**{**record.__dict__, "result": None, "error": error})
+def _without_result(record: messages.Delivered, error: BaseException) -> messages.Delivered:
+    return messages.Delivered(**{**record.__dict__, "result": None, "error": error})

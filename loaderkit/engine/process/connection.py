@@ -23,10 +23,68 @@ from typing import Any
 
 import numpy as np
 
+from loaderkit.engine.process import worker_main
+from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena, beyond_stdio
 from loaderkit.errors import ConfigError, WorkerDiedError
-from loaderkit.prefetch import child
-from loaderkit.prefetch.arena import Allocator, Arena, Extent, beyond_stdio
-from loaderkit.prefetch.deaths import describe_death
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
+
+
+def exit_reason(
+    pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
+) -> WorkerDiedError:
+    """The error that says how a process ended, what that means and what to do.
+
+    `exit_code` is None where it is not known; `is_early`: it ended before it was ready to work.
+    """
+    if exit_code is None and has_ended:
+        what = "ended, and its exit code is lost, as SIGCHLD is ignored or something else in this process waited for it"
+        fix = (
+            "if nobody killed it, the system was out of memory (dmesg says so), or a library crashed or gave up (see what "
+            "it printed on stderr)"
+        )
+    elif exit_code is None:
+        what, fix = "does not answer and was killed", "look for a stage that stops the whole interpreter"
+    elif exit_code >= 0:
+        what = f"left with exit code {exit_code}"
+        if is_early:
+            fix = (
+                f"see what it printed on stderr; {sys.executable} must be able to import there what it can import here, or "
+                "use prefetch.executor: thread"
+            )
+        else:
+            fix = "a stage or a data set ended it (os._exit, or a library that gives up); see what it printed"
+    else:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        what = f"was killed by {name}"
+        if -exit_code == signal.SIGKILL:
+            fix = (
+                "if nobody did that, the system was out of memory (dmesg says so): make prefetch.memory, "
+                "prefetch.concurrency or the data set's own memory smaller"
+            )
+        elif -exit_code not in _CRASHES:
+            fix = (
+                "somebody sent it that signal, or a stage or a data set did: see what it printed, and what the job's "
+                "scheduler did"
+            )
+        elif is_early:
+            fix = "a C library crashed while it was imported; its stack is on stderr"
+        else:
+            fix = (
+                "a C library crashed, probably on one sample; its stack is on stderr: make it happen again with "
+                "prefetch.concurrency: 1, or leave that sample out"
+            )
+    if is_early:
+        what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
+    return WorkerDiedError(
+        f"the process that loads (pid {pid}) {what}: {fix}. The loader's state is unharmed: iterating again starts "
+        "another one, with the next epoch; load_state_dict goes on where this one stopped",
+        exit_code=exit_code,
+    )
+
 
 _MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
 _PATIENCE_S = 1.0  # how long to wait for what should be there at once
@@ -49,7 +107,7 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
     user's. What is meant for the trainer is blocked, and so it is in the process until that ignores it: Ctrl-C in its first
     moments prints nothing.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, child.MEANT_FOR_THE_TRAINER)
+    signal.pthread_sigmask(signal.SIG_BLOCK, worker_main.MEANT_FOR_THE_TRAINER)
     try:
         process = subprocess.Popen(  # noqa: S603 - ourselves
             command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=_inherited(1), stderr=_inherited(2)
@@ -78,7 +136,7 @@ def _inherited(descriptor: int) -> int | None:
 class Link:
     """One process that loads. `tell` may be called from any thread, `ask` too; `receive` from one at a time."""
 
-    def __init__(self, arena: Arena, allocator: Allocator, preload: Sequence[str]) -> None:
+    def __init__(self, arena: SharedArena, allocator: Allocator, preload: Sequence[str]) -> None:
         """Start the process; it imports the modules `preload` and then waits for its job. Raises ConfigError, OSError."""
         if not sys.executable:
             raise ConfigError(
@@ -98,7 +156,7 @@ class Link:
             descriptors = (theirs_out.fileno(), theirs_control.fileno(), arena.fileno())
             numbers = (os.getpid(), *descriptors, *_hand_over(arena, allocator, preload))
             options = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
-            command = [sys.executable, "-P", *options, "-c", child.BOOT, *map(str, numbers)]
+            command = [sys.executable, "-P", *options, "-c", worker_main.BOOT, *map(str, numbers)]
             self._keeper = threading.Thread(
                 target=_keep, args=(command, descriptors, self._life), name="loaderkit-keeper", daemon=True
             )
@@ -156,7 +214,7 @@ class Link:
 
     def _ask(self, question: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
-        if question not in child.ORDERS:
+        if question not in worker_main.ORDERS:
             while self._num_unanswered:
                 if self._next_answer(deadline) is None:
                     return None
@@ -220,7 +278,7 @@ class Link:
         if not self._life.ended.wait(_PATIENCE_S):
             self.kill()
             self._life.ended.wait(_PATIENCE_S)
-        return describe_death(
+        return exit_reason(
             self.pid,
             self._life.exit_code,
             has_ended=self.has_ended,
@@ -288,11 +346,11 @@ def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.soc
     return ours.enter_context(end), theirs.enter_context(other_end)
 
 
-def _hand_over(arena: Arena, allocator: Allocator, preload: Sequence[str]) -> Extent:
+def _hand_over(arena: SharedArena, allocator: Allocator, preload: Sequence[str]) -> Block:
     """Write what the interpreter there needs to be like this one."""
     path = [place for place in sys.path if isinstance(place, str)]
     text = json.dumps([path, [str(argument) for argument in sys.argv], list(preload)]).encode()
-    place = Extent(allocator.take(len(text)).start, len(text))
+    place = Block(allocator.take(len(text)).start, len(text))
     arena.view(place)[:] = np.frombuffer(text, np.uint8)
     return place
 

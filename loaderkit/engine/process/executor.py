@@ -19,16 +19,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.host import host_stats
+from loaderkit.engine.metrics.snapshot import Stats, merged
+from loaderkit.engine.metrics.trace import Handoff, TraceRecorder, tape_length
+from loaderkit.engine.process import messages
+from loaderkit.engine.process.receiver import ReceivedBatch
+from loaderkit.engine.process.worker_process import WorkerProcess, WorkerSpec
+from loaderkit.engine.watchdog import Patience
 from loaderkit.errors import ClosedError, ConfigError, WorkerDiedError
-from loaderkit.order import Schedule
-from loaderkit.prefetch import stalls, wire
-from loaderkit.prefetch.host import host_stats
-from loaderkit.prefetch.receiver import Arrived
-from loaderkit.prefetch.remote import Host, Job
-from loaderkit.prefetch.share import Share
-from loaderkit.prefetch.stats import Stats, merged
-from loaderkit.prefetch.tape import Handover, Recording, tape_length
-from loaderkit.prefetch.watch import Patience
+from loaderkit.sampling.schedule import BatchSampler
+from loaderkit.sampling.shard import Shard
 
 _JOIN_S = 10.0
 _LOOK_S = 1.0  # how often to look after the processes that are not awaited
@@ -38,10 +39,16 @@ class ProcessEngine:
     """An `Executor` whose work is done by `num_processes` others, which make the batches in turns."""
 
     def __init__(
-        self, job: Job, *, num_processes: int = 1, schedule: Schedule, timeout_s: float, raises: bool = False
+        self,
+        spec: WorkerSpec,
+        *,
+        num_processes: int = 1,
+        schedule: BatchSampler,
+        timeout_s: float,
+        raises: bool = False,
     ) -> None:
-        self._job = job
-        self._hosts = tuple(Host(job, Share(number, num_processes)) for number in range(num_processes))
+        self._job = spec
+        self._processes = tuple(WorkerProcess(spec, Shard(number, num_processes)) for number in range(num_processes))
         self._schedule = schedule
         self._timeout_s = timeout_s
         self._raises = raises
@@ -54,8 +61,8 @@ class ProcessEngine:
         self._has_ended = False
         self._closing = threading.RLock()  # the collector may close it within a close
         self._pid = os.getpid()
-        self._workers = {row.name: num_processes * row.workers for row in job.rows}
-        self._depth = (job.num_batches, job.memory_bytes)
+        self._workers = {row.name: num_processes * row.workers for row in spec.rows}
+        self._depth = (spec.num_batches, spec.memory_bytes)
         self._waits = stalls.Waits()
         self._num_delivered = 0
         self._num_samples = 0
@@ -70,7 +77,7 @@ class ProcessEngine:
             return
         self._is_started = True
         try:
-            for host in self._hosts:
+            for host in self._processes:
                 host.start(self._place)
         except (OSError, RuntimeError) as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
@@ -101,10 +108,10 @@ class ProcessEngine:
 
     def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
         """Let all processes do something, or none: raises what one of them refuses it with, once the others are as before."""
-        for number, host in enumerate(self._hosts):
+        for number, host in enumerate(self._processes):
             refused = host.order(name, *sizes)
             if refused is not None:
-                for other in self._hosts[:number]:
+                for other in self._processes[:number]:
                     other.order(name, *before)
                 raise refused
 
@@ -116,15 +123,15 @@ class ProcessEngine:
         self._place, self._turn = (epoch, position), 0
         if self._is_started:
             self._generation += 1
-            for host in self._hosts:
+            for host in self._processes:
                 host.tell("seek", self._generation, epoch, position)
             try:
-                for host in self._hosts:
+                for host in self._processes:
                     host.skim(self._generation)
             except Exception as error:
                 self._failure = self._failure or error
 
-    def next(self) -> wire.Delivered:
+    def next(self) -> messages.Delivered:
         """The next batch in order; its error, if it has one, is still in it."""
         begin = time.perf_counter()
         if self._first_wait_s is None:
@@ -144,11 +151,11 @@ class ProcessEngine:
             self._num_delivered += 1
             self._num_samples += len(batch)
         self._place = self._schedule.place_after(batch.epoch, batch.end, 0)
-        self._turn = (self._turn + 1) % len(self._hosts)
+        self._turn = (self._turn + 1) % len(self._processes)
         return batch
 
-    def _take(self) -> wire.Delivered:
-        host = self._hosts[self._turn]
+    def _take(self) -> messages.Delivered:
+        host = self._processes[self._turn]
         try:
             arrived = host.take(self._generation, 0.0)
             if arrived is None:
@@ -156,7 +163,7 @@ class ProcessEngine:
         except EOFError:
             if self._is_closed:
                 raise ClosedError("the loader was closed while a batch was awaited") from None
-            self._failure = next((one for one in self._hosts if one.has_ended), host).death()
+            self._failure = next((one for one in self._processes if one.has_ended), host).death()
             raise self._failure from None
         except Exception as error:
             self._failure = error
@@ -164,7 +171,7 @@ class ProcessEngine:
         host.taken()
         return arrived.batch
 
-    def _wait_for(self, host: Host) -> Arrived:
+    def _wait_for(self, host: WorkerProcess) -> ReceivedBatch:
         """The host's next batch, which is not there yet. Raises EOFError if a process has ended."""
         host.give_back()  # else `taken` says it as well: a message costs 0.1 ms, as it wakes the other process
         patience = Patience(self._timeout_s, self._raises)
@@ -174,22 +181,22 @@ class ProcessEngine:
                 arrived = host.take(self._generation, min(left_s, _LOOK_S))
                 if arrived is not None:
                     return arrived
-                if any(other.has_ended for other in self._hosts if other is not host):
+                if any(other.has_ended for other in self._processes if other is not host):
                     raise EOFError
                 left_s -= _LOOK_S
             patience.ends(host.report)
 
-    def _charge(self, batch: wire.Delivered, begin: float, end: float) -> None:
+    def _charge(self, batch: messages.Delivered, begin: float, end: float) -> None:
         first_s = batch.segments[0].since_s if batch.segments else batch.done_s
         segments = [
-            stalls.Segment(begin, first_s, stalls.START),
+            stalls.WaitSegment(begin, first_s, stalls.START),
             *batch.segments,
-            stalls.Segment(batch.done_s, end, stalls.WAKEUP),
+            stalls.WaitSegment(batch.done_s, end, stalls.WAKEUP),
         ]
         causes = stalls.charge(segments, begin, end)
         self._waits.end(causes)
         if self._waits.tape is not None:
-            self._waits.tape.append(Handover(begin, end, batch.epoch, batch.end, len(batch), causes))
+            self._waits.tape.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
 
     # ------------------------------------------------------------------------------------------------- any thread
 
@@ -200,7 +207,7 @@ class ProcessEngine:
         stall_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
         found = merged(
-            [host.stats(since_s if n == turn else None, now, may_ask=may_ask) for n, host in enumerate(self._hosts)]
+            [host.stats(since_s if n == turn else None, now, may_ask=may_ask) for n, host in enumerate(self._processes)]
         )
         if since_s is not None:
             waited, so_far_s = found.stall_s, sum(found.stall_s.values())
@@ -221,20 +228,20 @@ class ProcessEngine:
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": found.memory["rss_peak_bytes"],
             },
-            tuning={**tuning, "pids": [host.pid for host in self._hosts if host.pid is not None]},
+            tuning={**tuning, "pids": [host.pid for host in self._processes if host.pid is not None]},
         )
 
     def record(self) -> None:
         """Keep what workers and loop do from now on."""
         self._waits.record(tape_length(1))
-        for host in self._hosts:
+        for host in self._processes:
             host.record()
 
-    def recorded(self) -> Recording:
+    def recorded(self) -> TraceRecorder:
         """What was kept; nothing more is."""
         may_ask = not self._is_closed and os.getpid() == self._pid
-        tracks = [track for host in self._hosts for track in host.recorded()] if may_ask else []
-        return Recording(tracks, self._waits.recorded())
+        tracks = [track for host in self._processes for track in host.recorded()] if may_ask else []
+        return TraceRecorder(tracks, self._waits.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
         """End the processes; batches that were delivered stay valid. Idempotent, from any thread and any state."""
@@ -249,9 +256,9 @@ class ProcessEngine:
 
     def _end_hosts(self, join_s: float) -> None:
         with ExitStack() as ending:  # all of them, also when one is interrupted
-            for host in self._hosts:
+            for host in self._processes:
                 ending.callback(host.close, join_s)
-            for host in self._hosts:  # first of all, as callbacks are called in turn from the last
+            for host in self._processes:  # first of all, as callbacks are called in turn from the last
                 ending.callback(host.begin_closing, join_s)
 
     def abandon(self) -> None:

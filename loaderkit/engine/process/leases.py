@@ -7,35 +7,53 @@ import os
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 from weakref import ref
 
 import numpy as np
-import torch
 
-from loaderkit.prefetch.arena import Arena, Extent
-from loaderkit.prefetch.slabs import Bytes, Lease
+from loaderkit._internal.lazily import torch
+from loaderkit.engine.process.shared_memory import Block, SharedArena
+from loaderkit.engine.work import Bytes
 
 logger = logging.getLogger("loaderkit")
 
 
-class Ledger:
+class Lease:
+    """Keeps a slab out of the pool while it lives: the base of every array made over the slab.
+
+    What its end calls is a slot, filled with a function written in C. A `__del__` in Python would be a place for Ctrl-C to
+    arrive in: it would be printed, ignored, and the slab lost.
+    """
+
+    __slots__ = ("__array_interface__", "__del__", "__weakref__")
+
+    def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
+        """`token` goes to `returned` in the end; it, or `returned`, keeps the memory. `interface` is the `__array_interface__`
+        of what is to lie over it, made once, since that takes NumPy longer than a lease; another may be put in its place."""
+        # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
+        self.__del__ = partial(returned.put, token)
+        self.__array_interface__ = interface
+
+
+class LeaseTable:
     """Lends the arena's memory, batch by batch, and notes when nobody sees a batch any more.
 
     A batch may outlive the process that made it and the loader: from `close` on its memory goes back to the system the
     moment it ends.
     """
 
-    def __init__(self, arena: Arena, *, pinned_for: torch.device | None = None) -> None:
+    def __init__(self, arena: SharedArena, *, pinned_for: torch.device | None = None) -> None:
         """`pinned_for`: the CUDA device that batches are copied to."""
         self._arena = arena
         self._interface = arena.memory.__array_interface__
         self._pins = None if pinned_for is None else _Pins(arena, pinned_for)
         self._ended: SimpleQueue[int] = SimpleQueue()
-        self._live: dict[int, tuple[Extent, ...]] = {}
+        self._live: dict[int, tuple[Block, ...]] = {}
         self._leases: dict[int, ref[Lease]] = {}
         self._pid = os.getpid()
 
-    def lend(self, number: int, blocks: tuple[Extent, ...]) -> Bytes:
+    def lend(self, number: int, blocks: tuple[Block, ...]) -> Bytes:
         """The arena's memory for one batch, which lies in `blocks`; whatever is made over it keeps the batch alive."""
         self._live[number] = blocks
         if self._pins is not None:
@@ -82,14 +100,14 @@ class Ledger:
 class _Pins:
     """Blocks registered with CUDA, so that copies from them run beside the training. Registered once, when first seen."""
 
-    def __init__(self, arena: Arena, device: torch.device) -> None:
+    def __init__(self, arena: SharedArena, device: torch.device) -> None:
         self._device = device
         self._address = arena.memory.__array_interface__["data"][0]
-        self._pinned: set[Extent] = set()
+        self._pinned: set[Block] = set()
         self._is_refused = False
         self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
-    def add(self, blocks: tuple[Extent, ...]) -> None:
+    def add(self, blocks: tuple[Block, ...]) -> None:
         for block in blocks:
             if self._is_refused or block in self._pinned:
                 continue

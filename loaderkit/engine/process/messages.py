@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from loaderkit._internal.lazily import is_tensor, torch
+from loaderkit.engine.metrics.stalls import WaitSegment
+from loaderkit.engine.process import error_transport
+from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
+from loaderkit.engine.slots import Slots, packed_strides, tensor_over
+from loaderkit.engine.work import Bytes, FieldSpec, SampleFailure
 from loaderkit.errors import StageError
-from loaderkit.lazily import is_tensor, torch
-from loaderkit.prefetch import faults
-from loaderkit.prefetch.arena import Allocator, Arena, Extent
-from loaderkit.prefetch.slabs import Bytes
-from loaderkit.prefetch.stalls import Segment
-from loaderkit.slots import Slots, packed_strides, tensor_over
-from loaderkit.types import FieldSpec, SampleFailure
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
 _INLINE_BODY = 8192  # what is longer travels through the arena: a socket holds only about 200 kB
@@ -112,30 +111,30 @@ def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:
     return pickle.loads(stream, buffers=buffers)  # noqa: S301 - of our own process
 
 
-class Parcel(NamedTuple):
+class PackedValue(NamedTuple):
     """A packed value. `body` is the pickled (stream, places of the buffers), or where in the arena that lies; `blocks`
     are all the blocks that it needs."""
 
-    body: bytes | Extent
-    blocks: tuple[Extent, ...]
+    body: bytes | Block
+    blocks: tuple[Block, ...]
 
     def open(self, memory: Bytes) -> Any:
         """The value, over the arena's `memory`."""
         body: Any = self.body
-        if isinstance(body, Extent):
+        if isinstance(body, Block):
             body = memory[body.start : body.start + body.size]
         stream, places = unpack(body, ())
         return unpack(stream, [memory[start : start + size] for start, size in places])
 
 
-def post(value: Any, arena: Arena, allocator: Allocator) -> tuple[Parcel, list[Extent]]:
+def post(value: Any, arena: SharedArena, allocator: Allocator) -> tuple[PackedValue, list[Block]]:
     """Pack a value into the arena: what lies there already by its place, the rest copied behind one another.
 
     Returns the parcel and the blocks borrowed for it, to be given back when the other side has let go. Raises what
     pickling raises, and OSError when shared memory is short.
     """
 
-    def place_of(buffer: memoryview) -> tuple[Extent, Extent] | None:
+    def place_of(buffer: memoryview) -> tuple[Block, Block] | None:
         address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
         return allocator.block_of(address, buffer.nbytes)
 
@@ -143,12 +142,12 @@ def post(value: Any, arena: Arena, allocator: Allocator) -> tuple[Parcel, list[E
     arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
     found = [place_of(buffer) for buffer in buffers]
     loose = [array for array, known in zip(arrays, found, strict=True) if known is None]
-    borrowed: list[Extent] = []
+    borrowed: list[Block] = []
     try:
         copies = iter(_copy(loose, arena, allocator, borrowed))
         places = [tuple(known[0] if known is not None else next(copies)) for known in found]
         body = pickle.dumps((stream, places), 5)
-        kept: bytes | Extent = body
+        kept: bytes | Block = body
         if len(body) > _INLINE_BODY:
             (kept,) = _copy([np.frombuffer(body, np.uint8)], arena, allocator, borrowed)
     except BaseException:
@@ -156,17 +155,17 @@ def post(value: Any, arena: Arena, allocator: Allocator) -> tuple[Parcel, list[E
             allocator.free(block)
         raise
     blocks = {known[1] for known in found if known is not None}
-    return Parcel(kept, (*blocks, *borrowed)), borrowed
+    return PackedValue(kept, (*blocks, *borrowed)), borrowed
 
 
-def _copy(arrays: Sequence[Bytes], arena: Arena, allocator: Allocator, borrowed: list[Extent]) -> list[Extent]:
+def _copy(arrays: Sequence[Bytes], arena: SharedArena, allocator: Allocator, borrowed: list[Block]) -> list[Block]:
     """Copy arrays into one block, which is added to `borrowed`; returns where each lies."""
     starts = [0, *accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)]
     if not arrays:
         return []
     block = allocator.borrow(starts[-1])
     borrowed.append(block)
-    places = [Extent(block.start + start, array.nbytes) for start, array in zip(starts, arrays, strict=False)]
+    places = [Block(block.start + start, array.nbytes) for start, array in zip(starts, arrays, strict=False)]
     for place, array in zip(places, arrays, strict=True):
         arena.view(place)[:] = array
     return places
@@ -188,7 +187,7 @@ class Delivered:
     failures: list[SampleFailure]
     error: BaseException | None
     done_s: float
-    segments: Sequence[Segment]
+    segments: Sequence[WaitSegment]
     specs: Mapping[str, FieldSpec] | None  # with the first batch only: what all of them look like
 
     def __len__(self) -> int:
@@ -196,18 +195,18 @@ class Delivered:
 
     def sealed(self) -> Delivered:
         """The same with errors in the form in which they travel."""
-        failures: Any = [failure._replace(error=faults.pack_error(failure.error)) for failure in self.failures]  # type: ignore[arg-type]
-        error: Any = None if self.error is None else faults.pack_error(self.error)
+        failures: Any = [failure._replace(error=error_transport.pack_error(failure.error)) for failure in self.failures]  # type: ignore[arg-type]
+        error: Any = None if self.error is None else error_transport.pack_error(self.error)
         return Delivered(**{**self.__dict__, "failures": failures, "error": error})
 
     def unsealed(self) -> Delivered:
         """The reverse of `sealed`."""
         failures = []
         for failure in self.failures:
-            error = faults.unpack_error(failure.error)  # type: ignore[arg-type]
+            error = error_transport.unpack_error(failure.error)  # type: ignore[arg-type]
             assert isinstance(error, StageError)
             failures.append(failure._replace(error=error))
-        raised = None if self.error is None else faults.unpack_error(self.error)  # type: ignore[arg-type]
+        raised = None if self.error is None else error_transport.unpack_error(self.error)  # type: ignore[arg-type]
         return Delivered(**{**self.__dict__, "failures": failures, "error": raised})
 
 
@@ -216,13 +215,13 @@ class BatchMessage(NamedTuple):
 
     generation: int
     number: int
-    parcel: Parcel
+    packed: PackedValue
 
 
 class FailureMessage(NamedTuple):
     """The engine has stopped for good."""
 
-    error: faults.PackedError
+    error: error_transport.PackedError
 
 
 class ReadyMessage(NamedTuple):

@@ -8,29 +8,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loaderkit.prefetch import faults, wire
-from loaderkit.prefetch.ledger import Ledger
-from loaderkit.prefetch.link import Link
-from loaderkit.prefetch.watch import Report
-from loaderkit.types import FieldSpec
+from loaderkit.engine.process import error_transport, messages
+from loaderkit.engine.process.connection import Link
+from loaderkit.engine.process.leases import LeaseTable
+from loaderkit.engine.watchdog import HangReport
+from loaderkit.engine.work import FieldSpec
 
 _MOST_NUMBERS = 10_000  # in one message: a socket takes none of more than 200 kB
 logger = logging.getLogger("loaderkit")
 
 
 @dataclass
-class Arrived:
+class ReceivedBatch:
     """A batch over the shared memory, and how many seeks were asked for before it was sent."""
 
     generation: int
-    batch: wire.Delivered
+    batch: messages.Delivered
     specs: Mapping[str, FieldSpec] = field(default_factory=dict)
 
 
 class Inbox(Protocol):
     """Where the consumer takes batches from: the socket itself, or a thread that runs stages on them first."""
 
-    def take(self, generation: int, timeout_s: float) -> Arrived | None:
+    def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
         """The next batch of `generation`; None if none came in time. Raises what made the other process stop, and
         EOFError if that has ended."""
 
@@ -40,7 +40,7 @@ class Inbox(Protocol):
     def give_back(self) -> None:
         """Tell the other process which batches nobody sees any more."""
 
-    def report(self) -> Report | None:
+    def report(self) -> HangReport | None:
         """Why the next batch is not there yet, if what it waits for is done here."""
 
     def close(self, join_s: float) -> None:
@@ -50,30 +50,30 @@ class Inbox(Protocol):
 class Receiver:
     """Reads the link in the thread that calls `take`."""
 
-    def __init__(self, link: Link, ledger: Ledger) -> None:
+    def __init__(self, link: Link, ledger: LeaseTable) -> None:
         self._link = link
         self._ledger = ledger
         self._specs: Mapping[str, FieldSpec] = {}
 
-    def take(self, generation: int = 0, timeout_s: float = 0.0) -> Arrived | None:
+    def take(self, generation: int = 0, timeout_s: float = 0.0) -> ReceivedBatch | None:
         """See `Inbox`; what was sent behind a later seek counts as well."""
         deadline = time.monotonic() + timeout_s  # of all messages together: what it logs is no batch
         while (message := self._link.receive(max(0.0, deadline - time.monotonic()))) is not None:
-            if isinstance(message, wire.BatchMessage):
+            if isinstance(message, messages.BatchMessage):
                 batch = self._open(message)
                 if message.generation >= generation:
-                    return Arrived(message.generation, batch.unsealed(), self._specs)
+                    return ReceivedBatch(message.generation, batch.unsealed(), self._specs)
                 del batch  # read ahead for a place that nobody wants any more
                 self.taken()
                 continue
-            if isinstance(message, wire.FailureMessage):
-                raise faults.unpack_error(message.error)
-            if isinstance(message, wire.LogMessage):
+            if isinstance(message, messages.FailureMessage):
+                raise error_transport.unpack_error(message.error)
+            if isinstance(message, messages.LogMessage):
                 relay(message)
         return None
 
-    def _open(self, message: wire.BatchMessage) -> wire.Delivered:
-        batch: wire.Delivered = message.parcel.open(self._ledger.lend(message.number, message.parcel.blocks))
+    def _open(self, message: messages.BatchMessage) -> messages.Delivered:
+        batch: messages.Delivered = message.packed.open(self._ledger.lend(message.number, message.packed.blocks))
         self._specs = batch.specs or self._specs
         return batch
 
@@ -91,7 +91,7 @@ class Receiver:
         for first in range(0, len(ended), _MOST_NUMBERS):
             self._link.tell("released", ended[first : first + _MOST_NUMBERS])
 
-    def report(self) -> Report | None:
+    def report(self) -> HangReport | None:
         """Nothing is done here."""
         return None
 
@@ -99,7 +99,7 @@ class Receiver:
         """Nothing is held here."""
 
 
-def relay(message: wire.LogMessage) -> None:
+def relay(message: messages.LogMessage) -> None:
     """Log a record of the other process as if it had been logged here."""
     record = logging.makeLogRecord(message.record)
     if logger.isEnabledFor(record.levelno):

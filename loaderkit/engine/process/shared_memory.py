@@ -20,14 +20,62 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from loaderkit.interrupts import owned
-from loaderkit.prefetch.slabs import Bytes
-from loaderkit.schema import say_bytes
+from loaderkit._internal.interrupts import owned
+from loaderkit._internal.units import say_bytes
+from loaderkit.engine.work import Bytes
+from loaderkit.errors import ConfigError
+
+_ROOT = Path("/")
+
+
+def check_room(num_batches: int, batch_bytes: int, *, root: Path = _ROOT) -> None:
+    """Raise ConfigError if there is no memory for so many batches of that size."""
+    free, whose = min(_free(root), default=(None, ""))
+    needed = num_batches * batch_bytes
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"{num_batches} batches ahead take {say_bytes(needed)} of shared memory, and {whose} has {say_bytes(free)} left, "
+            f"so that the system would kill a process: make prefetch.batches, prefetch.memory or stages.batch.size smaller"
+        )
+
+
+def _free(root: Path) -> Iterator[tuple[int, str]]:
+    """Bytes that can be had, and who says so: the machine, and every cgroup with a limit (v2 and v1) that we are in."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        yield 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"]), "the machine"
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, KeyError, ValueError):
+        return
+    for line in groups:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        limit, used, cache = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file")
+            if controllers
+            else ("memory.max", "memory.current", "{}_file")
+        )
+        folder = mounted / group.lstrip("/")
+        while folder.is_relative_to(mounted):
+            try:
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                # Cached pages of files are given up before anybody is killed.
+                given_up = int(stat[cache.format("active")]) + int(stat[cache.format("inactive")])
+                free = int((folder / limit).read_text()) - int((folder / used).read_text()) + given_up
+                yield free, f"this process's cgroup ({folder})"
+            except (OSError, KeyError, ValueError):  # no such file at this level, or "max"
+                pass
+            folder = folder.parent
+
 
 _MAX_SPARE = 16
 _STDERR = 2
@@ -77,14 +125,14 @@ def _is_same(descriptor: int, other: int) -> bool:
     return False
 
 
-class Extent(NamedTuple):
+class Block(NamedTuple):
     """A part of the arena: where it begins, and its size in bytes."""
 
     start: int
     size: int
 
 
-class Arena:
+class SharedArena:
     """The mapping of one process. `memory` is all of it as bytes; only blocks that are allocated may be touched.
 
     The mapping has a descriptor of its own, which is closed with it, when no array over it is left.
@@ -97,7 +145,7 @@ class Arena:
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
 
     @classmethod
-    def create(cls, num_arenas: int = 1) -> Arena:
+    def create(cls, num_arenas: int = 1) -> SharedArena:
         """A new arena: all of them are twice as long as the machine's memory, so there is room for blocks of several sizes."""
         num_pages = 2 * os.sysconf("SC_PHYS_PAGES") // num_arenas
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -127,7 +175,7 @@ class Arena:
         """Close our own descriptor. The mapping stays, as long as anything sees it."""
         self._file.close()
 
-    def view(self, extent: Extent) -> Bytes:
+    def view(self, extent: Block) -> Bytes:
         """The bytes of a block."""
         return self.memory[extent.start : extent.start + extent.size]
 
@@ -140,7 +188,7 @@ class Arena:
             except OSError:  # a kernel that cannot: the memory is gone with the mapping
                 return
 
-    def discard_all_but(self, kept: list[Extent]) -> None:
+    def discard_all_but(self, kept: list[Block]) -> None:
         """Give everything back but these blocks."""
         end = 0
         for extent in sorted(kept):
@@ -152,15 +200,15 @@ class Arena:
 class Allocator:
     """Hands out blocks of an arena, in the one process that fills it. Any thread may allocate; freeing is reentrant."""
 
-    def __init__(self, arena: Arena, *, begin: int = 0, keep_pages: bool = False) -> None:
+    def __init__(self, arena: SharedArena, *, begin: int = 0, keep_pages: bool = False) -> None:
         self._arena = arena
         self._keep_pages = keep_pages  # they are pinned elsewhere: a hole would be filled with other pages
         self._next = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lock = threading.Lock()
-        self._freed: SimpleQueue[Extent] = SimpleQueue()  # `free` may run inside any allocation, ours included
+        self._freed: SimpleQueue[Block] = SimpleQueue()  # `free` may run inside any allocation, ours included
         self._holes: dict[int, list[int]] = {}  # size -> places, used again by blocks of that size
-        self._live: list[Extent] = []
-        self._spare: deque[Extent] = deque()
+        self._live: list[Block] = []
+        self._spare: deque[Block] = deque()
         self._address = arena.memory.__array_interface__["data"][0]
 
     def allocate(self, num_bytes: int) -> Bytes:
@@ -170,7 +218,7 @@ class Allocator:
         weakref.finalize(block, self.free, extent).atexit = False
         return block
 
-    def take(self, num_bytes: int) -> Extent:
+    def take(self, num_bytes: int) -> Block:
         """A block of at least `num_bytes`, to be given to `free` or `spare`. Raises OSError when memory is short."""
         size = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         with self._lock:
@@ -191,11 +239,11 @@ class Allocator:
                     "prefetch.batches smaller, and keep fewer batches alive",
                 ) from error
             self._next = max(self._next, start + size)
-            extent = Extent(start, size)
+            extent = Block(start, size)
             insort(self._live, extent)
             return extent
 
-    def borrow(self, num_bytes: int) -> Extent:
+    def borrow(self, num_bytes: int) -> Block:
         """A block for what lies in no slab: one that was given back by `spare` if it fits, else a new one.
 
         Sizes are rounded up to a quarter of a power of two, so that blocks fit again.
@@ -211,13 +259,13 @@ class Allocator:
                 return extent
         return self.take(size)
 
-    def spare(self, extent: Extent) -> None:
+    def spare(self, extent: Block) -> None:
         """Give a borrowed block back. The last few are kept as they are: fresh pages cost more than copying to them."""
         self._spare.append(extent)
         if len(self._spare) > _MAX_SPARE:
             self.free(self._spare.popleft())
 
-    def free(self, extent: Extent) -> None:
+    def free(self, extent: Block) -> None:
         """Give a block back to the system. From any thread, also inside a destructor."""
         if not self._keep_pages:
             self._arena.discard(extent.start, extent.start + extent.size)
@@ -228,7 +276,7 @@ class Allocator:
         """No block has begun behind it yet."""
         return self._next
 
-    def block_of(self, address: int, num_bytes: int) -> tuple[Extent, Extent] | None:
+    def block_of(self, address: int, num_bytes: int) -> tuple[Block, Block] | None:
         """Where in the arena memory of this process lies, and in which block; None if in none."""
         start = address - self._address
         with self._lock:
@@ -236,7 +284,7 @@ class Allocator:
             if place >= 0:
                 block = self._live[place]
                 if block.start <= start and start + num_bytes <= block.start + block.size:
-                    return Extent(start, num_bytes), block
+                    return Block(start, num_bytes), block
         return None
 
     def _collect(self) -> None:

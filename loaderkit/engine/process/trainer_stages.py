@@ -13,84 +13,85 @@ from collections.abc import Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from loaderkit.prefetch import stalls, watch
-from loaderkit.prefetch.accounts import Account, Clock, States
-from loaderkit.prefetch.receiver import Arrived, Receiver
-from loaderkit.prefetch.stats import StageStats, add_accounts
-from loaderkit.prefetch.tape import WHOLE, Track, cut, new_tape, tape_length
-from loaderkit.types import BatchContext, Stage
+from loaderkit.engine import watchdog
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.snapshot import StageStats, add_accounts
+from loaderkit.engine.metrics.trace import WHOLE, Lane, cut, new_tape, tape_length
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
+from loaderkit.engine.process.receiver import ReceivedBatch, Receiver
+from loaderkit.engine.work import BatchContext, Stage
 
 _PATIENCE_S = 1.0
 logger = logging.getLogger("loaderkit")
 
 
-class LateStages:
+class TrainerStages:
     """The stages, the account of the thread that runs them, and that thread once there is something to follow."""
 
     def __init__(self, stages: Sequence[Stage], clock: Clock) -> None:
         self._stages = stages
         self._clock = clock
-        self._states = States(len(stages))
-        self._account: Account | None = None
+        self._states = WorkerStates(len(stages))
+        self._worker_clock: WorkerClock | None = None
         self._place = (0, 0)  # epoch and step of the batch that the thread has, or had
         self._is_recorded = False
 
-    def follow(self, receiver: Receiver) -> LateInbox:
+    def follow(self, receiver: Receiver) -> TrainerInbox:
         """Start the thread that takes from `receiver`."""
-        self._account = Account(self._states, self._clock, first_state=self._states.starved)
+        self._worker_clock = WorkerClock(self._states, self._clock, first_state=self._states.starved)
         if self._is_recorded:
             self.record()
-        return LateInbox(receiver, self, self._account)
+        return TrainerInbox(receiver, self, self._worker_clock)
 
-    def report(self, thread: threading.Thread) -> watch.Report | None:
+    def report(self, thread: threading.Thread) -> watchdog.HangReport | None:
         """Which stage `thread` is in, on which batch, and its stack; None if it is in none."""
-        account = self._account
-        if account is None or account.open_state >= len(self._stages):
+        worker_clock = self._worker_clock
+        if worker_clock is None or worker_clock.open_state >= len(self._stages):
             return None
-        stage, since_s = self._stages[account.open_state].name, account.since_s
+        stage, since_s = self._stages[worker_clock.open_state].name, worker_clock.since_s
         epoch, step = self._place
-        return watch.Report(
+        return watchdog.HangReport(
             f"awaited: batch {step} of epoch {epoch}, in {stage} for {self._clock() - since_s:.1f} s, in this process\n"
-            f"{watch.stack_of(thread)}",
+            f"{watchdog.stack_of(thread)}",
             stage,
         )
 
     def rows(self, now: float) -> list[StageStats]:
         """The thread's time by stage."""
         rows = [StageStats(stage.name, 1, kind=stage.kind) for stage in self._stages]
-        if self._account is not None:
-            add_accounts(rows, (rows[0], rows[-1]), [self._account], self._states, now)
+        if self._worker_clock is not None:
+            add_accounts(rows, (rows[0], rows[-1]), [self._worker_clock], self._states, now)
         return rows
 
     def record(self) -> None:
         """Keep what the thread does from now on."""
         self._is_recorded = True
-        if self._account is not None:
-            self._account.tape = new_tape(tape_length(1), self._clock(), self._account.open_state)
+        if self._worker_clock is not None:
+            self._worker_clock.tape = new_tape(tape_length(1), self._clock(), self._worker_clock.open_state)
 
-    def recorded(self) -> list[Track]:
+    def recorded(self) -> list[Lane]:
         """What was kept; nothing more is."""
         self._is_recorded = False
-        account = self._account
-        if account is None or account.tape is None:
+        worker_clock = self._worker_clock
+        if worker_clock is None or worker_clock.tape is None:
             return []
-        tape, account.tape = account.tape, None
+        tape, worker_clock.tape = worker_clock.tape, None
         stages = [stage.name for stage in self._stages]
         names = (*stages, "starved", "blocked", "idle")
         return [cut(tape, os.getpid(), f"{'+'.join(stages)} 0", names, self._clock())]
 
-    def run(self, arrived: Arrived, account: Account) -> Arrived:
+    def run(self, arrived: ReceivedBatch, worker_clock: WorkerClock) -> ReceivedBatch:
         """Run the stages on a batch in place; their time becomes part of its way, and their error its own."""
         batch = arrived.batch
         segments = list(batch.segments)
         since_s, cause, error = batch.done_s, stalls.WAKEUP, batch.error
-        account.item = (batch.epoch, batch.end, WHOLE, WHOLE)
+        worker_clock.item = (batch.epoch, batch.end, WHOLE, WHOLE)
         self._place = (batch.epoch, batch.step)
         for number, stage in enumerate(self._stages):
             if error is not None:
                 break
-            now = account.enter(number)
-            segments.append(stalls.Segment(since_s, now, cause))
+            now = worker_clock.enter(number)
+            segments.append(stalls.WaitSegment(since_s, now, cause))
             since_s, cause = now, stage.name
             context = BatchContext(
                 batch.epoch, batch.step, batch.first_position, batch.result["__key__"], arrived.specs
@@ -99,29 +100,29 @@ class LateStages:
                 stage.run(batch.result, context)
             except Exception as failed:
                 error = failed
-            account.served(number, len(batch), 0)
-        done_s = account.enter(self._states.starved)
-        segments.append(stalls.Segment(since_s, done_s, cause))
+            worker_clock.served(number, len(batch), 0)
+        done_s = worker_clock.enter(self._states.starved)
+        segments.append(stalls.WaitSegment(since_s, done_s, cause))
         return replace(arrived, batch=replace(batch, error=error, done_s=done_s, segments=segments))
 
 
-class LateInbox:
+class TrainerInbox:
     """The inbox of a consumer whose batches go through late stages first, in a thread of their own."""
 
-    def __init__(self, receiver: Receiver, stages: LateStages, account: Account) -> None:
+    def __init__(self, receiver: Receiver, stages: TrainerStages, worker_clock: WorkerClock) -> None:
         self._receiver = receiver
         self._stages = stages
-        self._queue: SimpleQueue[Arrived | BaseException] = SimpleQueue()
+        self._queue: SimpleQueue[ReceivedBatch | BaseException] = SimpleQueue()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=_work,
-            args=(receiver, stages, account, self._queue, self._is_closed),
+            args=(receiver, stages, worker_clock, self._queue, self._is_closed),
             name="loaderkit-late",
             daemon=True,
         )
         self._thread.start()
 
-    def take(self, generation: int, timeout_s: float) -> Arrived | None:
+    def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
         """See `Inbox`."""
         while True:
             try:
@@ -144,7 +145,7 @@ class LateInbox:
         """See `Inbox`."""
         self._receiver.give_back()
 
-    def report(self) -> watch.Report | None:
+    def report(self) -> watchdog.HangReport | None:
         """See `Inbox`. Batches that are done are not waited for, so the thread has the awaited one, or is about to."""
         return self._stages.report(self._thread)
 
@@ -155,7 +156,7 @@ class LateInbox:
         if self._thread is not threading.current_thread():
             self._thread.join(join_s)
             if self._thread.is_alive():
-                stack = watch.stack_of(self._thread)
+                stack = watchdog.stack_of(self._thread)
                 logger.warning("%s did not stop within %g s: a stage hangs\n%s", self._thread.name, join_s, stack)
         while not self._queue.empty():
             self._queue.get()
@@ -164,16 +165,16 @@ class LateInbox:
 
 def _work(
     receiver: Receiver,
-    stages: LateStages,
-    account: Account,
-    queue: SimpleQueue[Arrived | BaseException],
+    stages: TrainerStages,
+    worker_clock: WorkerClock,
+    queue: SimpleQueue[ReceivedBatch | BaseException],
     is_closed: threading.Event,
 ) -> None:
     try:
         while not is_closed.is_set():
             arrived = receiver.take(timeout_s=_PATIENCE_S)
             if arrived is not None:
-                queue.put(stages.run(arrived, account))
+                queue.put(stages.run(arrived, worker_clock))
             del arrived  # or the thread would keep a batch's memory while it waits for the next
     except BaseException as error:
         queue.put(error)

@@ -29,10 +29,10 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from loaderkit.forks import ending_forks
+from loaderkit._internal.forks import ending_forks
 
 if TYPE_CHECKING:
-    from loaderkit.prefetch.courier import Courier
+    from loaderkit.engine.process.batch_server import BatchSender
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -53,7 +53,7 @@ BOOT = """import json, os, pickle, sys
 *numbers, start, size = map(int, sys.argv[1:])
 try:
     sys.path[:], sys.argv[:], preload = json.loads(os.pread(numbers[3], size, start))
-    from loaderkit.prefetch.child import main
+    from loaderkit.engine.process.worker_main import main
     main(numbers, preload)
 except BaseException as error:
     os.write(numbers[1], pickle.dumps(f"{type(error).__name__}: {error}"[:1000]))
@@ -67,7 +67,7 @@ def main(numbers: Sequence[int], preload: Sequence[str]) -> NoReturn:
     the control socket, and of the arena; `preload`: modules to import while the job is on its way."""
     parent, outbox, control, arena = numbers
     _bind_to(parent)
-    child = Child(
+    child = WorkerMain(
         socket.socket(fileno=outbox),  # both are sockets of packets: one message, one packet
         socket.socket(fileno=control),
         arena,
@@ -111,7 +111,7 @@ def _take_signals() -> None:
 
 def _import_all(names: Sequence[str]) -> None:
     """Import modules, and torch only where it is one of them, or when it is needed."""
-    from loaderkit.lazily import put_torch_off
+    from loaderkit._internal.lazily import put_torch_off
 
     if "torch" not in names:
         put_torch_off(_import_torch)
@@ -142,7 +142,7 @@ def _import(name: str) -> ModuleType:
             os.environ[_AUTOLOAD] = given
 
 
-class Child:
+class WorkerMain:
     """Holds the sockets; hands the trainer's messages to the courier once there is one."""
 
     def __init__(self, outbox: socket.socket, control: socket.socket, arena: int) -> None:
@@ -151,38 +151,38 @@ class Child:
         self._arena = arena
         self._jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._lock = threading.Lock()
-        self._courier: Courier | None = None
+        self._sender: BatchSender | None = None
         self._early: list[tuple[Any, ...]] = []  # messages that came before there was a courier
 
     def run(self, preload: Sequence[str]) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
             ending_forks(_import_all)(preload)
-            from loaderkit.prefetch import wire
-            from loaderkit.prefetch.courier import Courier
+            from loaderkit.engine.process import messages
+            from loaderkit.engine.process.batch_server import BatchSender
 
             job = self._jobs.get()
             self._forward_logs(job.pop("log_level"))
-            courier = ending_forks(Courier)(self._outbox, self._arena, **job)
+            sender = ending_forks(BatchSender)(self._outbox, self._arena, **job)
             with self._lock:
                 for name, *arguments in self._early:
-                    getattr(courier, name)(*arguments)
-                self._courier = courier
-            self._outbox.send(pickle.dumps(wire.ReadyMessage(), 5))
-            courier.run()
+                    getattr(sender, name)(*arguments)
+                self._sender = sender
+            self._outbox.send(pickle.dumps(messages.ReadyMessage(), 5))
+            sender.run()
         except BaseException as error:
             self._fail(error)
         threading.Event().wait()
         raise AssertionError("nobody sets it")
 
     def _fail(self, error: BaseException) -> None:
+        from loaderkit.engine.process import error_transport, messages
         from loaderkit.errors import RemoteError
-        from loaderkit.prefetch import faults, wire
 
-        packet = pickle.dumps(wire.FailureMessage(faults.pack_error(error)), 5)
+        packet = pickle.dumps(messages.FailureMessage(error_transport.pack_error(error)), 5)
         if len(packet) > _MESSAGE_BYTES // 2:
             short = RemoteError(f"{type(error).__name__}: {str(error)[:_TEXT_CHARACTERS]} ...")
-            packet = pickle.dumps(wire.FailureMessage(faults.pack_error(short)), 5)
+            packet = pickle.dumps(messages.FailureMessage(error_transport.pack_error(short)), 5)
         with suppress(OSError):  # the trainer has ended, and so shall we
             self._outbox.send(packet)
 
@@ -210,22 +210,22 @@ class Child:
             self._jobs.put(arguments[0])
         else:
             with self._lock:
-                if self._courier is None:
+                if self._sender is None:
                     self._early.append((name, *arguments))
                     return
-            getattr(self._courier, name)(*arguments)
+            getattr(self._sender, name)(*arguments)
 
     def _answer(self, serial: int, question: str, *arguments: Any) -> None:
         with self._lock:
-            courier = self._courier
-            if courier is None and question in ORDERS:
+            sender = self._sender
+            if sender is None and question in ORDERS:
                 self._early.append((question, *arguments))
-        answer = getattr(courier, question)(*arguments) if courier is not None else None
+        answer = getattr(sender, question)(*arguments) if sender is not None else None
         self._control.send(pickle.dumps((serial, answer), 5))
 
     def _end(self, join_s: float | None) -> NoReturn:
-        if self._courier is not None and join_s is not None:
-            self._courier.close(join_s)
+        if self._sender is not None and join_s is not None:
+            self._sender.close(join_s)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -248,7 +248,7 @@ class _Forwarder(logging.Handler):
         self._outbox = outbox
 
     def emit(self, record: logging.LogRecord) -> None:
-        from loaderkit.prefetch.wire import LogMessage
+        from loaderkit.engine.process.messages import LogMessage
 
         found = {**record.__dict__, "msg": record.getMessage()[:_TEXT_CHARACTERS], "args": None, "exc_info": None}
         if record.exc_info:

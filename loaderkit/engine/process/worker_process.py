@@ -17,24 +17,24 @@ from typing import Any
 
 import torch
 
+from loaderkit.engine.metrics.snapshot import StageStats, Stats, blank
+from loaderkit.engine.metrics.trace import Lane, joined
+from loaderkit.engine.process import messages
+from loaderkit.engine.process.connection import Link
+from loaderkit.engine.process.leases import LeaseTable
+from loaderkit.engine.process.receiver import Inbox, ReceivedBatch, Receiver, relay
+from loaderkit.engine.process.shared_memory import Allocator, SharedArena, stdio_occupied
+from loaderkit.engine.process.trainer_stages import TrainerStages
+from loaderkit.engine.watchdog import HangReport
+from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, WorkerDiedError
-from loaderkit.prefetch import wire
-from loaderkit.prefetch.arena import Allocator, Arena, stdio_occupied
-from loaderkit.prefetch.late import LateStages
-from loaderkit.prefetch.ledger import Ledger
-from loaderkit.prefetch.link import Link
-from loaderkit.prefetch.receiver import Arrived, Inbox, Receiver, relay
-from loaderkit.prefetch.share import Share
-from loaderkit.prefetch.stats import StageStats, Stats, blank
-from loaderkit.prefetch.tape import Track, joined
-from loaderkit.prefetch.watch import Report
-from loaderkit.types import Stage
+from loaderkit.sampling.shard import Shard
 
 logger = logging.getLogger("loaderkit")
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerSpec:
     """What every process is to do. `make_engine` makes the engine there: it is pickled, and gets a function that allocates
     slabs, and its share. `preload`: modules to import first, the last of which it is from. `late_stages` run here, on
     batches that have arrived; `rows` name the stages that run there, with the workers of one process; `pools` which of them
@@ -50,28 +50,28 @@ class Job:
     pinned_for: torch.device | None = None  # to which the late stages copy
 
 
-class Host:
+class WorkerProcess:
     """A process, from before it is started until it has ended. Belongs to the consumer's thread, but for `tell`, `order`,
     `stats`, `begin_closing` and `close`."""
 
-    def __init__(self, job: Job, share: Share) -> None:
-        self._job = job
-        self._share = share
-        self._late = LateStages(job.late_stages, time.perf_counter) if job.late_stages else None
+    def __init__(self, spec: WorkerSpec, shard: Shard) -> None:
+        self._job = spec
+        self._shard = shard
+        self._late = TrainerStages(spec.late_stages, time.perf_counter) if spec.late_stages else None
         self._link: Link | None = None
         self._inbox: Inbox | None = None
-        self._ledger: Ledger | None = None
-        self._found: Arrived | None = None  # what `skim` came upon
+        self._ledger: LeaseTable | None = None
+        self._found: ReceivedBatch | None = None  # what `skim` came upon
         self._telling = threading.Lock()
         self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
         self._has_told_early = False
-        self._latest = blank(job.rows, share.num_bytes(job.memory_bytes))  # what it said last
+        self._latest = blank(spec.rows, shard.num_bytes(spec.memory_bytes))  # what it said last
 
     def start(self, place: tuple[int, int]) -> None:
         """Start the process and send it its job; it imports what it needs meanwhile. Raises OSError, RuntimeError,
         ConfigError; `close` ends what was begun."""
         with stdio_occupied():
-            arena = Arena.create(self._share.of)
+            arena = SharedArena.create(self._shard.of)
             try:
                 allocator = Allocator(arena)
                 link = self._link = Link(arena, allocator, self._job.preload)
@@ -83,13 +83,13 @@ class Host:
                 link.tell(*order)
             self._early.clear()
             self._has_told_early = True
-            self._ledger = Ledger(arena, pinned_for=self._job.pinned_for)
+            self._ledger = LeaseTable(arena, pinned_for=self._job.pinned_for)
             receiver = Receiver(link, self._ledger)
             self._inbox = receiver if self._late is None else self._late.follow(receiver)
 
-    def _send_job(self, link: Link, arena: Arena, allocator: Allocator, place: tuple[int, int]) -> None:
-        job = (self._job.make_engine, self._share, torch.get_num_threads())
-        parcel, _ = wire.post(job, arena, allocator)
+    def _send_job(self, link: Link, arena: SharedArena, allocator: Allocator, place: tuple[int, int]) -> None:
+        spec = (self._job.make_engine, self._shard, torch.get_num_threads())
+        parcel, _ = messages.post(spec, arena, allocator)
         epoch, position = place
         link.tell(
             "job",
@@ -139,7 +139,7 @@ class Host:
 
     # ------------------------------------------------------------------------------------------------- its batches
 
-    def take(self, generation: int, timeout_s: float) -> Arrived | None:
+    def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
         """Its next batch; see `Inbox`. Raises EOFError when there will be none, as it has ended or is closed."""
         found, self._found = self._found, None
         inbox = self._inbox  # which another thread's `close` lets go
@@ -175,18 +175,18 @@ class Host:
         if self._late is not None:
             self._late.record()
 
-    def recorded(self) -> list[Track]:
+    def recorded(self) -> list[Lane]:
         """What was kept; nothing more is. What the process does not tell, as it has ended, is missing."""
-        found: list[Track] = []
+        found: list[Lane] = []
         while (answer := self._ask("recorded", len(found))) is not None and answer[1] is not None:
             found.append(answer[1])
         return [*joined(found), *(self._late.recorded() if self._late is not None else ())]
 
-    def report(self) -> Report:
+    def report(self) -> HangReport:
         """Why its next batch is not there yet."""
-        silent = Report(f"process {self.pid} is still starting, or does not answer")
+        silent = HangReport(f"process {self.pid} is still starting, or does not answer")
         inbox = self._inbox
-        found: Report | None = (inbox.report() if inbox is not None else None) or self._ask("report")
+        found: HangReport | None = (inbox.report() if inbox is not None else None) or self._ask("report")
         return found or silent
 
     def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
@@ -218,7 +218,7 @@ class Host:
         """End it, by force after `join_s`; batches that were delivered stay valid."""
         self.begin_closing(join_s)  # Ctrl-C may have kept it from hearing of it
         for message in self._link.close(join_s) if self._link is not None else ():
-            if isinstance(message, wire.LogMessage):
+            if isinstance(message, messages.LogMessage):
                 relay(message)
         if self._inbox is not None:
             self._inbox.close(join_s)

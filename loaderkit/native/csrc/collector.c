@@ -61,4 +61,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec pause_spec = {"loaderkit._kernels.Pause", sizeof(Pause), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec pause_spec = {"loaderkit.native._kernels.Pause", sizeof(Pause), 0, Py_TPFLAGS_DEFAULT, slots};

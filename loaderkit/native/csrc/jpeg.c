@@ -1,4 +1,4 @@
-/* loaderkit._jpeg: a piece of a JPEG, through libjpeg-turbo's own interface.
+/* loaderkit.native._jpeg: a piece of a JPEG, through libjpeg-turbo's own interface.
  *
  * Every byte is looked at, for a damaged file to be noticed wherever the piece lies; but only the blocks that the piece shows
  * are made into pixels. A module of its own, so that the others need no libjpeg. */

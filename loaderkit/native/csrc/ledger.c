@@ -491,7 +491,7 @@ static PyType_Slot ledger_slots[] = {
 };
 
 PyType_Spec ledger_spec = {
-    "loaderkit._kernels.Ledger", sizeof(Ledger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, ledger_slots,
+    "loaderkit.native._kernels.Ledger", sizeof(Ledger), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, ledger_slots,
 };
 
 /* Add what was spent on a cause. */

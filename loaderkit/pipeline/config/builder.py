@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
-from loaderkit.parsing import load_yaml, parse
-from loaderkit.problems import nearest
-from loaderkit.registry import STAGES
-from loaderkit.schema import StageArgs
+from loaderkit.pipeline.config.diagnostics import nearest
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.parsing import load_yaml, parse
+from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.stages.base import StageArgs
 
 
 class Pipeline:

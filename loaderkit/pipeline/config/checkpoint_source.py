@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from loaderkit.schema import SourceArgs
+from loaderkit.connectors.config import SourceArgs
 
 
 def _as_list(value: Any) -> Any:

@@ -13,9 +13,11 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from loaderkit._internal.settings import ByteSize, Duration, Model
+from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
-from loaderkit.registry import SOURCES
-from loaderkit.schema import ByteSize, Duration, Model, SourceArgs, StageArgs
+from loaderkit.pipeline.config.registry import SOURCES
+from loaderkit.stages.base import StageArgs
 
 
 class BlockArgs(Model):

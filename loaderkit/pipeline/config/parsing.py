@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from loaderkit.config import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig, escape
+from loaderkit._internal.settings import Model
+from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
-from loaderkit.problems import KeyPath, Problems, nearest, say_expected, say_unmet
-from loaderkit.registry import SOURCES, STAGES
-from loaderkit.schema import Model, SourceArgs, StageArgs
-from loaderkit.structure import check_structure
-from loaderkit.yamltext import expand_variables, read_yaml
+from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest, say_expected, say_unmet
+from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig, escape
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.config.validation import check_structure
+from loaderkit.pipeline.config.yaml_text import expand_variables, read_yaml
+from loaderkit.stages.base import StageArgs
 
 _SECTIONS = ("version", "name", "source", "order", "stages", "prefetch", "errors", "output")
 

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from loaderkit.schema import SourceArgs, StageArgs
+from loaderkit.connectors.config import SourceArgs
+from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.sources.array import ArrayArgs
-from loaderkit.sources.checkpoint import CheckpointArgs
 from loaderkit.sources.dataset import DatasetArgs
 from loaderkit.sources.files import FilesArgs
 from loaderkit.sources.tar import TarArgs
-from loaderkit.stages import color, geometry
+from loaderkit.stages.base import StageArgs
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.call import CallArgs
-from loaderkit.stages.decode import DecodeArgs, decode
-from loaderkit.stages.normalize import NormalizeArgs
+from loaderkit.stages.image import color, geometry
+from loaderkit.stages.image.decode import DecodeArgs, decode
+from loaderkit.stages.image.normalize import NormalizeArgs
+from loaderkit.stages.image.ops import ImageOps
 from loaderkit.stages.read import ReadArgs
 from loaderkit.stages.transfer import TransferArgs
-from loaderkit.steps import Steps
 
 Scope = Literal["sample", "boundary", "batch", "either"]
 
@@ -37,7 +38,7 @@ class StageKind:
     needs_images: bool = False
     make: Callable[[Any], Callable[..., Any]] | None = None
     num_draws: int = 0
-    steps: Callable[[Any], Steps] | None = None  # what it does, for whoever decodes, and works on pixels elsewhere
+    steps: Callable[[Any], ImageOps] | None = None  # what it does, for whoever decodes, and works on pixels elsewhere
 
 
 STAGES: Mapping[str, StageKind] = MappingProxyType(
@@ -85,5 +86,3 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
 SOURCES: Mapping[str, type[SourceArgs]] = MappingProxyType(
     {"files": FilesArgs, "tar": TarArgs, "array": ArrayArgs, "dataset": DatasetArgs, "checkpoint": CheckpointArgs}
 )
-
-SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "hf")

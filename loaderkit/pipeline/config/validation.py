@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from loaderkit.catalog import IMAGE_EXTENSIONS
-from loaderkit.config import OrderArgs, StageConfig
-from loaderkit.problems import Problems, nearest
-from loaderkit.registry import SOURCES, STAGES
-from loaderkit.schema import SourceArgs
+from loaderkit.connectors.config import SourceArgs
+from loaderkit.pipeline.config.diagnostics import Problems, nearest
+from loaderkit.pipeline.config.model import OrderArgs, StageConfig
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.sources.fields import IMAGE_EXTENSIONS
 
 
 def check_structure(

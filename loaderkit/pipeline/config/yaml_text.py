@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from loaderkit.problems import KeyPath, Problems
+from loaderkit.pipeline.config.diagnostics import KeyPath, Problems
 
 _MAX_NODES = 100_000
 _NO_VALUE = (ValueError, TypeError, KeyError, OverflowError)  # what PyYAML lets through of what it calls

@@ -1,7 +1,7 @@
 """Is the verdict true? The stage that is blamed is made slower, and throughput must follow as far as it is the limit.
 
 Virtual speed-up after Coz (Curtsinger and Berger, SOSP 2015): what a program gains from a faster piece of code is read from
-what it loses when that piece is slower, in proportion. `prefetch/stretch.py` makes it slower, in the manner in which it is said
+what it loses when that piece is slower, in proportion. `stages/slowed.py` makes it slower, in the manner in which it is said
 to limit.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from loaderkit.prefetch.stretch import Manner, Stretch
-from loaderkit.profile.driving import Step
-from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
-from loaderkit.profile.model import CausalCheck, Report, StageRow, VerdictPart
+from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments.loops import Step
+from loaderkit.profile.report import CausalCheck, Report, StageRow, VerdictPart
+from loaderkit.stages.slowed import Manner, Slowdown
 
 _SHARE = 0.5
 _ROUNDS = 6
@@ -31,12 +31,12 @@ _MANNERS: Mapping[str, Manner] = {
 
 def plan_check(
     verdict: VerdictPart, stages: Sequence[StageRow], inline_s: float | None = None
-) -> tuple[Stretch, float] | None:
+) -> tuple[Slowdown, float] | None:
     """What to stretch, and how much longer a sample has to take, in percent, were the verdict right. None where no stage
     is blamed: memory, depth, start, wakeup. `inline_s`: the wall time, where the loop's thread does all the work itself."""
     if verdict.stage is None and verdict.kind == "training":
         busiest = max((row for row in stages if row.num_items), key=lambda row: row.busy_s, default=None)
-        return None if busiest is None else (Stretch(busiest.name, _SHARE, "wait"), 0.0)
+        return None if busiest is None else (Slowdown(busiest.name, _SHARE, "wait"), 0.0)
     row = next((row for row in stages if row.name == verdict.stage), None)
     manner = _MANNERS.get(verdict.kind)
     if row is None or manner is None:
@@ -45,7 +45,7 @@ def plan_check(
         share = (row.cpu_s if manner == "compute" else row.busy_s) / max(inline_s, 1e-9)
     else:
         share = _share_of(row, manner, stages)
-    return Stretch(row.name, _SHARE, manner), 100.0 * _SHARE * share
+    return Slowdown(row.name, _SHARE, manner), 100.0 * _SHARE * share
 
 
 def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> float:
@@ -74,7 +74,7 @@ def check_verdict(make: Make, step: Step, report: Report, *, seconds: float) -> 
     return judge(stretch, expected, 100.0 * (ratio - 1), 100.0 * half, row)
 
 
-def judge(stretch: Stretch, expected: float, measured: float, half: float, row: StageRow) -> CausalCheck:
+def judge(stretch: Slowdown, expected: float, measured: float, half: float, row: StageRow) -> CausalCheck:
     """Whether what was measured fits what was expected: all in percent."""
     least = _FOLLOWS * expected if expected else 100.0 * _FOLLOWS * stretch.share
     agrees: bool | None = None

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from loaderkit.page_cache import evict
-from loaderkit.prefetch.stats import Stats
-from loaderkit.profile.driving import Step, endless
-from loaderkit.profile.experiments import Looped, Make, Window, rate_of
-from loaderkit.profile.model import Headspace, Rate
+from loaderkit.connectors.page_cache import evict
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.profile.experiments.interleave import Looped, Make, RateWindow, rate_of
+from loaderkit.profile.experiments.loops import Step, endless
+from loaderkit.profile.report import Headspace, Rate
 
 _NUM_WINDOWS = 4
 MOST_BATCHES = 32  # of the subset
@@ -46,7 +46,7 @@ def measure_headspace(make: Make, step: Step | None, subset: Subset, *, cold: bo
 
 
 class _Pass(NamedTuple):
-    window: Window
+    window: RateWindow
     batches: list[Any]  # the first few
     stats: Stats
 
@@ -84,7 +84,7 @@ def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -
             kept.append(batch)
     found = loader.stats().since(before)
     num_samples = found.num_samples if is_read_ahead else _landed(found)
-    return _Pass(Window(num_samples, found.wall_s, 0.0, found.num_batches), kept[:num_kept], found)
+    return _Pass(RateWindow(num_samples, found.wall_s, 0.0, found.num_batches), kept[:num_kept], found)
 
 
 def _landed(stats: Stats) -> int:
@@ -119,7 +119,7 @@ def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:
             num_samples += num_samples_of(batch)
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # what the step has started is part of it
-        windows.append(Window(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
+        windows.append(RateWindow(num_samples, time.perf_counter() - begin_s, 0.0, num_batches))
     return rate_of(windows)
 
 

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.stretch import Stretch
-from loaderkit.profile.driving import Batches, Step, endless
-from loaderkit.profile.model import Rate
+from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.profile.experiments.loops import Batches, Step, endless
+from loaderkit.profile.report import Rate
+from loaderkit.stages.slowed import Slowdown
 
 _LEAST_ROUNDS = 3
 LEAST_BATCHES = 2 * (1 + _LEAST_ROUNDS) * 4
@@ -36,11 +36,11 @@ class Looped(Batches, Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
-Make = Callable[[Mapping[str, Any], Stretch | None], AbstractContextManager[Looped]]
+Make = Callable[[Mapping[str, Any], Slowdown | None], AbstractContextManager[Looped]]
 """A loader of the pipeline with these overrides, and one stage stretched; to be closed after use."""
 
 
-class Window(NamedTuple):
+class RateWindow(NamedTuple):
     """What came of a stretch of a loop."""
 
     num_samples: int
@@ -63,7 +63,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         self.batches: Iterator[Any] = endless(self.loader)
-        self.windows: list[Window] = []
+        self.windows: list[RateWindow] = []
 
     def drain(self, most_s: float) -> None:
         """Take what was made ahead while others had their turn: then batches come as fast as they are made."""
@@ -73,7 +73,7 @@ class Variant:
             if self.clock() >= until_s:
                 return
 
-    def run(self, seconds: float) -> Window:
+    def run(self, seconds: float) -> RateWindow:
         """A window of at least so long, and at least two batches. It counts what is handed over, from batch to batch."""
         batch = next(self.batches)
         before, begin_s = self.loader.stats(), self.clock()
@@ -84,7 +84,7 @@ class Variant:
             num_batches += 1
         after, end_s = self.loader.stats(), self.clock()
         stall_s = sum(after.stall_s.values()) - sum(before.stall_s.values())
-        window = Window(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches)
+        window = RateWindow(after.num_samples - before.num_samples, end_s - begin_s, stall_s, num_batches)
         self.windows.append(window)
         return window
 
@@ -120,7 +120,7 @@ def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float, most_
             variant.run(window_s)
 
 
-def rate_of(windows: Sequence[Window]) -> Rate:
+def rate_of(windows: Sequence[RateWindow]) -> Rate:
     """The speed of some windows, with its 95 % interval."""
     rates = [window.rate for window in windows]
     mean, half = mean_and_half(rates)

@@ -14,15 +14,15 @@ from typing import Any
 
 from pydantic import Field
 
-from loaderkit.config import PipelineConfig
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.engine.autotune.tuner import LADDER
+from loaderkit.engine.metrics.snapshot import Stats
 from loaderkit.errors import LoaderkitError
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.prefetch.stats import Stats
-from loaderkit.prefetch.tuner import LADDER
-from loaderkit.profile.driving import Step, drive, endless
-from loaderkit.profile.experiments import LEAST_BATCHES, Make, Variant, in_turns, ratio_of
-from loaderkit.profile.model import Part, Rate, Setting
-from loaderkit.profile.patch import num_processes, value_of
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments.loops import Step, drive, endless
+from loaderkit.profile.report import Part, Rate, Setting
+from loaderkit.profile.settings_patch import num_processes, value_of
 
 _SEARCH, _REFINE, _COMPARE = 0.45, 0.35, 0.2
 _TRIAL_S = 4.0  # at least, for a change against the best so far
@@ -32,7 +32,7 @@ _GAIN = 1.03  # what a change has to bring
 Overrides = dict[str, Any]
 
 
-class Trial(Part):
+class TuneTrial(Part):
     """A change that was tried in turns with the best so far."""
 
     settings: dict[str, Any]
@@ -53,7 +53,7 @@ class Tuned(Part):
     speedup: float
     interval: float = Field(description="half the width of its 95 % interval")
     decisions: list[dict[str, Any]] = Field(description="of the tuner")
-    trials: list[Trial]
+    trials: list[TuneTrial]
     seconds: float
 
 
@@ -65,7 +65,7 @@ def tune(
     begin_s = time.perf_counter()
     best, found = _search(make, step, config, seconds * _SEARCH)
     say(f"the tuner came to {_say(best)}")
-    trials: list[Trial] = []
+    trials: list[TuneTrial] = []
     least_s = LEAST_BATCHES * found.wall_s / max(found.num_batches, 1)  # for any comparison of two loaders
     until_s = begin_s + min(seconds * (_SEARCH + _REFINE), seconds - least_s)
     for change in _changes(config, best, int(found.memory.get("batch_bytes", 0))):
@@ -138,16 +138,16 @@ def _neighbours(value: int) -> list[int]:
     return above + [rung for rung in LADDER if rung < value][-1:]
 
 
-def _try(make: Make, step: Step, best: Overrides, other: Overrides, seconds: float) -> Trial:
+def _try(make: Make, step: Step, best: Overrides, other: Overrides, seconds: float) -> TuneTrial:
     try:
         with ExitStack() as stack:
             old = Variant(stack.enter_context(make(best, None)), step)
             new = Variant(stack.enter_context(make(other, None)), step)
             in_turns([old, new], rounds=3, window_s=seconds / 12)
     except LoaderkitError as error:  # a function that cannot be sent to a process, say
-        return Trial(settings=other, speedup=None, interval=None, kept=False, note=str(error))
+        return TuneTrial(settings=other, speedup=None, interval=None, kept=False, note=str(error))
     ratio, half = ratio_of(new, old)
-    return Trial(settings=other, speedup=ratio, interval=half, kept=_is_faster(ratio, half))
+    return TuneTrial(settings=other, speedup=ratio, interval=half, kept=_is_faster(ratio, half))
 
 
 def _say(settings: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from loaderkit.profile.model import Report, Step, WhatIf
+from loaderkit.profile.report import Report, Step, WhatIf
 
 Spec = dict[str, Any]
 

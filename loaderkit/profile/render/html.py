@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
+from loaderkit._internal.units import say_seconds
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch.case import say_seconds
-from loaderkit.profile.charts import charts, legend
 from loaderkit.profile.compare import say
-from loaderkit.profile.model import Report
 from loaderkit.profile.ranks import Merged
+from loaderkit.profile.render.charts import charts, legend
+from loaderkit.profile.report import Report
 
 
 def why_no_html() -> str | None:

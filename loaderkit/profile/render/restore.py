@@ -8,10 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loaderkit.prefetch.case import say_seconds
-from loaderkit.profile.restoring import RestoreReport
-from loaderkit.report import as_text, facts_table, table_of, titled
-from loaderkit.schema import say_size
+from loaderkit._internal.units import say_seconds, say_size
+from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled
+from loaderkit.profile.restore_report import RestoreReport
 
 
 def to_text(report: RestoreReport, width: int = 80) -> str:

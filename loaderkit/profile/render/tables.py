@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from loaderkit.prefetch.case import say_seconds
+from loaderkit._internal.units import say_seconds
 from loaderkit.profile.compare import say
-from loaderkit.profile.model import Comparison
 from loaderkit.profile.ranks import Merged
-from loaderkit.report import table_of
+from loaderkit.profile.render.summary import table_of
+from loaderkit.profile.report import Comparison
 
 
 def comparison(found: Comparison) -> RenderableType:

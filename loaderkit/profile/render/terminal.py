@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from loaderkit.prefetch.case import say_seconds
-from loaderkit.profile.model import Headspace, Rate, Report, SlowItem, StageRow, WhatIf
-from loaderkit.report import as_text, facts_table, table_of, titled, tuning_table
+from loaderkit._internal.units import say_seconds
+from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled, tuning_table
+from loaderkit.profile.report import Headspace, Rate, Report, SlowItem, StageRow, WhatIf
 
 _BAR = 20
 _WORTH_TELLING = 5.0  # percent of the time

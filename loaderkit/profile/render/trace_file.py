@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from loaderkit.prefetch.tape import WHOLE, Handover, Item, Recording, Track
-from loaderkit.profile.model import Report
+from loaderkit.engine.metrics.trace import WHOLE, Handoff, Item, Lane, TraceRecorder
+from loaderkit.profile.report import Report
 
 _LOOP = 1  # the track of the loop; workers have the ones behind it
 Event = dict[str, Any]
@@ -45,12 +45,12 @@ class _Clock(NamedTuple):
         return round((min(max(at_s, self.begin_s), self.end_s) - self.begin_s) * 1e9)
 
 
-def to_json(report: Report, recordings: Sequence[Recording], begin_s: float, end_s: float) -> str:
+def to_json(report: Report, recordings: Sequence[TraceRecorder], begin_s: float, end_s: float) -> str:
     """The trace file. `begin_s` and `end_s` of the report are by the clock of the recordings."""
     return json.dumps(trace(report, recordings, begin_s, end_s), separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def trace(report: Report, recordings: Sequence[Recording], begin_s: float, end_s: float) -> dict[str, Any]:
+def trace(report: Report, recordings: Sequence[TraceRecorder], begin_s: float, end_s: float) -> dict[str, Any]:
     """The same as plain values."""
     clock = _Clock(begin_s, end_s)
     tracks = [track for recording in recordings for track in recording.tracks]
@@ -74,7 +74,7 @@ def trace(report: Report, recordings: Sequence[Recording], begin_s: float, end_s
     }
 
 
-def _names(report: Report, tracks: Sequence[Track]) -> Iterator[Event]:
+def _names(report: Report, tracks: Sequence[Lane]) -> Iterator[Event]:
     own = os.getpid()
     for order, pid in enumerate(dict.fromkeys([own, *(track.pid for track in tracks)])):
         name = f"training: {report.name}" if pid == own else "process that loads"
@@ -85,7 +85,7 @@ def _names(report: Report, tracks: Sequence[Track]) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _loop(handovers: Sequence[Handover], clock: _Clock) -> Iterator[Event]:
+def _loop(handovers: Sequence[Handoff], clock: _Clock) -> Iterator[Event]:
     place = {"pid": os.getpid(), "tid": _LOOP}
     for number, wait in enumerate(handovers):
         args = {
@@ -100,7 +100,7 @@ def _loop(handovers: Sequence[Handover], clock: _Clock) -> Iterator[Event]:
             yield _complete(name, "loop", clock.ns(wait.until_s), clock.ns(following.since_s), args, **place)
 
 
-def _worker(track: Track, tid: int, clock: _Clock, slices: list[_Slice]) -> Iterator[Event]:
+def _worker(track: Lane, tid: int, clock: _Clock, slices: list[_Slice]) -> Iterator[Event]:
     """A worker's states one behind another; its stages go to `slices` as well."""
     num_stages = len(track.names) - 3
     for (at_s, state, item), (until_s, _, _) in pairwise([*track.entries, (track.until_s, 0, None)]):
@@ -116,7 +116,7 @@ def _worker(track: Track, tid: int, clock: _Clock, slices: list[_Slice]) -> Iter
         yield _complete(track.names[state], kind, begin, end, args, pid=track.pid, tid=tid)
 
 
-def _flows(slices: Iterable[_Slice], handovers: Iterable[Handover], clock: _Clock) -> Iterator[Event]:
+def _flows(slices: Iterable[_Slice], handovers: Iterable[Handoff], clock: _Clock) -> Iterator[Event]:
     """From each chunk's first stage to the wait that its batch ended, over every track that it went through."""
     chunks: dict[Item, list[_Slice]] = defaultdict(list)
     batches: dict[tuple[int, int], list[_Slice]] = defaultdict(list)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from loaderkit.profile.demands import Model, Stragglers
+from loaderkit.profile.whatif.demands import PipelineModel, Stragglers
 
 
 class Prediction(NamedTuple):
@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
     stall_percent: float
 
 
-def bounds(model: Model) -> dict[str, float]:
+def bounds(model: PipelineModel) -> dict[str, float]:
     """Every upper bound of the throughput in samples/s, by what it comes from."""
     found: dict[str, float] = {}
     cpu_s = sum(stage.cpu_s for stage in model.stages) + model.loop_cpu_s
@@ -57,7 +57,7 @@ def bounds(model: Model) -> dict[str, float]:
     return found
 
 
-def predict(model: Model, base: Model | None = None, measured: float | None = None) -> Prediction:
+def predict(model: PipelineModel, base: PipelineModel | None = None, measured: float | None = None) -> Prediction:
     """What a model gives, scaled by what the `base` model was measured to give (in samples/s), if there is one."""
     found = bounds(model)
     limit = min(found, key=found.__getitem__)
@@ -69,7 +69,7 @@ def predict(model: Model, base: Model | None = None, measured: float | None = No
     return Prediction(rate, limit, 100.0 * max(0.0, 1.0 - rate * model.compute_s))
 
 
-def _past_stragglers(model: Model, slow: Stragglers) -> float:
+def _past_stragglers(model: PipelineModel, slow: Stragglers) -> float:
     """While one sample keeps its batch waiting, the other workers get as far as batches are read ahead, and no further."""
     pool = model.pools[slow.pool]
     usual_s = max(0.0, pool.service_s - slow.seconds / slow.every)
@@ -77,7 +77,7 @@ def _past_stragglers(model: Model, slow: Stragglers) -> float:
     return slow.every / (slow.seconds + behind_s)
 
 
-def cpus_to_be_had(model: Model) -> float:
+def cpus_to_be_had(model: PipelineModel) -> float:
     """As many as there are workers, as long as that is no more than there are; else our fair share, a thread each."""
     threads = sum(pool.workers for pool in model.pools) + model.loop_cpu_s / max(model.compute_s, 1e-12)
     wanted = threads + model.others_cpus

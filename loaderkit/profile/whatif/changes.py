@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from loaderkit.config import PipelineConfig, StageConfig
-from loaderkit.prefetch.cpus import num_cpus
-from loaderkit.problems import Problems
-from loaderkit.profile.demands import Demand, Model, PoolModel
-from loaderkit.profile.model import Report, Setting
-from loaderkit.profile.patch import num_processes, value_of, workers_settings
-from loaderkit.schema import format_bytes
-from loaderkit.structure import check_lowered
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.units import format_bytes
+from loaderkit.pipeline.config.diagnostics import Problems
+from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
+from loaderkit.pipeline.config.validation import check_lowered
+from loaderkit.profile.report import Report, Setting
+from loaderkit.profile.settings_patch import num_processes, value_of, workers_settings
+from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
 
 _MOST_WORKERS = 128
 _BY_PIXEL = frozenset(
@@ -26,12 +26,12 @@ class Change:
     """`settings` empty: it is nothing to be set here, and cannot be tried."""
 
     name: str
-    model: Model
+    model: PipelineModel
     settings: tuple[Setting, ...] = ()
     note: str = ""
 
 
-def changes(model: Model, report: Report, config: PipelineConfig) -> list[Change]:
+def changes(model: PipelineModel, report: Report, config: PipelineConfig) -> list[Change]:
     """All that could be done about this pipeline, likely or not."""
     return [
         *_workers(model, report, config),
@@ -43,7 +43,7 @@ def changes(model: Model, report: Report, config: PipelineConfig) -> list[Change
     ]
 
 
-def _workers(model: Model, report: Report, config: PipelineConfig) -> Iterator[Change]:
+def _workers(model: PipelineModel, report: Report, config: PipelineConfig) -> Iterator[Change]:
     if model.is_inline:
         return
     for number, pool in enumerate(model.pools):
@@ -58,7 +58,7 @@ def _workers(model: Model, report: Report, config: PipelineConfig) -> Iterator[C
             yield Change(name, _with_pool(model, number, replace(pool, workers=workers)), tuple(settings))
 
 
-def _depth(model: Model, report: Report, config: PipelineConfig) -> Iterator[Change]:
+def _depth(model: PipelineModel, report: Report, config: PipelineConfig) -> Iterator[Change]:
     batches = report.tuning.get("batches")
     if model.is_inline or not isinstance(batches, int):
         return
@@ -73,7 +73,7 @@ def _depth(model: Model, report: Report, config: PipelineConfig) -> Iterator[Cha
         yield Change("memory for all batches ahead", replace(model, batches_in_memory=float(batches)), (setting,))
 
 
-def _executors(model: Model, config: PipelineConfig, batch_bytes: int) -> Iterator[Change]:
+def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -> Iterator[Change]:
     executor = config.prefetch.executor
     now = Setting(key="prefetch.executor", before=executor, value=executor)
     if executor != "process" and not model.is_inline:
@@ -94,12 +94,12 @@ def _executors(model: Model, config: PipelineConfig, batch_bytes: int) -> Iterat
         yield Change("executor: thread", changed, (now.model_copy(update={"value": "thread"}),))
 
 
-def _machine(model: Model) -> Iterator[Change]:
+def _machine(model: PipelineModel) -> Iterator[Change]:
     pools = tuple(replace(pool, workers=2 * pool.workers) for pool in model.pools)
     yield Change("twice the CPUs, and workers for them", replace(model, cpus=2 * model.cpus, pools=pools))
 
 
-def _store(model: Model, report: Report) -> Iterator[Change]:
+def _store(model: PipelineModel, report: Report) -> Iterator[Change]:
     reads = [stage for stage in model.stages if stage.kind == "read" and stage.wait_s > 0]
     if not reads:
         return
@@ -115,7 +115,7 @@ def _store(model: Model, report: Report) -> Iterator[Change]:
     yield Change("all samples in a local cache", cached, note="source.cache: {dir: ...}, from the second epoch on")
 
 
-def _images(model: Model, config: PipelineConfig) -> Iterator[Change]:
+def _images(model: PipelineModel, config: PipelineConfig) -> Iterator[Change]:
     kinds = [stage.kind for stage in config.stages]
     if "decode" not in kinds or not _RESIZING & set(kinds):
         return
@@ -152,7 +152,7 @@ def _may_go_to_the_gpu(config: PipelineConfig, decoding: StageConfig) -> bool:
     return not problems.problems
 
 
-def _used_smaller(model: Model, config: PipelineConfig, place: int) -> Change:
+def _used_smaller(model: PipelineModel, config: PipelineConfig, place: int) -> Change:
     """The stage at `place`, which resizes, makes images of half the width and height.
 
     It takes about as long itself (in ours a fifth less): each pixel that is read is weighed, whatever comes of it.
@@ -166,11 +166,11 @@ def _used_smaller(model: Model, config: PipelineConfig, place: int) -> Change:
     return Change(f"{config.stages[place].name} to half the width and height", _with_stages(model, smaller), note=note)
 
 
-def _with_pool(model: Model, number: int, pool: PoolModel) -> Model:
+def _with_pool(model: PipelineModel, number: int, pool: PoolModel) -> PipelineModel:
     return replace(model, pools=(*model.pools[:number], pool, *model.pools[number + 1 :]))
 
 
-def _with_stages(model: Model, change: Callable[[Demand], Demand]) -> Model:
+def _with_stages(model: PipelineModel, change: Callable[[Demand], Demand]) -> PipelineModel:
     pools = tuple(replace(pool, stages=tuple(change(stage) for stage in pool.stages)) for pool in model.pools)
     before = sum(stage.cpu_s for stage in model.stages)
     after = sum(stage.cpu_s for pool in pools for stage in pool.stages)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from loaderkit.profile.model import Report, StageRow
+from loaderkit.profile.report import Report, StageRow
 
 _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs were all in use
 
@@ -52,7 +52,7 @@ class Stragglers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class PipelineModel:
     """A pipeline and its loop, as far as throughput goes. Demands in s a sample."""
 
     pools: tuple[PoolModel, ...]
@@ -81,7 +81,7 @@ class Model:
         return tuple(stage for pool in self.pools for stage in pool.stages)
 
 
-def model_of(report: Report) -> Model | None:
+def model_of(report: Report) -> PipelineModel | None:
     """The model of a pipeline as it was seen to run; None where too little was seen."""
     samples = report.num_samples
     if not samples or not report.steps.num_steps or any(not row.num_items for row in report.stages):
@@ -98,7 +98,7 @@ def model_of(report: Report) -> Model | None:
     batch = samples / report.num_batches
     processes = int(tuning.get("processes", 1))
     is_process = tuning.get("executor") == "process"
-    return Model(
+    return PipelineModel(
         pools=pools,
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
         loop_cpu_s=_loop_cpu_s(report) / samples,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from loaderkit.config import PipelineConfig
 from loaderkit.errors import LoaderkitError
-from loaderkit.profile.changes import changes
-from loaderkit.profile.demands import model_of
-from loaderkit.profile.driving import Step
-from loaderkit.profile.experiments import Make, Variant, in_turns, ratio_of
-from loaderkit.profile.model import Measured, Report, WhatIf
-from loaderkit.profile.predict import bounds, predict
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments.loops import Step
+from loaderkit.profile.report import Measured, Report, WhatIf
+from loaderkit.profile.whatif.bounds import bounds, predict
+from loaderkit.profile.whatif.changes import changes
+from loaderkit.profile.whatif.demands import model_of
 
 _ROUNDS = 5
 _NOTHING = 0.01

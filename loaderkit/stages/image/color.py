@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from loaderkit.images import image_fields, to_tensor
-from loaderkit.lazily import torch
-from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.steps import LUMA, Adjust, Steps
-from loaderkit.types import Sample
+from loaderkit._internal.lazily import torch
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import FieldNames, StageArgs
+from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps
+from loaderkit.stages.values import image_fields, to_tensor
 
 
 def _factor_range(value: Any) -> Any:
@@ -81,7 +81,7 @@ def color_jitter(args: ColorJitterArgs) -> Callable[..., None]:
     return run
 
 
-def color_jitter_steps(args: ColorJitterArgs) -> Steps:
+def color_jitter_steps(args: ColorJitterArgs) -> ImageOps:
     """The same, described."""
     ranges = _ranges(args)
 
@@ -90,14 +90,14 @@ def color_jitter_steps(args: ColorJitterArgs) -> Steps:
 
     num_steps = sum(bounds is not None for bounds in ranges)
     uses_luma = ranges[1] is not None or ranges[2] is not None
-    return Steps((Adjust,) * num_steps, of, uses_luma=uses_luma, turns_hue=ranges[3] is not None)
+    return ImageOps((Adjust,) * num_steps, of, uses_luma=uses_luma, turns_hue=ranges[3] is not None)
 
 
 _ADJUST: tuple[Callable[[float], Adjust], ...] = (
     lambda factor: Adjust(image=factor),
     lambda factor: Adjust(image=factor, mean=1.0 - factor),
     lambda factor: Adjust(image=factor, grey=1.0 - factor),
-    lambda shift: Adjust(turn=shift, turns=True),
+    lambda shift: Adjust(turn=shift, probe=True),
 )
 
 

@@ -24,12 +24,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
-from loaderkit.catalog import IMAGE_EXTENSIONS
+from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.formats.jpeg import is_well_formed
-from loaderkit.images import jpeg_size, to_tensor
-from loaderkit.steps import LUMA, Adjust, Crop, Finish, Flip, Scale, Step, Steps, size_after
-from loaderkit.types import Chunk, Encoded, Image, Rendered, Sample
+from loaderkit.sources.base import Sample
+from loaderkit.sources.fields import IMAGE_EXTENSIONS
+from loaderkit.stages.base import Encoded, GpuDecoded, Image
+from loaderkit.stages.image.jpeg import is_well_formed
+from loaderkit.stages.image.ops import LUMA, Adjust, Crop, Finalizer, Flip, ImageOp, ImageOps, Scale, size_after
+from loaderkit.stages.values import jpeg_size, to_tensor
 
 logger = logging.getLogger("loaderkit")
 
@@ -43,8 +45,8 @@ class Graph:
     """A DALI pipeline to be. `device`: None for its CPU backend, else the number of the CUDA device. `num_threads`: of its own,
     on the CPU."""
 
-    stages: tuple[tuple[str, Steps], ...]
-    finish: Finish | None
+    stages: tuple[tuple[str, ImageOps], ...]
+    finish: Finalizer | None
     batch_size: int
     device: int | None
     num_threads: int = 1
@@ -83,7 +85,7 @@ class _Job(NamedTuple):
 
     place: int
     data: NDArray[np.uint8]
-    steps: list[Step]
+    steps: list[ImageOp]
     shared_sizes: list[tuple[int, int]]
 
 
@@ -268,14 +270,14 @@ class Renderer:
             )
             raise failed from error.with_traceback(None)
 
-    def _rows(self, output: Any) -> list[Rendered]:
+    def _rows(self, output: Any) -> list[GpuDecoded]:
         """What DALI has made, image by image."""
         if output.is_dense_tensor():
             # The tensor sees DALI's memory, which is not used again before the tensor is gone.
             tensor = self._taken_over(from_dlpack(output.as_tensor()))
-            return [Rendered(tensor, row) for row in range(len(tensor))]
+            return [GpuDecoded(tensor, row) for row in range(len(tensor))]
         images = [self._taken_over(from_dlpack(output[row]), copy=True) for row in range(len(output))]
-        return [Rendered(image.unsqueeze(0), 0) for image in images]
+        return [GpuDecoded(image.unsqueeze(0), 0) for image in images]
 
     def _taken_over(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
         """A tensor of DALI's in the dtype that is wanted."""
@@ -293,7 +295,7 @@ class Renderer:
         self._decode(attempt)
         if attempt.samples[0] is not None:
             kinds = set(map(type, sample.values()))
-            if Image in kinds or Rendered not in kinds:
+            if Image in kinds or GpuDecoded not in kinds:
                 self._plain(attempt)
         chunk.samples[place] = attempt.samples[0]
         if attempt.samples[0] is None:
@@ -301,7 +303,7 @@ class Renderer:
             return
         for name, value in sample.items():
             if type(value) is Image:
-                sample[name] = Rendered(self._finish(to_tensor(value).unsqueeze(0)), 0)
+                sample[name] = GpuDecoded(self._finish(to_tensor(value).unsqueeze(0)), 0)
 
 
 _MEMORY = (
@@ -334,13 +336,13 @@ def _complaint(error: Exception, graph: Graph) -> str | None:
 def _alone(chunk: Chunk, place: int, sample: Sample) -> Chunk:
     """A chunk of one sample of a chunk, with its memory."""
     slot = chunk.lo + place
-    found = Chunk(chunk.destination, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
+    found = Chunk(chunk.work_item, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
     found.samples[0] = sample
     found.scratch = chunk.scratch
     return found
 
 
-def _arguments(column: Sequence[Step]) -> dict[str, NDArray[Any]]:
+def _arguments(column: Sequence[ImageOp]) -> dict[str, NDArray[Any]]:
     """What an operator needs of all images, by the name of its input; a row for each."""
     if isinstance(column[0], Crop):
         boxes = np.array(column, np.int32)
@@ -427,8 +429,8 @@ def _build(dali: Any, graph: Graph) -> Any:
     return pipeline
 
 
-def _adjusted(dali: Any, images: Any, numbers: Any, steps: Steps) -> Any:
-    """`Adjust` in DALI's arithmetic: the same operations in the same order as in `stages/color.py`."""
+def _adjusted(dali: Any, images: Any, numbers: Any, steps: ImageOps) -> Any:
+    """`Adjust` in DALI's arithmetic: the same operations in the same order as in `color.py`."""
     fn, types, math = dali.fn, dali.types, dali.math
     levels = fn.cast(images, dtype=types.FLOAT)
     red, green, blue = channels = [levels[:, :, channel : channel + 1] for channel in range(3)]

@@ -1,8 +1,8 @@
 """`decode`: turn encoded bytes into images, numbers, text and arrays, by extension.
 
 JPEG goes through libjpeg-turbo, with the same DCT and upsampling as Pillow's: where a crop comes next, only its pixels are
-made (`loaderkit._jpeg`, if that was built), else all of them (simplejpeg). Everything that these refuse (CMYK, odd markers),
-and every other image format, goes through Pillow (`formats/pictures.py`). A truncated JPEG is an error on every way, wherever
+made (`native/_jpeg`, if that was built), else all of them (simplejpeg). Everything that these refuse (CMYK, odd markers),
+and every other image format, goes through Pillow (`formats.py`). A truncated JPEG is an error on every way, wherever
 the crop lies; warnings that leave the picture whole are not.
 """
 
@@ -18,16 +18,17 @@ import simplejpeg
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from loaderkit.catalog import IMAGE_EXTENSIONS
+from loaderkit.engine.work import Chunk
 from loaderkit.errors import USER_ERRORS, FormatError
-from loaderkit.formats.npy import view_npy, view_npz
-from loaderkit.formats.pictures import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
-from loaderkit.images import as_image, describe, jpeg_size
 from loaderkit.native import jpeg
-from loaderkit.resizing import reduced_box
-from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.steps import EVERYTHING, Crop, Needs
-from loaderkit.types import Bundle, Chunk, Encoded, Image, Landed, Rendered, Sample
+from loaderkit.sources.base import Sample
+from loaderkit.sources.fields import IMAGE_EXTENSIONS
+from loaderkit.sources.formats.npy import view_npy, view_npz
+from loaderkit.stages.base import Encoded, FieldGroup, FieldNames, GpuDecoded, Image, InPlace, StageArgs
+from loaderkit.stages.image.formats import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
+from loaderkit.stages.image.ops import EVERYTHING, Crop, Needs
+from loaderkit.stages.image.resize import reduced_box
+from loaderkit.stages.values import as_image, describe, jpeg_size
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 
@@ -84,7 +85,7 @@ def decode(args: DecodeArgs) -> Callable[..., Any]:
     return Decoder(args).begin
 
 
-class Piece(NamedTuple):
+class PartialImage(NamedTuple):
     """A piece of a JPEG that is to be made into pixels: `there` are those it has in the picture decoded at 1/`step`, and the
     `buffer` has room for them. `box` is the same piece in the whole picture, of `size` = (height, width)."""
 
@@ -125,7 +126,7 @@ class Decoder:
         self._is_upright = args.exif_orientation
         self._max_pixels = args.max_pixels
 
-    def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[Piece]:
+    def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, but for the pieces that are returned. Raises ValueError."""
         left = []
         named = self._args.fields
@@ -134,20 +135,20 @@ class Decoder:
             try:
                 if type(value) is Encoded:
                     value = self._encoded(value, field, draws, scratch)
-                elif named is not None and type(value) not in (Bundle, Landed, Rendered):
+                elif named is not None and type(value) not in (FieldGroup, InPlace, GpuDecoded):
                     value = self._value(value, field, draws, scratch)
-                if type(value) is Piece:
+                if type(value) is PartialImage:
                     left.append(value)
                 else:
                     sample[field] = value
-                if type(value) is Bundle:
+                if type(value) is FieldGroup:
                     _open_bundle(sample, field, value, scratch)
             except ValueError as error:
                 raise _named(sample, field, error) from error
         return left
 
     def finish(
-        self, chunk: Chunk, left: list[tuple[int, Piece]], failed: Callable[[Chunk, int, BaseException], None]
+        self, chunk: Chunk, left: list[tuple[int, PartialImage]], failed: Callable[[Chunk, int, BaseException], None]
     ) -> None:
         """Decode the pieces that are left of a chunk's samples: (place, piece) of each, a sample's one behind another."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
@@ -166,7 +167,7 @@ class Decoder:
         chunk.slowest = longest_s, slowest
 
     def _decode_whole(
-        self, chunk: Chunk, place: int, piece: Piece, failed: Callable[[Chunk, int, BaseException], None]
+        self, chunk: Chunk, place: int, piece: PartialImage, failed: Callable[[Chunk, int, BaseException], None]
     ) -> float:
         """All of what could not be had in part; returns how long that took, in s."""
         sample = chunk.samples[place]
@@ -187,7 +188,7 @@ class Decoder:
         if extension == "npy":
             return _read_npy(data, scratch)
         if extension == "npz":
-            return Bundle({name: _owned(array, scratch) for name, array in view_npz(data).items()})
+            return FieldGroup({name: _owned(array, scratch) for name, array in view_npz(data).items()})
         reader = _READERS.get(extension)
         return bytes(data) if reader is None else reader(data)
 
@@ -205,7 +206,7 @@ class Decoder:
 
     def _image(
         self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None, *, is_jpeg: bool
-    ) -> Image | Piece:
+    ) -> Image | PartialImage:
         if not data.nbytes:
             raise ValueError("the file is empty (0 bytes)")
         is_plain = is_jpeg and self._takes_jpegs and field not in self._masks and not self._is_upright
@@ -223,7 +224,7 @@ class Decoder:
             return self._whole(data, field, size, step, memory)
         there = reduced_box(box, step)
         buffer = _memory(there[2] * (there[3] + jpeg.BESIDE) * 3, memory)
-        return Piece(data, step, there, buffer, box, size, field, memory)
+        return PartialImage(data, step, there, buffer, box, size, field, memory)
 
     def _whole(
         self, data: memoryview, field: str, size: tuple[int, int], step: int, memory: dict[str, Any] | None
@@ -283,7 +284,7 @@ def _owned(array: NDArray[Any], scratch: dict[str, Any] | None) -> NDArray[Any]:
     return array if scratch is not None else array.copy(order="K")
 
 
-def _open_bundle(sample: Sample, field: str, bundle: Bundle, scratch: dict[str, Any] | None) -> None:
+def _open_bundle(sample: Sample, field: str, bundle: FieldGroup, scratch: dict[str, Any] | None) -> None:
     """Put the fields of a bundle in the place of the one that held it."""
     del sample[field]
     for name, value in bundle.fields.items():

@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 from PIL import TiffImagePlugin, UnidentifiedImageError, features
 
 from loaderkit.native import jpeg
-from loaderkit.types import Image
+from loaderkit.stages.base import Image
 
 Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
 """A format that may be opened: Pillow's own name, in lower case. "jpeg" is MPO as well, of which the first picture counts."""

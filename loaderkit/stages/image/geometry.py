@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from loaderkit.images import image_fields
 from loaderkit.native import kernels
-from loaderkit.resizing import Interpolation, ResampleJob, cut, resized
-from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.steps import Crop, Flip, Scale, Steps
-from loaderkit.types import Image, Sample
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import FieldNames, Image, StageArgs
+from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Scale
+from loaderkit.stages.image.resize import Interpolation, ResampleJob, cut, resized
+from loaderkit.stages.values import image_fields
 
 Draws = NDArray[np.float64]
 Scratch = dict[str, Any]
@@ -111,9 +111,9 @@ def resize(args: ResizeArgs) -> SampleFunction:
     return run
 
 
-def resize_steps(args: ResizeArgs) -> Steps:
+def resize_steps(args: ResizeArgs) -> ImageOps:
     """The same, described."""
-    return Steps(
+    return ImageOps(
         (Scale,),
         lambda height, width, draws: (Scale(*_resize_target(args.size, height, width)),),
         args.interpolation,
@@ -141,14 +141,14 @@ def center_crop(args: CenterCropArgs) -> SampleFunction:
     return run
 
 
-def center_crop_steps(args: CenterCropArgs) -> Steps:
+def center_crop_steps(args: CenterCropArgs) -> ImageOps:
     """The same, described."""
     height, width = _pair(args.size)
 
     def of(image_height: int, image_width: int, draws: Draws) -> tuple[Crop]:
         return (Crop(_middle(image_height, height), _middle(image_width, width), height, width),)
 
-    return Steps((Crop,), of, is_inside=False)
+    return ImageOps((Crop,), of, is_inside=False)
 
 
 def _middle(length: int, wanted: int) -> int:
@@ -192,7 +192,7 @@ def random_crop(args: RandomCropArgs) -> SampleFunction:
     return run
 
 
-def random_crop_steps(args: RandomCropArgs) -> Steps:
+def random_crop_steps(args: RandomCropArgs) -> ImageOps:
     """The same, described."""
     height, width = _pair(args.size)
 
@@ -209,7 +209,7 @@ def random_crop_steps(args: RandomCropArgs) -> Steps:
         return (Crop(top, left, height, width),)
 
     is_inside = not (args.padding or args.pad_if_needed)
-    return Steps((Crop,), of, fill=args.fill, is_inside=is_inside, is_shared=True)
+    return ImageOps((Crop,), of, fill=args.fill, is_inside=is_inside, is_shared=True)
 
 
 RANDOM_RESIZED_CROP_DRAWS = 22
@@ -235,14 +235,14 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     return run
 
 
-def random_resized_crop_steps(args: RandomResizedCropArgs) -> Steps:
+def random_resized_crop_steps(args: RandomResizedCropArgs) -> ImageOps:
     """The same, described."""
     target, scale, ratio = Scale(*_pair(args.size)), args.scale, args.ratio
 
     def of(height: int, width: int, draws: Draws) -> tuple[Crop, Scale]:
         return Crop(*crop_box(height, width, scale, ratio, draws)), target
 
-    return Steps((Crop, Scale), of, args.interpolation, args.antialias, is_shared=True)
+    return ImageOps((Crop, Scale), of, args.interpolation, args.antialias, is_shared=True)
 
 
 def crop_box(
@@ -286,9 +286,9 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
     return run
 
 
-def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> Steps:
+def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> ImageOps:
     """The same, described."""
-    return Steps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),))
+    return ImageOps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),))
 
 
 def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:

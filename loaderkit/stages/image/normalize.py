@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
-from loaderkit.images import describe
-from loaderkit.kernels import write_normalized
-from loaderkit.lazily import is_tensor, torch
-from loaderkit.schema import FieldNames, StageArgs
-from loaderkit.steps import Finish
-from loaderkit.types import Chunk, image_fields
+from loaderkit._internal.lazily import is_tensor, torch
+from loaderkit.engine.work import Chunk
+from loaderkit.stages.base import FieldNames, StageArgs, image_fields
+from loaderkit.stages.image.ops import Finalizer
+from loaderkit.stages.kernels import write_normalized
+from loaderkit.stages.values import describe
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
@@ -62,12 +62,12 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[list[float], list[
     return (1.0 / (255.0 * stds)).astype(np.float32).tolist(), (-means / stds).astype(np.float32).tolist()
 
 
-def finish_of(args: NormalizeArgs) -> Finish:
+def finish_of(args: NormalizeArgs) -> Finalizer:
     """The same for three channels, described."""
     mean = _IMAGENET["mean"] if args.mean == "imagenet" else args.mean
     std = _IMAGENET["std"] if args.std == "imagenet" else args.std
     _factors(args, 3)
-    return Finish(
+    return Finalizer(
         tuple(255 * value for value in (mean * 3 if len(mean) == 1 else mean)),
         tuple(255 * value for value in (std * 3 if len(std) == 1 else std)),
         getattr(torch, args.dtype),
@@ -80,8 +80,8 @@ def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
     factors = cache(lambda num_channels: [tuple(found) for found in _factors(args, num_channels)])
 
     def run(chunk: Chunk) -> None:
-        for name in image_fields(chunk.destination.specs):
-            slots = chunk.destination.fields[name].array
+        for name in image_fields(chunk.work_item.specs):
+            slots = chunk.work_item.fields[name].array
             assert slots is not None
             scale, shift = factors(slots.shape[1])
             images = [None if sample is None else sample[name].pixels for sample in chunk.samples]

@@ -1,6 +1,6 @@
 """What stages do to an image, as arithmetic on the host: so that pixels may be worked on somewhere else.
 
-A stage is a fixed sequence of steps; `Steps.of` gives their numbers for one image of known size, from the stage's draws.
+A stage is a fixed sequence of steps; `ImageOps.of` gives their numbers for one image of known size, from the stage's draws.
 The numbers are those that the stage itself works with on the CPU.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.lazily import torch
+from loaderkit._internal.lazily import torch
 
 
 class Crop(NamedTuple):
@@ -44,26 +44,26 @@ LUMA = (0.2989, 0.587, 0.114)
 
 class Adjust(NamedTuple):
     """Every level x becomes `image` * x + `grey` * (the pixel's luma) + `mean` * (the mean of all luma), and then the hue is
-    turned by `turn` of the colour circle if `turns`; within 0 and 255, and rounded down, as luma is."""
+    turned by `turn` of the colour circle if `probe`; within 0 and 255, and rounded down, as luma is."""
 
     image: float = 1.0
     grey: float = 0.0
     mean: float = 0.0
     turn: float = 0.0
-    turns: bool = False
+    probe: bool = False
 
 
-Step = Crop | Scale | Flip | Adjust
+ImageOp = Crop | Scale | Flip | Adjust
 
 
 @dataclass(frozen=True)
-class Steps:
+class ImageOps:
     """`kinds`: what every image goes through. `of(height, width, draws)`: the steps, one of each kind; ValueError for an image
     that the stage refuses. `is_inside`: crops never reach beyond the image. `is_shared`: a sample's images are cropped at one
     place, so they have to be of one size. `uses_luma`, `turns_hue`: whether any step does."""
 
-    kinds: tuple[type[Step], ...]
-    of: Callable[[int, int, NDArray[np.float64]], tuple[Step, ...]]
+    kinds: tuple[type[ImageOp], ...]
+    of: Callable[[int, int, NDArray[np.float64]], tuple[ImageOp, ...]]
     interpolation: str = "bilinear"
     antialias: bool = True
     fill: int = 0
@@ -78,26 +78,26 @@ class Steps:
         return self.is_inside and self.kinds[:1] == (Crop,)
 
 
-class Need(NamedTuple):
+class DecodeNeed(NamedTuple):
     """What a stage looks at of an image: `box`, None for all of it, and no finer than decoded at 1/`step`."""
 
     box: Crop | None = None
     step: int = 1
 
 
-EVERYTHING = Need()
-Needs = Callable[[int, int, NDArray[np.float64]], Need]
+EVERYTHING = DecodeNeed()
+Needs = Callable[[int, int, NDArray[np.float64]], DecodeNeed]
 """`(height, width, draws) -> Need` of an image's size and the draws of the stage that will be given it."""
 
 
-class Foresight(NamedTuple):
+class DecodeHint(NamedTuple):
     """What a stage will need of each image, and whether that may be a piece of it."""
 
     of: Needs
     takes_a_piece: bool
 
 
-def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
+def foresight(steps: ImageOps, *, is_next: bool, scaled: bool) -> DecodeHint | None:
     """What a stage will need, for whoever decodes for it; None if that is always everything.
 
     A piece will do for the stage that `is_next`; with `scaled`, fewer pixels where it shrinks them further.
@@ -106,7 +106,7 @@ def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
     if not takes_a_piece and not scaled:
         return None
 
-    def of(height: int, width: int, draws: NDArray[np.float64]) -> Need:
+    def of(height: int, width: int, draws: NDArray[np.float64]) -> DecodeNeed:
         try:
             found = steps.of(height, width, draws)
         except ValueError:
@@ -114,21 +114,21 @@ def foresight(steps: Steps, *, is_next: bool, scaled: bool) -> Foresight | None:
         first = found[0]
         crop = first if isinstance(first, Crop) else None
         if not scaled:
-            return Need(crop)
+            return DecodeNeed(crop)
         shown = (height, width) if crop is None else (crop.height, crop.width)
-        return Need(crop if takes_a_piece else None, _reduction(*shown, found[-1]))
+        return DecodeNeed(crop if takes_a_piece else None, _reduction(*shown, found[-1]))
 
-    return Foresight(of, takes_a_piece)
+    return DecodeHint(of, takes_a_piece)
 
 
-def _reduction(height: int, width: int, target: Step) -> int:
+def _reduction(height: int, width: int, target: ImageOp) -> int:
     """The greatest of libjpeg's fast factors that leaves `height` x `width` pixels at least as large as `target`."""
     assert isinstance(target, Scale)
     return next((step for step in (8, 4, 2) if height >= step * target.height and width >= step * target.width), 1)
 
 
 @dataclass(frozen=True)
-class Finish:
+class Finalizer:
     """What becomes of the pixels after geometry: (x * scale + shift) as float32, by channel, and then `dtype`."""
 
     mean: tuple[float, ...]  # in levels of 255
@@ -136,7 +136,7 @@ class Finish:
     dtype: torch.dtype
 
 
-def size_after(steps: tuple[Step, ...], height: int, width: int) -> tuple[int, int]:
+def size_after(steps: tuple[ImageOp, ...], height: int, width: int) -> tuple[int, int]:
     """(height, width) of an image after the steps."""
     for step in steps:
         if isinstance(step, (Crop, Scale)):

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from loaderkit.images import to_tensor
-from loaderkit.kernels import Part, resampled_from
-from loaderkit.lazily import torch
-from loaderkit.types import Image
+from loaderkit._internal.lazily import torch
+from loaderkit.stages.base import Image
+from loaderkit.stages.kernels import Part, resampled_from
+from loaderkit.stages.values import to_tensor
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 Box = tuple[int, int, int, int]

@@ -24,11 +24,11 @@ import numpy as np
 import simplejpeg
 import torch
 
+from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.file import FileConnector
-from loaderkit.kernels import resample, write_normalized
 from loaderkit.native import jpeg, kernels
-from loaderkit.stages.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
-from loaderkit.types import Ranges
+from loaderkit.stages.image.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
+from loaderkit.stages.kernels import resample, write_normalized
 from profiles.peers.places import Places, labelled
 
 PACKAGE = "loaderkit"

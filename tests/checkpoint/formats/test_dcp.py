@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from loaderkit.checkpoint.formats.dcp import Described, read_metadata
 from loaderkit.errors import FormatError
-from loaderkit.formats.dcp import Described, read_metadata
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 

@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.builder import make_parts
-from loaderkit.prefetch.pace import Pace, trim
+from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
 
 
 def sizes_of(fixed_s: float, each_s: float, *, num_batches: int = 30, batch: int = 64, workers: int = 2) -> list[int]:
     """The chunks' length in one batch after the other, where a chunk takes `fixed_s` and `each_s` for each sample."""
-    pace = Pace()
-    pace.sample_s = fixed_s + each_s  # the first sample, by itself
+    chunk_sizer = ChunkSizer()
+    chunk_sizer.sample_s = fixed_s + each_s  # the first sample, by itself
     found = []
     for _ in range(num_batches):
-        size = pace.next_chunk_size(batch, workers)
+        size = chunk_sizer.next_chunk_size(batch, workers)
         found.append(size)
         for begin in range(0, batch, size):
             length = min(size, batch - begin)
-            pace.landed(fixed_s + length * each_s, length)
+            chunk_sizer.landed(fixed_s + length * each_s, length)
     return found
 
 
@@ -44,16 +44,14 @@ def test_the_chunks_of_a_batch_are_alike(batch: int, chunk_size: int) -> None:
     parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
     plan = Assembly(Recipe(parts.config, parts.source, None, parts.schedule, 2)).make_plan()
     plan.prepare()
-    destination = plan.open(chunk_size)
-    assert destination is not None
-    bounds = [(chunk.lo, chunk.hi) for chunk in destination.chunks]
+    work_item = plan.open(chunk_size)
+    assert work_item is not None
+    bounds = [(chunk.lo, chunk.hi) for chunk in work_item.chunks]
     assert [slot for lo, hi in bounds for slot in range(lo, hi)] == [*range(batch)]
     lengths = [hi - lo for lo, hi in bounds]
     assert len(lengths) == -(-batch // chunk_size)
     assert max(lengths) - min(lengths) <= 1
-    assert all(
-        chunk.indices.tolist() == destination.indices[chunk.lo : chunk.hi].tolist() for chunk in destination.chunks
-    )
+    assert all(chunk.indices.tolist() == work_item.indices[chunk.lo : chunk.hi].tolist() for chunk in work_item.chunks)
 
 
 def test_long_chunks_are_not_tried_longer() -> None:
@@ -74,12 +72,12 @@ def test_of_scratch_memory_what_a_trial_needs_stays() -> None:
 
 def test_a_store_that_turns_fast_does_not_leave_a_batch_to_one_worker() -> None:
     """What was known of its answers holds until chunks of another length land: the samples count for a tenth all the while."""
-    pace = Pace()
-    pace.sample_s = 12e-3
+    chunk_sizer = ChunkSizer()
+    chunk_sizer.sample_s = 12e-3
     for fixed_s in (12e-3, 0.0):
         for _ in range(40):
-            size = pace.next_chunk_size(1024, 8)
+            size = chunk_sizer.next_chunk_size(1024, 8)
             assert size <= 128
             for _ in range(1024 // size):
-                pace.landed(fixed_s + size * 1e-3, size)
-    assert 4 <= pace.chunk_size(1024, 8) <= 128
+                chunk_sizer.landed(fixed_s + size * 1e-3, size)
+    assert 4 <= chunk_sizer.chunk_size(1024, 8) <= 128

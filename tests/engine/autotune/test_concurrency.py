@@ -9,18 +9,18 @@ import threading
 import time
 
 import pytest
-from of_numbers import wait_for
+from numbers_dataset import wait_for
 
 import loaderkit
-from loaderkit.prefetch.accounts import Account, States
-from loaderkit.prefetch.threads import ThreadEngine
-from loaderkit.prefetch.turns import _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, Ticket, Turns
+from loaderkit.engine.autotune.concurrency import _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, ContentionProbe, Ticket
+from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
+from loaderkit.engine.threaded import ThreadEngine
 
-STATES = States(2)
+STATES = WorkerStates(2)
 
 
 def takes_turns(machine: Machine) -> bool:
-    return machine.turns.one_at_a_time
+    return machine.probe.one_at_a_time
 
 
 class Machine:
@@ -35,31 +35,31 @@ class Machine:
         self.num_asked = 0
         machine = self
 
-        class Asking(Turns):
+        class Asking(ContentionProbe):
             def _finds_gil_taken(self) -> bool:
                 machine.num_asked += 1
                 return machine.is_gil_taken[machine.num_asked % len(machine.is_gil_taken)]
 
-        self.turns = Asking(["read", "decode"], lambda: self.now, lambda: self.cpu, lambda: self.delay)
-        self.account = Account(STATES, lambda: self.now, first_state=0)
+        self.probe = Asking(["read", "decode"], lambda: self.now, lambda: self.cpu, lambda: self.delay)
+        self.worker_clock = WorkerClock(STATES, lambda: self.now, first_state=0)
 
     def overlapping(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         """Two chunks at the same time, each taking so long; one, where only one worker may."""
-        if self.turns.one_at_a_time:
-            only = self.turns.begin(self.account)
+        if self.probe.one_at_a_time:
+            only = self.probe.begin(self.worker_clock)
             self._pass(seconds, cpu_share, delayed_share)
-            self.turns.end(only, 10)
+            self.probe.end(only, 10)
             return
-        tickets = [self.turns.begin(self.account), self.turns.begin(self.account)]
+        tickets = [self.probe.begin(self.worker_clock), self.probe.begin(self.worker_clock)]
         self._pass(seconds, cpu_share, delayed_share)
         for ticket in tickets:
-            self.turns.end(ticket, 10)
+            self.probe.end(ticket, 10)
 
     def work(self, seconds: float) -> None:
         """A chunk of one worker's, which computes."""
-        ticket = self.turns.begin(self.account)
+        ticket = self.probe.begin(self.worker_clock)
         self._pass(seconds, 1.0)
-        self.turns.end(ticket, 10)
+        self.probe.end(ticket, 10)
 
     def _pass(self, seconds: float, cpu_share: float, delayed_share: float = 0.0) -> None:
         self.now += seconds
@@ -68,7 +68,7 @@ class Machine:
 
     def until_tried(self, free_s: float, free_share: float) -> None:
         for _ in range(window_of(free_s)):
-            if not self.turns.one_at_a_time:
+            if not self.probe.one_at_a_time:
                 self.overlapping(free_s, free_share)
 
 
@@ -105,12 +105,12 @@ def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
     machine = Machine()
     num_scores = 0
     while not takes_turns(machine):
-        waiting, cpu_s = machine.turns.begin(machine.account), machine.cpu
+        waiting, cpu_s = machine.probe.begin(machine.worker_clock), machine.cpu
         for _ in range(16):
             if not takes_turns(machine):
                 machine.work(0.0005)
         spent_s, machine.cpu = machine.cpu - cpu_s, cpu_s  # the waiting one's thread has had no CPU
-        machine.turns.end(waiting, 10)
+        machine.probe.end(waiting, 10)
         machine.cpu += spent_s
         num_scores += 1
         assert num_scores < _WINDOW
@@ -129,7 +129,7 @@ def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: f
     chance, alone_s = random.Random(0), 0.0
 
     def begin(worker: int) -> None:
-        tickets[worker] = machine.turns.begin(machine.account)
+        tickets[worker] = machine.probe.begin(machine.worker_clock)
         heapq.heappush(ends, (now + (stall_s if chance.randrange(every) == 0 else 1e-4), worker))
 
     for worker in range(num_workers):
@@ -140,7 +140,7 @@ def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: f
         machine.now = now
         machine.cpu = 0.5 * now  # whoever it is: not busy enough to be left alone
         alone_s += (now - before) * takes_turns(machine)
-        machine.turns.end(tickets[worker], 10)
+        machine.probe.end(tickets[worker], 10)
         waiting.append(worker)
         while waiting and not (takes_turns(machine) and ends):
             begin(waiting.pop())
@@ -156,7 +156,7 @@ def test_every_window_of_short_chunks_is_long_enough() -> None:
     num_short = 0
     while not takes_turns(machine):  # now they wait for one another
         machine.overlapping(0.0005, 0.5)
-        num_short += machine.turns._num_left <= _WINDOW
+        num_short += machine.probe._num_left <= _WINDOW
     assert num_short * 0.0005 >= 0.9 * _WINDOW_S
 
 
@@ -191,8 +191,8 @@ def test_how_many_there_were_side_by_side() -> None:
     machine.until_tried(1.0, 0.1)
     for _ in range(_WINDOW):
         machine.overlapping(1.0, 0.2)
-    assert machine.turns.trial.num_inside == pytest.approx(2)
-    assert machine.turns.trial.alone_share == pytest.approx(0.5)
+    assert machine.probe.trial.num_inside == pytest.approx(2)
+    assert machine.probe.trial.alone_share == pytest.approx(0.5)
 
 
 def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
@@ -207,31 +207,31 @@ def test_a_process_that_stood_still_is_not_taken_for_slow() -> None:
 def test_a_worker_alone_says_nothing() -> None:
     machine = Machine()
     for _ in range(3 * _WINDOW):
-        ticket = machine.turns.begin(machine.account)
+        ticket = machine.probe.begin(machine.worker_clock)
         machine.now += 1.0
-        machine.turns.end(ticket, 10)
+        machine.probe.end(ticket, 10)
     assert not takes_turns(machine)
 
 
 @pytest.mark.parametrize("num_threads", [2, 5])
 def test_one_at_a_time_means_one(num_threads: int) -> None:
     machine = Machine()
-    machine.turns.one_at_a_time = True
-    machine.turns._num_left = 10**9
+    machine.probe.one_at_a_time = True
+    machine.probe._num_left = 10**9
     inside: list[int] = []
     most: list[int] = []
 
     def work() -> None:
-        account = Account(STATES, lambda: 0.0, first_state=STATES.starved)
-        machine.turns.wait(account, STATES.idle)
-        if machine.turns._is_closed:
+        worker_clock = WorkerClock(STATES, lambda: 0.0, first_state=STATES.starved)
+        machine.probe.wait(worker_clock, STATES.idle)
+        if machine.probe._is_closed:
             return
         for _ in range(200):
-            machine.turns.wait(account, STATES.idle)
+            machine.probe.wait(worker_clock, STATES.idle)
             inside.append(1)
             most.append(len(inside))
             inside.pop()
-        machine.turns.close()
+        machine.probe.close()
 
     threads = [threading.Thread(target=work) for _ in range(num_threads)]
     for thread in threads:
@@ -256,12 +256,12 @@ def test_the_engine_counts_chunks_also_while_nobody_measures() -> None:
         batches = iter(loader)
         next(batches)
         assert isinstance(loader._engine, ThreadEngine)
-        turns = loader._engine.pools[0].turns
-        assert turns is not None
-        turns._num_left = 500
+        probe = loader._engine.pools[0].probe
+        assert probe is not None
+        probe._num_left = 500
         for _ in range(400):
             next(batches)
-        assert turns._num_left <= 110
+        assert probe._num_left <= 110
 
 
 def test_a_trial_that_plainly_loses_is_short_and_comes_more_seldom() -> None:
@@ -275,7 +275,7 @@ def test_a_trial_that_plainly_loses_is_short_and_comes_more_seldom() -> None:
             machine.overlapping(1.0, 0.1)
             lengths[-1] += 1
     assert lengths == [3, 3, 3]
-    assert machine.turns._patience == 8 * _PATIENCE
+    assert machine.probe._patience == 8 * _PATIENCE
 
 
 def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
@@ -283,33 +283,33 @@ def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
     machine.until_tried(1.0, 0.1)
     while takes_turns(machine):
         machine.overlapping(1.0, 0.1)
-    assert machine.turns.trial.alone_share == pytest.approx(0.5)
-    assert machine.turns.trial.slowdowns == {"read": pytest.approx(1.0)}
+    assert machine.probe.trial.alone_share == pytest.approx(0.5)
+    assert machine.probe.trial.slowdowns == {"read": pytest.approx(1.0)}
 
 
 def test_which_stage_only_one_can_be_in_is_told() -> None:
     """A second of reading under a lock, then one of decoding: side by side every other chunk waits for a second first."""
     machine = Machine()
-    ahead, behind = (Account(STATES, lambda: machine.now, first_state=0) for _ in range(2))
+    ahead, behind = (WorkerClock(STATES, lambda: machine.now, first_state=0) for _ in range(2))
     while not takes_turns(machine):
-        first, second = machine.turns.begin(ahead), machine.turns.begin(behind)
+        first, second = machine.probe.begin(ahead), machine.probe.begin(behind)
         machine._pass(1.0, 0.1)
         ahead.enter(1)
         machine._pass(1.0, 0.1)
-        machine.turns.end(first, 10)
+        machine.probe.end(first, 10)
         ahead.enter(0)
         behind.enter(1)
         machine._pass(1.0, 0.1)
-        machine.turns.end(second, 10)
+        machine.probe.end(second, 10)
         behind.enter(0)
     while takes_turns(machine):
-        only = machine.turns.begin(ahead)
+        only = machine.probe.begin(ahead)
         machine._pass(1.0, 0.1)
         ahead.enter(1)
         machine._pass(1.0, 0.1)
-        machine.turns.end(only, 10)
+        machine.probe.end(only, 10)
         ahead.enter(0)
-    assert machine.turns.trial.slowdowns == {"read": pytest.approx(1.5, abs=0.1), "decode": pytest.approx(1.0)}
+    assert machine.probe.trial.slowdowns == {"read": pytest.approx(1.5, abs=0.1), "decode": pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize("every", [2, 12, 30])
@@ -317,25 +317,25 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(every: int) -> No
     """A chunk takes a second under a lock. Unfair: one has the lock again and again while the other waits for it, if it is
     for long until after what is looked at."""
     machine = Machine()
-    ticket, other = machine.turns.begin(machine.account), machine.turns.begin(machine.account)
+    ticket, other = machine.probe.begin(machine.worker_clock), machine.probe.begin(machine.worker_clock)
     number = 0
     while not takes_turns(machine):
         machine._pass(1.0, 0.1)
         number += 1
         if number % every == 0:
-            machine.turns.end(other, 10)
-            other = machine.turns.begin(machine.account)
+            machine.probe.end(other, 10)
+            other = machine.probe.begin(machine.worker_clock)
         else:
-            machine.turns.end(ticket, 10)
-            ticket = machine.turns.begin(machine.account)
+            machine.probe.end(ticket, 10)
+            ticket = machine.probe.begin(machine.worker_clock)
     for left in (ticket, other):
         machine._pass(1.0, 0.1)
-        machine.turns.end(left, 10)
+        machine.probe.end(left, 10)
     while takes_turns(machine):
         machine.overlapping(1.0, 0.1)
-    assert machine.turns.trial.alone_share is not None
-    assert machine.turns.trial.alone_share == pytest.approx(1.0, abs=0.2)
-    assert machine.turns.trial.slowdowns["read"] == pytest.approx(2.0 if every <= _WINDOW else 1.0, abs=0.2)
+    assert machine.probe.trial.alone_share is not None
+    assert machine.probe.trial.alone_share == pytest.approx(1.0, abs=0.2)
+    assert machine.probe.trial.slowdowns["read"] == pytest.approx(2.0 if every <= _WINDOW else 1.0, abs=0.2)
 
 
 def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None:
@@ -344,7 +344,7 @@ def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None
     for _ in range(3 * _PATIENCE):
         machine.overlapping(1.0, 0.4, 0.55)
         assert not takes_turns(machine)
-    assert machine.turns.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
+    assert machine.probe.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
 
 
 def test_that_the_lock_is_held_is_told_by_how_often_it_is_taken() -> None:
@@ -353,12 +353,12 @@ def test_that_the_lock_is_held_is_told_by_how_often_it_is_taken() -> None:
     machine.is_gil_taken = [True, True, False, True, True, True, False, True]
     for _ in range(_PATIENCE // 2):
         machine.overlapping(0.01, 0.95)
-    assert machine.turns.trial.gil_taken == pytest.approx(0.75, abs=0.05)
-    assert machine.turns.trial.holds_gil
+    assert machine.probe.trial.gil_taken == pytest.approx(0.75, abs=0.05)
+    assert machine.probe.trial.holds_gil
     machine.is_gil_taken = [True, False]
     for _ in range(3 * _PATIENCE):
         machine.overlapping(0.01, 0.95)
-    assert machine.turns.trial.holds_gil is False
+    assert machine.probe.trial.holds_gil is False
 
 
 @pytest.mark.parametrize(("taken", "tries"), [([True, False, False, False], False), ([True, False], True)])
@@ -374,7 +374,7 @@ def test_the_lock_is_asked_for_also_where_chunks_are_short() -> None:
     machine.is_gil_taken = [True]
     for _ in range(window_of(0.001)):
         machine.overlapping(0.001, 0.95)
-    assert machine.turns.trial.holds_gil
+    assert machine.probe.trial.holds_gil
 
 
 @pytest.mark.parametrize("seconds", [0.03, 0.01, 0.001, 0.0003])
@@ -384,7 +384,7 @@ def test_the_lock_is_asked_for_seldom(seconds: float) -> None:
     for _ in range(round(10 / seconds)):
         machine.overlapping(seconds, 0.95)
     assert 10 <= machine.num_asked <= 110 + 2 * _WINDOW
-    assert machine.turns._num_at_work == 0
+    assert machine.probe._num_at_work == 0
 
 
 @pytest.mark.parametrize("has_c", [True, False])
@@ -392,7 +392,7 @@ def test_the_lock_is_asked_for_seldom(seconds: float) -> None:
 def test_whether_they_hold_the_gil_is_asked(holds: bool, has_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in Python, or in a wait that lets go of the GIL. On a busy machine not every time that is asked shows it."""
     if not has_c:
-        monkeypatch.setattr("loaderkit.prefetch.turns.kernels", None)
+        monkeypatch.setattr("loaderkit.engine.autotune.concurrency.kernels", None)
     is_over = threading.Event()
 
     def work() -> None:
@@ -403,8 +403,8 @@ def test_whether_they_hold_the_gil_is_asked(holds: bool, has_c: bool, monkeypatc
     other = threading.Thread(target=work)
     other.start()
     try:
-        turns = Turns(["read", "decode"], time.perf_counter)
-        wait_for(lambda: turns._finds_gil_taken() == holds)
+        probe = ContentionProbe(["read", "decode"], time.perf_counter)
+        wait_for(lambda: probe._finds_gil_taken() == holds)
     finally:
         is_over.set()
         other.join()

@@ -8,9 +8,9 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from of_workloads import BATCH, Simulation, Workload
+from workloads import BATCH, Simulation, Workload
 
-from loaderkit.prefetch.tuner import LADDER
+from loaderkit.engine.autotune.tuner import LADDER
 
 
 def best(simulation: Simulation) -> float:

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from of_numbers import Numbers
+from numbers_dataset import Numbers
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.prefetch.accounts import Histogram
-from loaderkit.prefetch.stats import StageStats, Stats, blank
-from loaderkit.prefetch.turns import Trial
-from loaderkit.prefetch.verdict import Verdict
+from loaderkit.engine.metrics.bottleneck import Verdict
+from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.snapshot import StageStats, Stats, blank
+from loaderkit.engine.metrics.worker_clock import Histogram
 from profiles.accounts import FOLDER, from_json, read, to_json
 from profiles.bottlenecks import CASES, is_right
 from profiles.verdicts import record, run
 
 KINDS = ("read", "decode", "call", "batch", "transfer", "normalize")
-SERIAL = Trial(0.97, 0.98, slowdowns=dict.fromkeys(KINDS, 1.9))
+SERIAL = ContentionResult(0.97, 0.98, slowdowns=dict.fromkeys(KINDS, 1.9))
 ALIKE = dict.fromkeys(KINDS, 1.0)
 
 
@@ -43,7 +43,7 @@ def stats(
     rows: list[StageStats],
     *,
     wall_s: float = 10.0,
-    trial: Trial = Trial(),  # noqa: B008 - a tuple
+    trial: ContentionResult = ContentionResult(),  # noqa: B008 - a tuple
     apart: bool = False,
     memory: tuple[int, int] = (1000, 1),
     executor: str = "thread",
@@ -130,7 +130,7 @@ class TestOfAStage:
 
     def test_computing_beside_other_programs(self) -> None:
         """Off the CPU, but not of its own will: that is no waiting for a store, nor a lock."""
-        found = self.verdict(row("call", 19, 9, delayed_s=9), trial=Trial(0.9, 0.1))
+        found = self.verdict(row("call", 19, 9, delayed_s=9), trial=ContentionResult(0.9, 0.1))
         assert found.kind == "computing"
         assert "no CPU was free" in found.evidence
 
@@ -142,38 +142,38 @@ class TestOfAStage:
         assert found.percent == pytest.approx(80 * 35 / 38, abs=0.1)
 
     def test_computing_one_at_a_time(self) -> None:
-        assert self.verdict(row("call", 19, 9.2), trial=Trial(1.02, 0.5)).kind == "gil"
+        assert self.verdict(row("call", 19, 9.2), trial=ContentionResult(1.02, 0.5)).kind == "gil"
         taking_turns = row("call", 9.8, 9.2, idle_s=9.8)
-        assert self.verdict(taking_turns, trial=Trial(1.1, 0.5)).kind == "gil"
+        assert self.verdict(taking_turns, trial=ContentionResult(1.1, 0.5)).kind == "gil"
         assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
 
     def test_who_is_ready_to_run_while_cpus_are_idle_waits_for_no_cpu(self) -> None:
         """On some virtual machines a thread that waits for Python's lock counts as one that waits for a CPU."""
         behind = row("call", 19, 8.7, delayed_s=9.5)
-        seen = Trial(None, 0.08)
+        seen = ContentionResult(None, 0.08)
         assert self.verdict(behind, trial=seen, idle_s=9.5).kind == "gil"
         assert self.verdict(behind, trial=seen, idle_s=1.0).kind == "computing", "other programs have the other CPU"
         in_bursts = row("call", 19, 8.7, delayed_s=9.5, blocked_s=21)
         assert self.verdict(in_bursts, trial=seen, idle_s=9.5).kind != "gil", "idle between the bursts"
-        found = self.verdict(row("decode", 19, 13, delayed_s=6), trial=Trial(None, 0.1, 0.2), idle_s=7.0)
+        found = self.verdict(row("decode", 19, 13, delayed_s=6), trial=ContentionResult(None, 0.1, 0.2), idle_s=7.0)
         assert found.kind == "computing"
         assert "32 % ready to run while 0.7 CPUs were idle" in found.evidence
 
     def test_whether_the_lock_is_held_was_asked(self) -> None:
         held, free = 0.9, 0.5
-        assert self.verdict(row("call", 19, 9.2), trial=Trial(None, 0.1, held)).kind == "gil"
-        assert self.verdict(row("call", 19, 9.2), trial=Trial(1.02, 0.5, free)).kind != "gil"
+        assert self.verdict(row("call", 19, 9.2), trial=ContentionResult(None, 0.1, held)).kind == "gil"
+        assert self.verdict(row("call", 19, 9.2), trial=ContentionResult(1.02, 0.5, free)).kind != "gil"
         # Beside another program one alone may seem slower; but where much of a CPU is idle, it is.
-        assert self.verdict(row("call", 19, 9.2), trial=Trial(0.6, 0.1, held)).kind == "gil"
-        assert self.verdict(row("call", 19, 6.0), trial=Trial(0.6, 0.5, held)).kind != "gil"
+        assert self.verdict(row("call", 19, 9.2), trial=ContentionResult(0.6, 0.1, held)).kind == "gil"
+        assert self.verdict(row("call", 19, 6.0), trial=ContentionResult(0.6, 0.5, held)).kind != "gil"
 
     def test_computing_in_several_processes(self) -> None:
         """Workers share a lock of Python's with those of their own process: two of four, which then have two CPUs."""
         two = {"executor": "process", "processes": 2}
         four = row("call", 38, 18.4, workers=4)
-        assert self.verdict(four, trial=Trial(1.02, 0.5), **two).kind == "gil"
-        assert self.verdict(four, trial=Trial(0.52, 0.5), **two).kind != "gil", "one of two did half"
-        assert "of what all 2 did" in self.verdict(four, trial=Trial(1.02, 0.5), **two).evidence
+        assert self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).kind == "gil"
+        assert self.verdict(four, trial=ContentionResult(0.52, 0.5), **two).kind != "gil", "one of two did half"
+        assert "of what all 2 did" in self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).evidence
         assert self.verdict(row("call", 19, 9.2), **two).kind != "gil", "one in each: nobody is in its way"
 
     def test_waiting_one_at_a_time(self) -> None:
@@ -189,7 +189,7 @@ class TestOfAStage:
 
     def test_waiting_each_for_itself(self) -> None:
         found = self.verdict(
-            row("read", 19, 0.3, services=services((0.02, 900))), trial=Trial(0.52, 0.98, slowdowns=ALIKE)
+            row("read", 19, 0.3, services=services((0.02, 900))), trial=ContentionResult(0.52, 0.98, slowdowns=ALIKE)
         )
         assert found.kind == "latency"
         assert "larger requests" in found.change
@@ -197,9 +197,12 @@ class TestOfAStage:
     def test_few_were_there_when_one_alone_was_compared_with_them(self) -> None:
         """Eight workers of which the loop needs two: what holds two up a little would hold eight up by far more."""
         waiting = row("read", 79, 0.3, workers=8, services=services((0.02, 900)))
-        assert self.verdict(waiting, trial=Trial(0.6, 0.98, num_inside=2.4, slowdowns={"read": 1.5})).kind == "lock"
-        assert self.verdict(waiting, trial=Trial(0.6, 0.98, slowdowns={"read": 1.5})).kind == "latency"
-        found = self.verdict(waiting, trial=Trial(0.42, 0.98, num_inside=2.4, slowdowns=ALIKE))
+        assert (
+            self.verdict(waiting, trial=ContentionResult(0.6, 0.98, num_inside=2.4, slowdowns={"read": 1.5})).kind
+            == "lock"
+        )
+        assert self.verdict(waiting, trial=ContentionResult(0.6, 0.98, slowdowns={"read": 1.5})).kind == "latency"
+        found = self.verdict(waiting, trial=ContentionResult(0.42, 0.98, num_inside=2.4, slowdowns=ALIKE))
         assert found.kind == "latency"
         assert "42 % of what 2 of 8 at a time did" in found.evidence
 
@@ -207,31 +210,40 @@ class TestOfAStage:
         """A store that is read one at a time, 1.1 ms an item, and 0.5 ms of decoding, by two: one alone needs 1.6, so
         it gets 66 % of that done; what tells is that it reads faster."""
         rows = [row("read", 15, 0.3, num_bytes=10**9), row("decode", 5, 4.5)]
-        serial = stats({"read": 8.0}, rows, trial=Trial(0.66, 0.7, slowdowns={"read": 1.5, "decode": 1.0})).verdict()
+        serial = stats(
+            {"read": 8.0}, rows, trial=ContentionResult(0.66, 0.7, slowdowns={"read": 1.5, "decode": 1.0})
+        ).verdict()
         assert (serial.stage, serial.kind) == ("read", "bandwidth")
         assert "read takes 1.5 times as long side by side" in serial.evidence
-        each_for_itself = stats({"read": 8.0}, rows, trial=Trial(0.66, 0.7, slowdowns={"read": 1.1})).verdict()
+        each_for_itself = stats(
+            {"read": 8.0}, rows, trial=ContentionResult(0.66, 0.7, slowdowns={"read": 1.1})
+        ).verdict()
         assert each_for_itself.kind == "latency"
 
     def test_an_unfair_lock_is_told_by_what_one_alone_gets_done(self) -> None:
         """The items that end are those of whoever has the lock, and took no longer than alone."""
-        found = self.verdict(row("call", 19, 0.3), trial=Trial(1.0, 0.98, num_inside=2.0, slowdowns=ALIKE))
+        found = self.verdict(row("call", 19, 0.3), trial=ContentionResult(1.0, 0.98, num_inside=2.0, slowdowns=ALIKE))
         assert found.kind == "lock"
 
     def test_a_store_that_answers_unevenly_holds_nobody_up(self) -> None:
         """The three items of one alone happened to be quick ones; it got its share done, by the median."""
-        found = self.verdict(row("read", 19, 0.3), trial=Trial(0.52, 0.98, num_inside=2.0, slowdowns={"read": 1.5}))
+        found = self.verdict(
+            row("read", 19, 0.3), trial=ContentionResult(0.52, 0.98, num_inside=2.0, slowdowns={"read": 1.5})
+        )
         assert found.kind == "latency"
         assert "do not hold one another up" not in found.evidence
 
     def test_there_are_fewer_workers_than_when_it_was_tried(self) -> None:
         """What is little for eight workers is not much for the two that are left."""
-        trial = Trial(0.2, 0.98, num_inside=7.8, slowdowns={"read": 1.8})
+        trial = ContentionResult(0.2, 0.98, num_inside=7.8, slowdowns={"read": 1.8})
         assert self.verdict(row("read", 19, 0.3), trial=trial).kind == "latency"
 
     def test_a_stage_that_workers_are_seldom_in_together_holds_nobody_up(self) -> None:
         rows = [row("read", 9, 0.3), row("decode", 11, 6)]
-        assert stats({"read": 8.0}, rows, trial=Trial(0.5, 0.9, slowdowns={"read": 1.4})).verdict().kind == "latency"
+        assert (
+            stats({"read": 8.0}, rows, trial=ContentionResult(0.5, 0.9, slowdowns={"read": 1.4})).verdict().kind
+            == "latency"
+        )
 
     def test_waiting_and_nothing_was_tried(self) -> None:
         assert self.verdict(row("read", 9.5, 0.3, workers=1)).kind == "waiting"
@@ -244,7 +256,7 @@ class TestOfAStage:
 
     def test_rare_stragglers_do_not_matter(self) -> None:
         seldom = services((0.01, 990), (0.1, 11))
-        assert self.verdict(row("read", 19, 0.3, services=seldom), trial=Trial(0.5, 0.98)).kind == "latency"
+        assert self.verdict(row("read", 19, 0.3, services=seldom), trial=ContentionResult(0.5, 0.98)).kind == "latency"
 
     def test_no_pool_at_its_limit(self) -> None:
         found = self.verdict(row("read", 9, 8, blocked_s=10))
@@ -271,7 +283,7 @@ class TestOfAStage:
     st.lists(st.tuples(*[st.one_of(st.just(0.0), st.floats(0, 20))] * 6), min_size=len(KINDS), max_size=len(KINDS)),
     st.floats(0, 20),
     st.builds(
-        Trial,
+        ContentionResult,
         st.one_of(st.none(), st.floats(0, 3)),
         st.one_of(st.none(), st.floats(0, 1)),
         slowdowns=st.dictionaries(st.sampled_from(KINDS), st.floats(0, 9)),
@@ -285,7 +297,7 @@ def test_there_is_always_a_verdict(
     stall_s: dict[str, float],
     times: list[tuple[float, ...]],
     wall_s: float,
-    trial: Trial,
+    trial: ContentionResult,
     apart: bool,
     memory: tuple[int, int],
     executor: str,
@@ -320,8 +332,8 @@ def test_it_is_in_the_statistics(executor: str) -> None:
 def test_on_recorded_accounts(machine: Path) -> None:
     """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py. Who waits
     for Python's lock is always told; of the rest one in twenty may be wrong."""
-    found = [(case, recorded.verdict()) for case, recorded in read(machine)]
-    wrong = {case.name: verdict for case, verdict in found if not is_right(case, verdict._asdict())}
+    found = [(interval, recorded.verdict()) for interval, recorded in read(machine)]
+    wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict._asdict())}
     assert len(found) >= 50
     assert len(wrong) <= len(found) / 20, wrong
     assert not [name for name in wrong if name.startswith("GIL")]

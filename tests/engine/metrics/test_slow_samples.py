@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from of_threads import race
+from thread_switches import race
 
-from loaderkit.prefetch.accounts import Account, States
-from loaderkit.prefetch.slowest import SlowItems, slowest
-from loaderkit.types import Chunk, Destination
+from loaderkit.engine.metrics.slow_samples import SlowItems, slowest
+from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
+from loaderkit.engine.work import Chunk, WorkItem
 
 
 def chunk_of(*samples: int) -> Chunk:
     indices = np.array(samples, np.int64)
-    destination = Destination(epoch=3, step=0, positions=indices, indices=indices)
-    return Chunk(destination, 0, len(samples), 3, indices)
+    work_item = WorkItem(epoch=3, step=0, positions=indices, indices=indices)
+    return Chunk(work_item, 0, len(samples), 3, indices)
 
 
 @given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=200, unique=True))
@@ -62,10 +62,10 @@ def test_several_processes_are_merged() -> None:
 
 def test_an_account_notes_what_its_stage_says() -> None:
     now = iter(range(1000))
-    account = Account(States(1), lambda: float(next(now)), first_state=1)
-    account.enter(0)
+    worker_clock = WorkerClock(WorkerStates(1), lambda: float(next(now)), first_state=1)
+    worker_clock.enter(0)
     chunk = chunk_of(4, 5)
     chunk.slowest = (0.75, 1)
-    account.served(0, 2, 0, chunk)
-    (slow,) = account.slow_items.kept(0)
+    worker_clock.served(0, 2, 0, chunk)
+    (slow,) = worker_clock.slow_items.kept(0)
     assert (slow.seconds, slow.sample, slow.num_together) == (0.75, 5, 1)

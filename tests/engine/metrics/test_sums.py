@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import PythonAccount, both, cpu_s, state_s
-from of_numbers import Numbers, hang, wait_for
+from numbers_dataset import Numbers, hang, wait_for
+from worker_clocks import PythonAccount, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.metrics.snapshot import Stats, _rise
+from loaderkit.engine.metrics.stalls import Waits
+from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.errors import StageError
-from loaderkit.prefetch.accounts import Account, States
-from loaderkit.prefetch.stalls import Waits
-from loaderkit.prefetch.stats import Stats, _rise
 
 Wait = tuple[float, float]
 
@@ -151,7 +151,7 @@ def test_threads_looked_at_from_another_one(overrides: dict[str, Any]) -> None:
 def test_processes_looked_at_from_another_thread(num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moments are the trainer's, also those at which the processes give their accounts."""
     clock = Readings()
-    monkeypatch.setattr("loaderkit.prefetch.process.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("loaderkit.engine.process.executor.time", SimpleNamespace(perf_counter=clock))
     sizes = {"prefetch.executor": "process", "prefetch.processes": num_processes, "prefetch.concurrency": 4}
     check_looked_at(loaderkit.build(PAUSES, overrides=sizes), clock)
 
@@ -251,19 +251,19 @@ def test_a_rise_sums_and_is_never_negative(earlier: dict[str, float], later: dic
 @both
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.floats(0, 1))
 def test_an_account_read_late_is_that_of_the_moment(
-    account_type: type[Account], steps: list[tuple[int, float]], share: float
+    account_type: type[WorkerClock], steps: list[tuple[int, float]], share: float
 ) -> None:
     """The reader looked at the clock, waited for the GIL, and then read: what came in between does not count."""
     now = 100.0
-    account = account_type(States(3), lambda: now, first_state=3)
+    worker_clock = account_type(WorkerStates(3), lambda: now, first_state=3)
     for state, seconds in steps:
         now += seconds
-        account.enter(state)
+        worker_clock.enter(state)
     moment = 100.0 + share * (now - 100.0)
     expected = [0.0] * 6
-    for state, since, until in account.timeline(100.0, moment):
+    for state, since, until in worker_clock.timeline(100.0, moment):
         expected[state] += until - since
-    assert state_s(account, moment) == pytest.approx(expected, abs=1e-9)
+    assert state_s(worker_clock, moment) == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_wait_is_never_found_twice_nor_lost() -> None:
@@ -358,11 +358,11 @@ class TestAnyThreadAnyTime:
 
     def test_inside_a_stage_and_after_an_interrupt_in_an_entry(self) -> None:
         """Ctrl-C may come while a worker's account is being written in Python, which then stays as it is."""
-        account: Any = PythonAccount(States(1), time.perf_counter, first_state=1)
-        account.enter(0)
-        account._sequence += 1
-        assert len(state_s(account, time.perf_counter())) == 4
-        assert len(cpu_s(account)) == 1
+        worker_clock: Any = PythonAccount(WorkerStates(1), time.perf_counter, first_state=1)
+        worker_clock.enter(0)
+        worker_clock._sequence += 1
+        assert len(state_s(worker_clock, time.perf_counter())) == 4
+        assert len(cpu_s(worker_clock)) == 1
 
 
 def fail_seldom(sample: dict[str, Any]) -> None:

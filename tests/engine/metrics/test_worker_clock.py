@@ -15,14 +15,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ledgers import PythonAccount, both, cpu_s, state_s
+from worker_clocks import PythonAccount, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.worker_clock import ClockTotals, Histogram, WorkerClock, WorkerStates
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.native import kernels
-from loaderkit.prefetch import stalls
-from loaderkit.prefetch.accounts import Account, Histogram, States, Totals
-from loaderkit.types import Chunk, Destination
 
 INDICES = np.arange(4)
 
@@ -40,30 +40,30 @@ class HandClock:
 @both
 class TestAccount:
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10)), max_size=40))
-    def test_sums_to_the_time_there_was(self, account_type: type[Account], steps: list[tuple[int, float]]) -> None:
+    def test_sums_to_the_time_there_was(self, account_type: type[WorkerClock], steps: list[tuple[int, float]]) -> None:
         clock = HandClock()
-        account = account_type(States(3), clock, first_state=3)
+        worker_clock = account_type(WorkerStates(3), clock, first_state=3)
         expected = [0.0] * 6
         state = 3
         for following, seconds in steps:
             clock.now += seconds
             expected[state] += seconds
-            account.enter(following)
+            worker_clock.enter(following)
             state = following
         clock.now += 1.5
         expected[state] += 1.5
-        assert state_s(account, clock.now) == pytest.approx(expected)
+        assert state_s(worker_clock, clock.now) == pytest.approx(expected)
 
     @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.data())
     def test_the_timeline_is_what_happened(
-        self, account_type: type[Account], steps: list[tuple[int, float]], data: st.DataObject
+        self, account_type: type[WorkerClock], steps: list[tuple[int, float]], data: st.DataObject
     ) -> None:
         clock = HandClock()
-        account = account_type(States(3), clock, first_state=3)
+        worker_clock = account_type(WorkerStates(3), clock, first_state=3)
         timeline = [(100.0, 3)]
         for state, seconds in steps:
             clock.now += seconds
-            account.enter(state)
+            worker_clock.enter(state)
             timeline.append((clock.now, state))
         begin = data.draw(st.floats(100, clock.now))
         end = data.draw(st.floats(begin, clock.now + 5))
@@ -73,21 +73,21 @@ class TestAccount:
             if overlap > 0:
                 expected[state] = expected.get(state, 0.0) + overlap
         found: dict[int, float] = {}
-        for state, since, until in account.timeline(begin, end):
+        for state, since, until in worker_clock.timeline(begin, end):
             assert begin <= since < until <= end
             found[state] = found.get(state, 0.0) + until - since
         assert found == pytest.approx(expected)
 
-    def test_a_reader_never_sees_half_an_entry(self, account_type: type[Account]) -> None:
+    def test_a_reader_never_sees_half_an_entry(self, account_type: type[WorkerClock]) -> None:
         """Entries made by one thread, read by another: the sum is always the age of the account."""
-        account = account_type(States(2), time.perf_counter, first_state=2)
-        begun = account.since_s
+        worker_clock = account_type(WorkerStates(2), time.perf_counter, first_state=2)
+        begun = worker_clock.since_s
         stop = threading.Event()
 
         def work() -> None:
             state = 0
             while not stop.is_set():
-                account.enter(state)
+                worker_clock.enter(state)
                 state = (state + 1) % 5
 
         thread = threading.Thread(target=work)
@@ -95,124 +95,125 @@ class TestAccount:
         try:
             for _ in range(3000):
                 now = time.perf_counter()
-                assert sum(state_s(account, now)) >= (now - begun) * (1 - 1e-9)
-                assert sum(state_s(account, now)) <= time.perf_counter() - begun + 1e-9
+                assert sum(state_s(worker_clock, now)) >= (now - begun) * (1 - 1e-9)
+                assert sum(state_s(worker_clock, now)) <= time.perf_counter() - begun + 1e-9
         finally:
             stop.set()
             thread.join()
 
-    def test_cpu_time_is_that_of_the_thread(self, account_type: type[Account]) -> None:
+    def test_cpu_time_is_that_of_the_thread(self, account_type: type[WorkerClock]) -> None:
         """Of what takes long, asked; of what takes a moment, taken for granted."""
-        account = account_type(States(2), time.perf_counter, first_state=2)
+        worker_clock = account_type(WorkerStates(2), time.perf_counter, first_state=2)
         begun_s, sum_s = time.thread_time(), 0.0
         for number in range(50):
-            account.enter(number % 2)
+            worker_clock.enter(number % 2)
             until_s = time.thread_time() + (2e-3 if number % 10 == 0 else 0.0)
             while time.thread_time() < until_s:
                 pass
             if number % 10 == 5:
-                account.enter(4)
-        sum_s = sum(cpu_s(account))
+                worker_clock.enter(4)
+        sum_s = sum(cpu_s(worker_clock))
         assert sum_s == pytest.approx(time.thread_time() - begun_s, rel=0.2)
         assert sum_s >= 5 * 2e-3 * 0.99
 
-    def test_what_it_computes_between_stages_is_no_stages(self, account_type: type[Account]) -> None:
+    def test_what_it_computes_between_stages_is_no_stages(self, account_type: type[WorkerClock]) -> None:
         """Also where it waits for this and then for that, and the stage comes right behind."""
-        account = account_type(States(1), time.perf_counter, first_state=1)
+        worker_clock = account_type(WorkerStates(1), time.perf_counter, first_state=1)
         for state in (0, 1, 2, 1, 0):
-            account.enter(state)
+            worker_clock.enter(state)
             until_s = time.thread_time() + (0.02 if state else 0.002)
             while time.thread_time() < until_s:
                 pass
             if state == 1:
-                account.enter(2)  # for a moment
-        open_s = cpu_s(account)[0]
-        account.enter(1)
-        assert 0.004 * 0.99 <= open_s <= cpu_s(account)[0] < 0.01
+                worker_clock.enter(2)  # for a moment
+        open_s = cpu_s(worker_clock)[0]
+        worker_clock.enter(1)
+        assert 0.004 * 0.99 <= open_s <= cpu_s(worker_clock)[0] < 0.01
 
-    def test_another_thread_may_go_on_with_it(self, account_type: type[Account]) -> None:
+    def test_another_thread_may_go_on_with_it(self, account_type: type[WorkerClock]) -> None:
         """Its CPU time has nothing to do with that of the one before, however short the time in between."""
-        account = account_type(States(1), time.perf_counter, first_state=1)
+        worker_clock = account_type(WorkerStates(1), time.perf_counter, first_state=1)
 
         def work(seconds: float) -> None:
             until_s = time.thread_time() + seconds
             while time.thread_time() < until_s:
                 pass
-            account.enter(0)
+            worker_clock.enter(0)
             until_s = time.thread_time() + 2e-3
             while time.thread_time() < until_s:
                 pass
-            account.enter(1)
+            worker_clock.enter(1)
 
         for seconds in (0.05, 0.0, 0.03, 0.0):
             thread = threading.Thread(target=work, args=(seconds,))
             thread.start()
             thread.join()
-        assert 8e-3 * 0.99 <= cpu_s(account)[0] < 12e-3
+        assert 8e-3 * 0.99 <= cpu_s(worker_clock)[0] < 12e-3
 
-    def test_a_clock_that_raises_leaves_it_as_it_was(self, account_type: type[Account]) -> None:
+    def test_a_clock_that_raises_leaves_it_as_it_was(self, account_type: type[WorkerClock]) -> None:
         clock = HandClock()
-        account = account_type(States(1), clock, first_state=1)
+        worker_clock = account_type(WorkerStates(1), clock, first_state=1)
         del clock.now
         with pytest.raises(AttributeError):
-            account.enter(0)
-        assert account.open_state == 1
-        assert state_s(account, 103.0) == pytest.approx([0, 3, 0, 0])
+            worker_clock.enter(0)
+        assert worker_clock.open_state == 1
+        assert state_s(worker_clock, 103.0) == pytest.approx([0, 3, 0, 0])
 
 
 @pytest.mark.skipif(kernels is None, reason="there is no compiler here")
 def test_nothing_is_written_where_there_is_no_such_state() -> None:
-    account: Any = Account(States(2), time.perf_counter, first_state=2)
-    summed: Any = Account.summed
+    worker_clock: Any = WorkerClock(WorkerStates(2), time.perf_counter, first_state=2)
+    summed: Any = WorkerClock.summed
     wrong: list[Callable[[], object]] = [
-        lambda: account.enter(5),
-        lambda: account.enter(-1),
-        lambda: account.enter(2**80),
-        lambda: account.enter("read"),
-        lambda: account.served(2, 1, 1),
-        lambda: account.served(0, 1),
-        lambda: account.served(0, 2**80, 1),
-        lambda: account.failed(2, 1),
+        lambda: worker_clock.enter(5),
+        lambda: worker_clock.enter(-1),
+        lambda: worker_clock.enter(2**80),
+        lambda: worker_clock.enter("read"),
+        lambda: worker_clock.served(2, 1, 1),
+        lambda: worker_clock.served(0, 1),
+        lambda: worker_clock.served(0, 2**80, 1),
+        lambda: worker_clock.failed(2, 1),
         lambda: summed([], 0.0),
-        lambda: summed((account,), 0.0),
-        lambda: summed([account, States(2)], 0.0),
-        lambda: summed([account, Account(States(3), time.perf_counter, first_state=3)], 0.0),
-        lambda: summed([Account.__new__(Account)], 0.0),
-        lambda: account.__init__(States(2), time.perf_counter, first_state=2),
+        lambda: summed((worker_clock,), 0.0),
+        lambda: summed([worker_clock, WorkerStates(2)], 0.0),
+        lambda: summed([worker_clock, WorkerClock(WorkerStates(3), time.perf_counter, first_state=3)], 0.0),
+        lambda: summed([WorkerClock.__new__(WorkerClock)], 0.0),
+        lambda: worker_clock.__init__(WorkerStates(2), time.perf_counter, first_state=2),
     ]
     for step in wrong:
         with pytest.raises((ValueError, TypeError, OverflowError)):
             step()
-    assert account.open_state == 2
-    assert Account.summed([account], 0.0)[1] == 2 * [(0, 0, 0, 0.0, 0.0, {})]
+    assert worker_clock.open_state == 2
+    assert WorkerClock.summed([worker_clock], 0.0)[1] == 2 * [(0, 0, 0, 0.0, 0.0, {})]
 
 
-def counted(*accounts: Account) -> list[Totals]:
+def counted(*worker_clocks: WorkerClock) -> list[ClockTotals]:
     """All of what was done but the thread's time on a CPU and for one, of which each ledger asks the system itself."""
     return [
-        Totals._make(row)._replace(cpu_s=0.0, delayed_s=0.0) for row in type(accounts[0]).summed(list(accounts), 0.0)[1]
+        ClockTotals._make(row)._replace(cpu_s=0.0, delayed_s=0.0)
+        for row in type(worker_clocks[0]).summed(list(worker_clocks), 0.0)[1]
     ]
 
 
 @both
 @given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=20), min_size=1, max_size=5))
-def test_workers_of_a_pool_are_summed(account_type: type[Account], lives: list[list[tuple[int, float]]]) -> None:
+def test_workers_of_a_pool_are_summed(account_type: type[WorkerClock], lives: list[list[tuple[int, float]]]) -> None:
     clock = HandClock()
-    accounts = [account_type(States(3), clock, first_state=3, since_s=clock.now) for _ in lives]
-    for account, life in zip(accounts, lives, strict=True):
+    worker_clocks = [account_type(WorkerStates(3), clock, first_state=3, since_s=clock.now) for _ in lives]
+    for worker_clock, life in zip(worker_clocks, lives, strict=True):
         for state, seconds in life:
             clock.now += seconds
-            account.enter(state)
+            worker_clock.enter(state)
             if state < 3:
-                account.served(state, 2, 5)
-                account.failed(state, 1)
+                worker_clock.served(state, 2, 5)
+                worker_clock.failed(state, 1)
     moment = clock.now - 0.3
-    alone = [state_s(account, moment) for account in accounts]
-    assert account_type.summed(accounts, moment)[0] == pytest.approx(
+    alone = [state_s(worker_clock, moment) for worker_clock in worker_clocks]
+    assert account_type.summed(worker_clocks, moment)[0] == pytest.approx(
         [sum(column) for column in zip(*alone, strict=True)]
     )
-    for number, row in enumerate(counted(*accounts)):
-        each = [counted(account)[number] for account in accounts]
+    for number, row in enumerate(counted(*worker_clocks)):
+        each = [counted(worker_clock)[number] for worker_clock in worker_clocks]
         assert row[:3] == tuple(sum(values) for values in zip(*(one[:3] for one in each), strict=True))
         expected: Counter[int] = Counter()
         for one in each:
@@ -230,29 +231,29 @@ STEPS = st.one_of(
 @given(st.lists(STEPS, max_size=600), st.data())
 def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st.DataObject) -> None:
     clock = HandClock()
-    account, other = (kind(States(3), clock, first_state=3) for kind in (Account, PythonAccount))
-    account.tape, other.tape = deque(), deque()
+    worker_clock, other = (kind(WorkerStates(3), clock, first_state=3) for kind in (WorkerClock, PythonAccount))
+    worker_clock.tape, other.tape = deque(), deque()
     for step, number, much in steps:
         if step == "enter":
             clock.now += much
-            account.item = other.item = (0, number, 1, 2)
-            assert account.enter(number) == other.enter(number)
+            worker_clock.item = other.item = (0, number, 1, 2)
+            assert worker_clock.enter(number) == other.enter(number)
         elif step == "failed":
-            account.failed(number, int(much))
+            worker_clock.failed(number, int(much))
             other.failed(number, int(much))
         else:
-            chunk = Chunk(Destination(epoch=0, step=0, positions=INDICES, indices=INDICES), 0, 4, 0, INDICES)
-            for one in (account, other):
+            chunk = Chunk(WorkItem(epoch=0, step=0, positions=INDICES, indices=INDICES), 0, 4, 0, INDICES)
+            for one in (worker_clock, other):
                 chunk.slowest = (float(much), 1) if number else None
                 one.served(number, int(much), 7 * number, chunk)
                 assert (chunk.slowest is None) == (not number or int(much) > 0), "the next stage is not charged with it"
     moment = data.draw(st.floats(90, clock.now + 10))
-    assert state_s(account, moment) == pytest.approx(state_s(other, moment), abs=1e-9)
-    assert account.timeline(95.0, moment) == other.timeline(95.0, moment)
-    assert counted(account) == counted(other)
-    assert [account.slow_items.kept(n) for n in range(3)] == [other.slow_items.kept(n) for n in range(3)]
-    assert account.tape == other.tape
-    assert (account.open_state, account.since_s) == (other.open_state, other.since_s)
+    assert state_s(worker_clock, moment) == pytest.approx(state_s(other, moment), abs=1e-9)
+    assert worker_clock.timeline(95.0, moment) == other.timeline(95.0, moment)
+    assert counted(worker_clock) == counted(other)
+    assert [worker_clock.slow_items.kept(n) for n in range(3)] == [other.slow_items.kept(n) for n in range(3)]
+    assert worker_clock.tape == other.tape
+    assert (worker_clock.open_state, worker_clock.since_s) == (other.open_state, other.since_s)
 
 
 class TestHistogram:
@@ -283,13 +284,16 @@ class TestAttribution:
         self, opened: float, gaps: list[tuple[float, int]], tail: float, begin: float, length: float, short: bool
     ) -> None:
         clock = HandClock()
-        pools = [[Account(States(3), clock, first_state=0)], [Account(States(3), clock, first_state=3)]]
+        pools = [
+            [WorkerClock(WorkerStates(3), clock, first_state=0)],
+            [WorkerClock(WorkerStates(3), clock, first_state=3)],
+        ]
         marks = []
         now = opened
         for gap, state in gaps:
             now += gap
             marks.append((now, state))
-        facts = stalls.Facts(short, ["a", "b", "c"], pools)
+        facts = stalls.WaitFacts(short, ["a", "b", "c"], pools)
         found = stalls.attribute(
             begin,
             begin + length,
@@ -313,13 +317,13 @@ class TestAttribution:
 
     def test_time_in_a_queue_is_charged_to_what_the_pool_did(self) -> None:
         clock = HandClock()
-        account = Account(States(2), clock, first_state=0)
+        worker_clock = WorkerClock(WorkerStates(2), clock, first_state=0)
         clock.now = 103.0
-        account.enter(1)
+        worker_clock.enter(1)
         clock.now = 104.0
-        account.enter(0)
+        worker_clock.enter(0)
         way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
-        found = stalls.attribute(100.0, 106.5, way, stalls.Facts(False, ["slow", "quick"], [[account]]))
+        found = stalls.attribute(100.0, 106.5, way, stalls.WaitFacts(False, ["slow", "quick"], [[worker_clock]]))
         assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from loaderkit import Pipeline
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.builder import make_parts
+from loaderkit.engine.process.shared_memory import check_room
 from loaderkit.errors import ConfigError
-from loaderkit.prefetch.free_memory import check_room
-from loaderkit.prefetch.plan import BatchPlan
-from loaderkit.prefetch.share import Share
+from loaderkit.pipeline.batch_plan import BatchPlan
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.sampling.shard import Shard
 
 MIB = 2**20
 
@@ -85,9 +85,9 @@ def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: p
     pipeline = Pipeline.dataset(Megabytes()).read().batch(1).prefetch(batches=10)
     parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
     recipe = Recipe(parts.config, parts.source, None, parts.schedule, 2)
-    monkeypatch.setattr("loaderkit.prefetch.plan.check_room", partial(check_room, root=root))
+    monkeypatch.setattr("loaderkit.pipeline.batch_plan.check_room", partial(check_room, root=root))
 
-    def plan_of(share: Share) -> BatchPlan:
+    def plan_of(share: Shard) -> BatchPlan:
         plan = Assembly(recipe, share).make_plan(lambda size: np.empty(size, np.uint8))
         plan.prepare()
         return plan
@@ -97,9 +97,9 @@ def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: p
 
     allow(9)
     with pytest.raises(ConfigError, match="10 batches ahead take"):
-        plan_of(Share(1, 2))
+        plan_of(Shard(1, 2))
     allow(10)
-    plan = plan_of(Share(1, 2))
+    plan = plan_of(Shard(1, 2))
     before = plan.room
     with pytest.raises(ConfigError, match="30 batches ahead take"):
         plan.set_depth(20, None)

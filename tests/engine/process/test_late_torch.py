@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
-from of_numbers import PROCESS, TWO_PROCESSES, numbers, pids_of
+from numbers_dataset import PROCESS, TWO_PROCESSES, numbers, pids_of
 from PIL import Image
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.compiler import Compiler
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.kernels import can_resample
-from loaderkit.prefetch.remote import Job
+from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.pipeline.compiler import Compiler
+from loaderkit.stages.kernels import can_resample
 
 pytestmark = pytest.mark.matrix(2)
 
@@ -142,11 +142,11 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether processes were told to import torch first."""
     found: list[bool] = []
 
-    def job(*args: Any, **kwargs: Any) -> Job:
+    def job(*args: Any, **kwargs: Any) -> WorkerSpec:
         found.append("torch" in kwargs["preload"])
-        return Job(*args, **kwargs)
+        return WorkerSpec(*args, **kwargs)
 
-    monkeypatch.setattr("loaderkit.hosting.Job", job)
+    monkeypatch.setattr("loaderkit.pipeline.process_setup.WorkerSpec", job)
     return found
 
 
@@ -204,10 +204,10 @@ def test_what_needs_torch_unexpectedly_imports_it(kind: str, data: Path, monkeyp
 def test_threads_that_come_upon_torch_compute_alone() -> None:
     code = (
         "import threading\n"
-        "from loaderkit.lazily import put_torch_off\n"
-        "from loaderkit.prefetch.child import _import_torch\n"
+        "from loaderkit._internal.lazily import put_torch_off\n"
+        "from loaderkit.engine.process.worker_main import _import_torch\n"
         "put_torch_off(_import_torch)\n"
-        "from loaderkit.lazily import torch\n"
+        "from loaderkit._internal.lazily import torch\n"
         "def note(): torch.zeros(1); print(end=f'{torch.get_num_threads()} ')\n"
         "threads = [threading.Thread(target=note) for _ in range(4)]\n"
         "[thread.start() for thread in threads]\n"
@@ -221,10 +221,10 @@ def test_threads_that_come_upon_torch_compute_alone() -> None:
 def test_the_engine_is_imported_without_torch() -> None:
     code = (
         "import importlib, sys\n"
-        "from loaderkit.lazily import has_torch, is_tensor, put_torch_off\n"
+        "from loaderkit._internal.lazily import has_torch, is_tensor, put_torch_off\n"
         "put_torch_off(lambda: importlib.import_module('torch'))\n"
-        "import loaderkit.assembly, loaderkit.prefetch.courier\n"
-        "from loaderkit.lazily import torch\n"
+        "import loaderkit.pipeline.engine_factory, loaderkit.engine.process.batch_server\n"
+        "from loaderkit._internal.lazily import torch\n"
         "print(has_torch(), is_tensor(1), 'torch' in sys.modules, hasattr(torch, '__wrapped__'), 'torch' in sys.modules)\n"
         "found = torch.zeros(2)\n"
         "print(has_torch(), is_tensor(found), torch.__version__ == sys.modules['torch'].__version__)\n"
@@ -236,6 +236,6 @@ def test_the_engine_is_imported_without_torch() -> None:
 def test_a_training_program_has_torch_itself() -> None:
     """No proxy stands between it and its tensors, whatever it imports first."""
     for first in ("loaderkit.build", "loaderkit.Pipeline", "loaderkit.restore", "__import__('torch')"):
-        code = f"import loaderkit; {first}; import torch; from loaderkit import lazily; print(lazily.torch is torch)"
+        code = f"import loaderkit; {first}; import torch; from loaderkit._internal import lazily; print(lazily.torch is torch)"
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
         assert ran.stdout.strip() == "True"

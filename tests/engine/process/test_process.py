@@ -16,10 +16,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from conftest import HELPERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from of_numbers import PROCESS, Numbers, build, hang, numbers, wait_for
+from numbers_dataset import PROCESS, Numbers, build, hang, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -78,8 +79,8 @@ class TestLiving:
         script.write_text(
             "import os, sys; sys.path.insert(0, sys.argv[1])\n"
             "from contextlib import suppress\n"
-            "import of_numbers\n"
-            "loader = of_numbers.build(of_numbers.numbers().call(of_numbers.shout))\n"
+            "import numbers_dataset\n"
+            "loader = numbers_dataset.build(numbers_dataset.numbers().call(numbers_dataset.shout))\n"
             "with loader:\n"
             "    found = []\n"
             "    for batch in loader:\n"
@@ -90,7 +91,7 @@ class TestLiving:
         )
         command = f'"$1" "$2" "$3" "$4" {closed}'
         result = tmp_path / "result"
-        arguments = [sys.executable, str(script), str(Path(__file__).parent), str(result)]
+        arguments = [sys.executable, str(script), str(HELPERS), str(result)]
         subprocess.run(["sh", "-c", command, "sh", *arguments], capture_output=True, timeout=60)
         assert result.read_text() == repr([(n, n) for n in range(64)])
 
@@ -217,9 +218,9 @@ class TestMemory:
         with build(numbers(80)) as loader:
             stream = iter(loader)
             next(stream)
-            (host,) = cast(Any, loader._engine)._hosts
+            (host,) = cast(Any, loader._engine)._processes
             ledger = host._ledger
-            for _ in range(100_000):  # never lent: the other process is told of them in `Courier.released`
+            for _ in range(100_000):  # never lent: the other process is told of them in `BatchSender.released`
                 ledger._ended.put(1 << 30)
             told: list[tuple[Any, ...]] = []
             sizes: list[int] = []

@@ -12,17 +12,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from conftest import HELPERS
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from of_numbers import Numbers, build, is_running, numbers, pid_of, wait_for
+from numbers_dataset import Numbers, build, is_running, numbers, pid_of, wait_for
 
 from loaderkit import Pipeline
+from loaderkit.engine.process import worker_main
+from loaderkit.engine.process.connection import exit_reason
 from loaderkit.errors import WorkerDiedError
-from loaderkit.prefetch import child
-from loaderkit.prefetch.deaths import describe_death
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -99,7 +99,7 @@ class TestDeaths:
         """It is not asked again and again: else there would be no room left to tell it to end, and nobody could."""
         with build(numbers()) as loader:
             next(iter(loader))
-            (host,) = cast(Any, loader._engine)._hosts
+            (host,) = cast(Any, loader._engine)._processes
             pid = host.pid
             os.kill(pid, signal.SIGSTOP)
             asking = threading.Thread(
@@ -125,22 +125,22 @@ class TestDeaths:
         with build(numbers(800)) as loader:
             loader.start()
             for moment in range(2):
-                for number in child.MEANT_FOR_THE_TRAINER:
+                for number in worker_main.MEANT_FOR_THE_TRAINER:
                     os.kill(pid_of(loader), number)
                 assert len(list(loader)) == 100, moment
 
     def test_a_signal_that_is_no_crash_is_not_called_one(self) -> None:
-        assert "somebody sent it that signal" in str(describe_death(123, -signal.SIGALRM))
-        assert "crashed" not in str(describe_death(123, -signal.SIGALRM, is_early=True))
-        assert "a C library crashed" in str(describe_death(123, -signal.SIGSEGV))
+        assert "somebody sent it that signal" in str(exit_reason(123, -signal.SIGALRM))
+        assert "crashed" not in str(exit_reason(123, -signal.SIGALRM, is_early=True))
+        assert "a C library crashed" in str(exit_reason(123, -signal.SIGSEGV))
 
     @pytest.mark.parametrize("code", [0, 7, -11, -9, -64, None])
     def test_every_death_is_described(self, code: int | None) -> None:
-        error = describe_death(123, code)
+        error = exit_reason(123, code)
         assert error.exit_code == code
         assert "pid 123" in str(error)
         assert (
-            describe_death(123, None, has_ended=False)
+            exit_reason(123, None, has_ended=False)
             .args[0]
             .startswith("the process that loads (pid 123) does not answer")
         )
@@ -178,13 +178,13 @@ class TestNotStarting:
                 r"could not start: it was killed by SIGSEGV.*while it was imported",
             ),
             (
-                child.BOOT.replace("from loaderkit.prefetch.child", "from nowhere"),
+                worker_main.BOOT.replace("from loaderkit.engine.process.worker_main", "from nowhere"),
                 r"could not start: it left with exit code 1 .*\(ModuleNotFoundError: No module named 'nowhere'\)",
             ),
         ],
     )
     def test_no_stage_is_blamed(self, boot: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(child, "BOOT", boot)
+        monkeypatch.setattr(worker_main, "BOOT", boot)
         with build(numbers()) as loader, pytest.raises(WorkerDiedError, match=says) as caught:
             next(iter(loader))
         assert "stage" not in str(caught.value)
@@ -213,7 +213,7 @@ class TestNotStarting:
 PARENT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import loaderkit
-from of_numbers import PROCESS, numbers
+from numbers_dataset import PROCESS, numbers
 loader = loaderkit.build(numbers(100000), overrides=PROCESS)
 stream = iter(loader)
 batch = next(stream)
@@ -234,7 +234,7 @@ def _nothing_runs_on() -> Iterator[None]:
 
 
 def start_parent(program: str, **options: Any) -> tuple[subprocess.Popen[str], int]:
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", program, str(HELPERS)]
     ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
     _STARTED.append(ran)
     assert ran.stdout is not None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from of_numbers import PROCESS, Numbers, build, hang, numbers, pid_of, wait_for
+from numbers_dataset import PROCESS, Numbers, build, hang, numbers, pid_of, wait_for
 
 import loaderkit
 from loaderkit import Pipeline

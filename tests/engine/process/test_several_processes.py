@@ -14,26 +14,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
-from of_numbers import TWO_PROCESSES, Numbers, build, is_running, numbers, pids_of, wait_for
+from numbers_dataset import TWO_PROCESSES, Numbers, build, is_running, numbers, pids_of, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.builder import make_parts
+from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.host import HostStats
+from loaderkit.engine.metrics.snapshot import StageStats, blank, merged
+from loaderkit.engine.metrics.worker_clock import Histogram
+from loaderkit.engine.process.connection import Link
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
-from loaderkit.order import Schedule
-from loaderkit.prefetch.accounts import Histogram
-from loaderkit.prefetch.host import HostStats
-from loaderkit.prefetch.link import Link
-from loaderkit.prefetch.plan import BatchPlan
-from loaderkit.prefetch.share import WHOLE, Share
-from loaderkit.prefetch.stats import StageStats, blank, merged
-from loaderkit.prefetch.turns import Trial
+from loaderkit.pipeline.batch_plan import BatchPlan
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.sampling.schedule import BatchSampler
+from loaderkit.sampling.shard import WHOLE, Shard
 
 pytestmark = pytest.mark.matrix(1)
 
 
-def plan_of(recipe: Recipe, share: Share = WHOLE) -> BatchPlan:
+def plan_of(recipe: Recipe, share: Shard = WHOLE) -> BatchPlan:
     plan = Assembly(recipe, share).make_plan()
     plan.prepare()
     return plan
@@ -46,11 +46,11 @@ def recipe_of(size: int, batch: int, drop_last: bool, epochs: int | None, rank: 
 
 
 def opened(plan: BatchPlan) -> Any:
-    destination = plan.open(100)
-    if destination is None:
+    work_item = plan.open(100)
+    if work_item is None:
         return None
-    place = (destination.epoch, destination.step, destination.begin, destination.end)
-    return place, destination.positions.tolist(), destination.indices.tolist()
+    place = (work_item.epoch, work_item.step, work_item.begin, work_item.end)
+    return place, work_item.positions.tolist(), work_item.indices.tolist()
 
 
 class TestDealing:
@@ -75,11 +75,11 @@ class TestDealing:
         seeks: list[tuple[int, int, int]],
     ) -> None:
         rank = world_size - 1
-        if Schedule(size, rank, world_size, batch, drop_last).num_batches() == 0:
+        if BatchSampler(size, rank, world_size, batch, drop_last).num_batches() == 0:
             return
         recipe = recipe_of(size, batch, drop_last, epochs, rank, world_size)
         whole = plan_of(recipe)
-        shares = [plan_of(recipe, Share(number, num_processes)) for number in range(num_processes)]
+        shares = [plan_of(recipe, Shard(number, num_processes)) for number in range(num_processes)]
         for epoch, position, num_batches in [(0, 0, 9), *seeks]:
             where = (epoch, min(position, size))
             for plan in (whole, *shares):
@@ -100,7 +100,7 @@ class TestDealing:
     def test_places_are_counted_over_epochs(
         self, size: int, batch: int, world_size: int, drop_last: bool, start: int, count: int
     ) -> None:
-        schedule = Schedule(size, 0, world_size, batch, drop_last)
+        schedule = BatchSampler(size, 0, world_size, batch, drop_last)
         if schedule.num_batches() == 0:
             return
         epoch, position = 4, min(start, size)
@@ -112,7 +112,7 @@ class TestDealing:
 
     @given(total=st.integers(1, 50), num_processes=st.integers(1, 9))
     def test_shares_make_up_the_whole(self, total: int, num_processes: int) -> None:
-        shares = [Share(number, num_processes) for number in range(num_processes)]
+        shares = [Shard(number, num_processes) for number in range(num_processes)]
         assert sum(share.num_batches(total) for share in shares) == max(total, num_processes)
         assert total - num_processes < sum(share.num_bytes(total) for share in shares) <= total
         assert len({share.num_workers(total) for share in shares}) == 1
@@ -292,7 +292,7 @@ class TestAccounts:
                     num_open=2 * number,
                     lateness=taken_in,
                     host=HostStats(number, number, float(number), float(number), number, None),
-                    trials={"read": Trial(None, number, None, slowdowns={"read": number})},
+                    trials={"read": ContentionResult(None, number, None, slowdowns={"read": number})},
                     store={"num_requests": number} if number > 1 else {},  # the first one is still starting, say
                     memory={"budget_bytes": 100 * number, "slab_bytes": 7, "batch_bytes": 9, "live_bytes": number},
                 )
@@ -305,7 +305,7 @@ class TestAccounts:
         assert found.host == HostStats(total, total, total, len(parts), total, None)
         assert found.store == {"num_requests": total - 1}
         mean = total / len(parts)
-        assert found.trials == {"read": Trial(None, mean, None, slowdowns={"read": mean})}
+        assert found.trials == {"read": ContentionResult(None, mean, None, slowdowns={"read": mean})}
         assert found.memory == {"budget_bytes": 100 * total, "slab_bytes": 7, "batch_bytes": 9, "live_bytes": total}
 
     def test_slot_time_is_that_of_all_workers(self) -> None:
@@ -369,7 +369,7 @@ class TestDeaths:
                 started.append(self.pid)
 
         started: list[int] = []
-        monkeypatch.setattr("loaderkit.prefetch.remote.Link", Refusing)
+        monkeypatch.setattr("loaderkit.engine.process.worker_process.Link", Refusing)
         with two(numbers()) as loader, pytest.raises(WorkerDiedError, match="could not be started: Resource"):
             next(iter(loader))
         assert not is_running(started[0])

@@ -19,21 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaderkit import errors
-from loaderkit.prefetch import faults, wire
-from loaderkit.prefetch.arena import Allocator, Arena, Extent
-from loaderkit.prefetch.ledger import Ledger
+from loaderkit.engine.process import error_transport, messages
+from loaderkit.engine.process.leases import LeaseTable
+from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 
 PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create()
+def arena() -> Iterator[SharedArena]:
+    made = SharedArena.create()
     yield made
     made.release_descriptor()
 
 
-def used_bytes(arena: Arena) -> int:
+def used_bytes(arena: SharedArena) -> int:
     """What the arena takes of the machine's memory."""
     return os.fstat(arena.fileno()).st_blocks * 512
 
@@ -42,7 +42,7 @@ class TestAllocator:
     @settings(max_examples=30)
     @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * PAGE)), max_size=40))
     def test_blocks_never_overlap_and_are_found(self, steps: list[tuple[bool, int]]) -> None:
-        arena = Arena.create()
+        arena = SharedArena.create()
         allocator = Allocator(arena)
         live: list[tuple[np.ndarray[Any, Any], int]] = []
         for number, (frees, size) in enumerate(steps):
@@ -64,7 +64,7 @@ class TestAllocator:
             assert arena.view(place)[0] == value
         arena.release_descriptor()
 
-    def test_memory_of_dead_blocks_goes_back_and_their_places_are_used_again(self, arena: Arena) -> None:
+    def test_memory_of_dead_blocks_goes_back_and_their_places_are_used_again(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         block = allocator.allocate(100 * PAGE)
         block[:] = 1
@@ -75,16 +75,16 @@ class TestAllocator:
             allocator.allocate(100 * PAGE)
         assert allocator.end == 100 * PAGE
 
-    def test_pinned_pages_are_kept(self, arena: Arena) -> None:
+    def test_pinned_pages_are_kept(self, arena: SharedArena) -> None:
         allocator = Allocator(arena, keep_pages=True)
         allocator.allocate(4 * PAGE)
         assert used_bytes(arena) == 4 * PAGE
 
-    def test_too_much_is_an_error_that_says_what_to_do(self, arena: Arena) -> None:
+    def test_too_much_is_an_error_that_says_what_to_do(self, arena: SharedArena) -> None:
         with pytest.raises(OSError, match=r"GiB of shared memory.*prefetch\.memory"):
             Allocator(arena).allocate(len(arena.memory) + 1)
 
-    def test_memory_that_is_refused(self, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_memory_that_is_refused(self, arena: SharedArena, monkeypatch: pytest.MonkeyPatch) -> None:
         """posix_fallocate finds out; a first touch would be SIGBUS."""
 
         def refuse(*arguments: int) -> None:
@@ -98,7 +98,7 @@ class TestAllocator:
         monkeypatch.undo()
         assert allocator.allocate(PAGE).nbytes == PAGE
 
-    def test_borrowed_blocks_fit_again(self, arena: Arena) -> None:
+    def test_borrowed_blocks_fit_again(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         first = allocator.borrow(1_000_000)
         allocator.spare(first)
@@ -108,7 +108,7 @@ class TestAllocator:
             allocator.spare(allocator.borrow(size * PAGE * 8))
         assert used_bytes(arena) < 17 * 40 * PAGE * 8
 
-    def test_foreign_memory_is_in_no_block(self, arena: Arena) -> None:
+    def test_foreign_memory_is_in_no_block(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         allocator.allocate(PAGE)
         assert allocator.block_of(np.zeros(10).__array_interface__["data"][0], 80) is None
@@ -117,10 +117,10 @@ class TestAllocator:
 
 STDIO_CLOSED = """
 import io, os, sys
-from loaderkit.prefetch.arena import Arena
+from loaderkit.engine.process.shared_memory import SharedArena
 for number in range(3):
     os.close(number)
-arena = Arena.create() if sys.argv[1] == "before" else Arena(io.FileIO(os.dup2(int(sys.argv[2]), 9), "r+"))
+arena = SharedArena.create() if sys.argv[1] == "before" else SharedArena(io.FileIO(os.dup2(int(sys.argv[2]), 9), "r+"))
 found = {place: os.path.realpath(f"/proc/self/fd/{place}") for place in os.listdir("/proc/self/fd")}
 os._exit(any("memfd" in target for place, target in found.items() if int(place) < 3))
 """
@@ -128,24 +128,24 @@ os._exit(any("memfd" in target for place, target in found.items() if int(place) 
 
 class TestStdio:
     @pytest.mark.parametrize("moment", ["before", "between"])
-    def test_what_prints_never_prints_into_the_arena(self, moment: str, arena: Arena) -> None:
+    def test_what_prints_never_prints_into_the_arena(self, moment: str, arena: SharedArena) -> None:
         """Stdin, stdout and stderr are closed before it is made, or between the making and the mapping."""
         command = [sys.executable, "-c", STDIO_CLOSED, moment, str(arena.fileno())]
         assert subprocess.run(command, pass_fds=[arena.fileno()]).returncode == 0
 
 
 class TestLedger:
-    def test_a_batch_ends_with_its_last_view(self, arena: Arena) -> None:
-        ledger = Ledger(arena)
-        view = torch.from_numpy(ledger.lend(7, (Extent(0, PAGE),))[:100])[3:].detach()
+    def test_a_batch_ends_with_its_last_view(self, arena: SharedArena) -> None:
+        ledger = LeaseTable(arena)
+        view = torch.from_numpy(ledger.lend(7, (Block(0, PAGE),))[:100])[3:].detach()
         assert ledger.ended() == []
         del view
         assert ledger.ended() == [7]
 
-    def test_behind_the_end_only_what_is_seen_stays(self, arena: Arena) -> None:
+    def test_behind_the_end_only_what_is_seen_stays(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         blocks = [allocator.take(3 * PAGE) for _ in range(3)]
-        ledger = Ledger(arena)
+        ledger = LeaseTable(arena)
         kept = torch.from_numpy(ledger.lend(1, (blocks[1],))[blocks[1].start : blocks[1].start + 10])
         kept[:] = 5
         ledger.close()
@@ -154,18 +154,18 @@ class TestLedger:
         del kept
         assert used_bytes(arena) == 0
 
-    def test_memory_that_two_batches_see_outlives_the_first(self, arena: Arena) -> None:
+    def test_memory_that_two_batches_see_outlives_the_first(self, arena: SharedArena) -> None:
         block = Allocator(arena).take(PAGE)
-        ledger = Ledger(arena)
+        ledger = LeaseTable(arena)
         one, other = (torch.from_numpy(ledger.lend(n, (block,))[:8]) for n in (1, 2))
         one[:] = 9
         ledger.close()
         del one
         assert other.tolist() == [9] * 8
 
-    def test_a_fork_gives_nothing_back(self, arena: Arena) -> None:
+    def test_a_fork_gives_nothing_back(self, arena: SharedArena) -> None:
         block = Allocator(arena).take(PAGE)
-        ledger = Ledger(arena)
+        ledger = LeaseTable(arena)
         seen = torch.from_numpy(ledger.lend(1, (block,))[:8])
         ledger.close()
         ledger._pid += 1  # as in the child of a fork
@@ -173,14 +173,14 @@ class TestLedger:
         assert used_bytes(arena) == PAGE
 
     def test_blocks_are_pinned_once_and_for_the_device_they_are_copied_to(
-        self, arena: Arena, monkeypatch: pytest.MonkeyPatch
+        self, arena: SharedArena, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cuda = Cuda()
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
         monkeypatch.setattr(torch.cuda, "device", cuda.device)
         allocator = Allocator(arena)
         blocks = [allocator.take(PAGE), allocator.take(3 * PAGE)]
-        ledger = Ledger(arena, pinned_for=torch.device("cuda", 3))
+        ledger = LeaseTable(arena, pinned_for=torch.device("cuda", 3))
         for number in range(3):
             ledger.lend(number, tuple(blocks))
         begin = arena.memory.ctypes.data
@@ -235,12 +235,12 @@ def values() -> dict[str, Any]:
 
 
 class TestPacking:
-    def post(self, value: Any, arena: Arena, allocator: Allocator) -> Any:
-        parcel, _ = wire.post(value, arena, allocator)
+    def post(self, value: Any, arena: SharedArena, allocator: Allocator) -> Any:
+        parcel, _ = messages.post(value, arena, allocator)
         return parcel.open(arena.memory)
 
     @pytest.mark.parametrize("name", values())
-    def test_values_arrive(self, name: str, arena: Arena) -> None:
+    def test_values_arrive(self, name: str, arena: SharedArena) -> None:
         value = values()[name]
         found = self.post({"x": [value]}, arena, Allocator(arena))["x"][0]
         assert type(found) is type(value)
@@ -250,10 +250,10 @@ class TestPacking:
         else:
             np.testing.assert_array_equal(found, value)
 
-    def test_what_lies_in_the_arena_is_not_copied(self, arena: Arena) -> None:
+    def test_what_lies_in_the_arena_is_not_copied(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         slab = torch.from_numpy(allocator.allocate(100_000)).view(torch.float32)
-        parcel, borrowed = wire.post({"all": slab, "part": slab[2000:9000]}, arena, allocator)
+        parcel, borrowed = messages.post({"all": slab, "part": slab[2000:9000]}, arena, allocator)
         assert borrowed == []
         assert len(parcel.blocks) == 1
         found = parcel.open(arena.memory)
@@ -261,31 +261,31 @@ class TestPacking:
         assert found["part"][0] == 8
         assert found["all"][2000] == 8
 
-    def test_tensors_of_one_memory_stay_so(self, arena: Arena) -> None:
+    def test_tensors_of_one_memory_stay_so(self, arena: SharedArena) -> None:
         base = torch.zeros(5000)
         found = self.post([base, base, base.view(50, 100)], arena, Allocator(arena))
         found[0][:] = 1
         assert found[1] is found[0]
         assert found[2].sum() == 5000
 
-    def test_a_small_view_does_not_bring_its_storage_along(self, arena: Arena) -> None:
-        _, borrowed = wire.post(torch.zeros(10_000_000)[500:2500], arena, Allocator(arena))
+    def test_a_small_view_does_not_bring_its_storage_along(self, arena: SharedArena) -> None:
+        _, borrowed = messages.post(torch.zeros(10_000_000)[500:2500], arena, Allocator(arena))
         assert sum(block.size for block in borrowed) < 10_000
 
-    def test_what_arrives_may_be_written_to(self, arena: Arena) -> None:
+    def test_what_arrives_may_be_written_to(self, arena: SharedArena) -> None:
         for size in (3, 5000):
             found = self.post([torch.zeros(size), np.zeros(size)], arena, Allocator(arena))
             found[0] += 1
             found[1] += 1
 
-    def test_messages_stay_short(self, arena: Arena) -> None:
-        parcel, _ = wire.post([torch.zeros(5000) for _ in range(3000)], arena, Allocator(arena))
-        assert isinstance(parcel.body, Extent)
+    def test_messages_stay_short(self, arena: SharedArena) -> None:
+        parcel, _ = messages.post([torch.zeros(5000) for _ in range(3000)], arena, Allocator(arena))
+        assert isinstance(parcel.body, Block)
         assert len(parcel.blocks) == 2
 
-    def test_nothing_stays_borrowed_behind_an_error(self, arena: Arena) -> None:
+    def test_nothing_stays_borrowed_behind_an_error(self, arena: SharedArena) -> None:
         with pytest.raises(AttributeError):
-            wire.post([torch.zeros(5000), lambda: 0], arena, Allocator(arena))
+            messages.post([torch.zeros(5000), lambda: 0], arena, Allocator(arena))
         gc.collect()
         assert used_bytes(arena) == 0
 
@@ -311,7 +311,7 @@ class TestErrors:
         error = kind("what happened")
         for name in error.__dict__:
             setattr(error, name, ("a value", 1))
-        found = faults.unpack_error(faults.pack_error(error))
+        found = error_transport.unpack_error(error_transport.pack_error(error))
         assert type(found) is kind
         assert str(found) == "what happened"
         assert found.__dict__ == error.__dict__
@@ -326,7 +326,7 @@ class TestErrors:
             except AwkwardError as awkward:
                 raise errors.StageError("call failed", stage="call", key="k", epoch=2, position=5) from awkward
         except errors.StageError as error:
-            found = faults.unpack_error(faults.pack_error(error))
+            found = error_transport.unpack_error(error_transport.pack_error(error))
         assert isinstance(found, errors.StageError)
         assert (found.stage, found.key, found.epoch, found.position) == ("call", "k", 2, 5)
         cause = found.__cause__
@@ -337,7 +337,7 @@ class TestErrors:
     def test_what_cannot_be_pickled_is_left_out(self) -> None:
         error = AwkwardError(3, detail="d")
         error.lock = threading.Lock()  # type: ignore[attr-defined]
-        found = faults.unpack_error(faults.pack_error(error))
+        found = error_transport.unpack_error(error_transport.pack_error(error))
         assert isinstance(found, AwkwardError)
         assert found.__dict__ == {"code": 3, "detail": "d"}
 
@@ -345,6 +345,6 @@ class TestErrors:
         class LocalError(Exception):
             pass
 
-        found = faults.unpack_error(faults.pack_error(LocalError("door")))
+        found = error_transport.unpack_error(error_transport.pack_error(LocalError("door")))
         assert type(found) is errors.RemoteError
         assert "LocalError: door" in str(found)

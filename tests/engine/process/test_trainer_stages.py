@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from of_numbers import build, numbers, wait_for
+from numbers_dataset import build, numbers, wait_for
 
 import loaderkit
-from loaderkit.assembly import Assembly, Recipe, RemoteEngine
-from loaderkit.builder import make_parts
+from loaderkit.engine.process.executor import ProcessEngine
+from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.engine.work import BatchContext, Stage
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
-from loaderkit.prefetch.process import ProcessEngine
-from loaderkit.prefetch.remote import Job
-from loaderkit.prefetch.share import Share
-from loaderkit.types import BatchContext, Stage
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.engine_factory import Assembly, Recipe, RemoteEngine
+from loaderkit.sampling.shard import Shard
 
 
 def late_engine(
@@ -35,10 +35,10 @@ def late_engine(
     parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
     config = replace(parts.config, prefetch=parts.config.prefetch.model_copy(update={"concurrency": 2}))
     recipe = Recipe(config, parts.source, None, parts.schedule, 2)
-    job = Job(
+    job = WorkerSpec(
         RemoteEngine.of(recipe),
-        preload=["loaderkit.assembly"],
-        rows=Assembly(recipe, Share(of=num_processes)).rows(),
+        preload=["loaderkit.pipeline.engine_factory"],
+        rows=Assembly(recipe, Shard(of=num_processes)).rows(),
         pools=[["read", "batch"]],
         num_batches=4,
         memory_bytes=2**20,

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_cases import MINIMAL, Letters, double
 from hypothesis import given
 from hypothesis import strategies as st
-from of_configs import MINIMAL, Letters, double
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.errors import ConfigError
-from loaderkit.parsing import load_yaml, parse
-from loaderkit.schema import format_bytes, format_seconds, parse_bytes, parse_seconds
+from loaderkit.pipeline.config.parsing import load_yaml, parse
 
 
 def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ source: {kind: files, url: "${LK_ROOT}/train/${LK_EMPTY:-x}", include: "*.{jpg,p
 order: {seed: "${LK_SIZE}"}
 stages:
   - read
-  - call: {function: "of_configs:double", args: {text: "$${not}", both: "${LK_SIZE}/$${LK_SIZE}"}}
+  - call: {function: "config_cases:double", args: {text: "$${not}", both: "${LK_SIZE}/$${LK_SIZE}"}}
   - batch: {size: "${LK_SIZE}", drop_last: "${LK_UNSET:-true}"}
 """)
     )
@@ -254,9 +254,9 @@ source: {kind: files, url: data}
 stages:
   - read
   - decode
-  - call: {function: "of_configs:double"}
+  - call: {function: "config_cases:double"}
   - resize: {size: 30}
-  - call: {function: "of_configs:double", args: {factor: 3}}
+  - call: {function: "config_cases:double", args: {factor: 3}}
   - resize: {size: 20, name: small}
   - batch: {size: 4}
 """

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_cases import Letters, double
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from of_configs import Letters, double
 from pydantic import ValidationError
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.config import PipelineConfig
 from loaderkit.errors import ConfigError
-from loaderkit.parsing import load_yaml, parse
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.parsing import load_yaml, parse
 
 
 def test_yaml_dict_and_pipeline_are_one_config(write: Callable[[str], Path], tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ stages:
   - random_resized_crop: {size: [30, 40], scale: [0.1, 1.0]}
   - random_horizontal_flip
   - color_jitter: {brightness: 0.4, hue: [-0.1, 0.2]}
-  - call: {function: "of_configs:double", args: {factor: 3}}
+  - call: {function: "config_cases:double", args: {factor: 3}}
   - batch: {size: 8, drop_last: true}
   - transfer: {device: cpu}
   - normalize: {mean: [0.5, 0.5, 0.5], std: imagenet}
@@ -57,7 +57,7 @@ output: [image, label]
         .random_resized_crop((30, 40), scale=(0.1, 1.0))
         .random_horizontal_flip()
         .color_jitter(0.4, hue=(-0.1, 0.2))
-        .call("of_configs:double", {"factor": 3})
+        .call("config_cases:double", {"factor": 3})
         .batch(8, drop_last=True)
         .transfer("cpu")
         .normalize(mean=(0.5, 0.5, 0.5), std="imagenet")
@@ -115,14 +115,14 @@ STAGES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "random_horizontal_flip": some(p=UNIT, fields=FIELDS, **COMMON),
     "color_jitter": some(brightness=FACTOR, contrast=FACTOR, saturation=FACTOR, hue=st.floats(0, 0.5), fields=FIELDS,
                          **COMMON),
-    "call": some({"function": st.just("of_configs:double")}, args=st.dictionaries(TEXTS, JSON, max_size=3), **COMMON),
+    "call": some({"function": st.just("config_cases:double")}, args=st.dictionaries(TEXTS, JSON, max_size=3), **COMMON),
 }  # fmt: skip
 SOURCES: st.SearchStrategy[dict[str, Any]] = st.one_of(
     some({"kind": st.just("files"), "url": TEXTS.filter(lambda t: t and not t.startswith("~"))},
          label=st.sampled_from(["parent", "none"]), limit=st.none() | st.integers(1, 10**9)),
     some({"kind": st.just("tar"), "url": st.just("s3://b/${X}")},
          fields=st.just({"image": "jpg;png", "é": "txt"}), limit=st.integers(1, 10**9)),
-    some({"kind": st.just("dataset"), "object": st.just("of_configs:Letters")}, args=st.dictionaries(TEXTS, JSON, max_size=2),
+    some({"kind": st.just("dataset"), "object": st.just("config_cases:Letters")}, args=st.dictionaries(TEXTS, JSON, max_size=2),
          fields=st.none() | st.lists(TEXTS, min_size=1, max_size=3, unique=True)),
 )  # fmt: skip
 
@@ -132,7 +132,7 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
     kinds = draw(st.lists(st.sampled_from(sorted(STAGES)), max_size=4))
     stages: list[Any] = ["read"]
     # A call before, so that nothing is known about the fields and any of them may be named.
-    stages.append({"call": {"function": "of_configs:double"}})
+    stages.append({"call": {"function": "config_cases:double"}})
     if draw(st.booleans()):
         stages.append(
             {
@@ -221,7 +221,7 @@ def test_texts_that_are_nearly_variables(value: str, write: Callable[[str], Path
     description = {
         "name": value,
         "source": {"kind": "files", "url": "data"},
-        "stages": ["read", {"call": {"function": "of_configs:double", "args": {"x": value}}}, {"batch": {"size": 4}}],
+        "stages": ["read", {"call": {"function": "config_cases:double", "args": {"x": value}}}, {"batch": {"size": 4}}],
     }
     config = parse(description, expand=False)
     assert config.name == value
@@ -232,7 +232,7 @@ def test_texts_that_are_nearly_variables(value: str, write: Callable[[str], Path
     "value", [(1, 2), datetime.date(2020, 1, 1), {1: "one"}, b"bytes", {"a", "b"}, math.inf, [(1, (2,))]]
 )
 def test_arguments_of_calls_come_back_or_are_refused(value: Any, write: Callable[[str], Path]) -> None:
-    config = Pipeline.files("data").read().call("of_configs:double", {"x": value}).batch(4).config
+    config = Pipeline.files("data").read().call("config_cases:double", {"x": value}).batch(4).config
     try:
         text = config.to_yaml()
     except ConfigError as error:
@@ -282,14 +282,14 @@ def test_pipelines_never_change() -> None:
 
 def test_later_changes_of_what_was_given_do_not_reach_the_pipeline() -> None:
     args, include = {"factor": 1}, ["*.jpg"]
-    made = Pipeline.files("data", include=include).read().call("of_configs:double", args=args).batch(4)
+    made = Pipeline.files("data", include=include).read().call("config_cases:double", args=args).batch(4)
     args["factor"] = 2
     include.append("*.png")
     assert made.config.stage("call").args.model_dump()["args"] == {"factor": 1}
     assert made.config.source.model_dump()["include"] == ("*.jpg",)
     description: dict[str, Any] = {
         "source": {"kind": "files", "url": "data"},
-        "stages": ["read", {"call": {"function": "of_configs:double", "args": {"x": [1]}}}, {"batch": {"size": 4}}],
+        "stages": ["read", {"call": {"function": "config_cases:double", "args": {"x": [1]}}}, {"batch": {"size": 4}}],
     }
     config = parse(description)
     description["stages"][1]["call"]["args"]["x"].append(2)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from of_configs import MINIMAL
+from config_cases import MINIMAL
 
 import loaderkit
 from loaderkit.errors import ConfigError
-from loaderkit.parsing import load_yaml, parse
+from loaderkit.pipeline.config.parsing import load_yaml, parse
 
 # "<<" marks the line that the error must name. Then: the key it must name, and what else it must say.
 
@@ -403,7 +403,7 @@ stages:
     ),
     "block order of an object": (
         """\
-source: {kind: dataset, object: "of_configs:Letters"}
+source: {kind: dataset, object: "config_cases:Letters"}
 order:
   shuffle: block  # <<
 stages: [read, batch: {size: 4}]
@@ -490,7 +490,7 @@ stages:
         """\
 source:
   kind: dataset
-  object: "of_configs:Letters"
+  object: "config_cases:Letters"
   fields: [x, y, x]  # <<
 stages: [read, batch: {size: 4}]
 """,

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loaderkit.connectors.base import ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError
-from loaderkit.formats.tar_index import (
+from loaderkit.sources.formats.tar_index import (
     TarIndex,
     default_cache_dir,
     load_index,
@@ -27,7 +28,7 @@ from loaderkit.formats.tar_index import (
     wds_index_key,
     write_wds_index,
 )
-from loaderkit.types import Member, ObjectInfo
+from loaderkit.sources.formats.tar_index.index import Member
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

@@ -13,8 +13,10 @@ from PIL import Image as Pillow
 from PIL import ImageEnhance
 from pydantic import ValidationError
 
-from loaderkit.keyed import uniforms
-from loaderkit.stages.color import (
+from loaderkit.sampling.random import uniforms
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import Image
+from loaderkit.stages.image.color import (
     COLOR_JITTER_DRAWS,
     ColorJitterArgs,
     adjust_brightness,
@@ -23,7 +25,6 @@ from loaderkit.stages.color import (
     adjust_saturation,
     color_jitter,
 )
-from loaderkit.types import Image, Sample
 
 Pixels = NDArray[np.uint8]
 FACTORS = [0.0, 0.3, 0.8, 1.0, 1.25, 1.9, 3.0]

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_photo, write_photos
+from conftest import HELPERS, make_photo, write_photos
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.registry import STAGES
-from loaderkit.stages.dali import Renderer
-from loaderkit.steps import Crop, Flip, Scale, size_after
-from loaderkit.types import Chunk, Image
+from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.stages.base import Image
+from loaderkit.stages.image.dali import Renderer
+from loaderkit.stages.image.ops import Crop, Flip, Scale, size_after
 
 pytestmark = pytest.mark.matrix(3)
 
@@ -418,7 +419,7 @@ def test_changed_bytes_cost_their_sample_at_most(tmp_path: Path, seed: int) -> N
     program = f"""
 import io, sys
 import numpy as np
-sys.path[:0] = {[str(Path(__file__).parents[1]), str(Path(__file__).parent)]!r}
+sys.path[:0] = {[*map(str, (HELPERS.parent, HELPERS, Path(__file__).parent))]!r}
 from conftest import make_photo
 import loaderkit
 from loaderkit import Pipeline

@@ -19,12 +19,14 @@ from conftest import make_photo
 from PIL import Image as Pillow
 
 import loaderkit
-from loaderkit import Pipeline, images
+from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
-from loaderkit.stages.dali import Graph, Renderer
-from loaderkit.stages.geometry import ResizeArgs, resize_steps
-from loaderkit.types import Chunk, Destination, Encoded, Rendered
+from loaderkit.stages import values as images
+from loaderkit.stages.base import Encoded, GpuDecoded
+from loaderkit.stages.image.dali import Graph, Renderer
+from loaderkit.stages.image.geometry import ResizeArgs, resize_steps
 
 pytestmark = pytest.mark.matrix(3)
 
@@ -267,7 +269,7 @@ class TestRefusedByDali:
         """What is whole for us and not for DALI: here because `decode` looks at nothing."""
         datas = [make_photo(n) for n in range(8)]
         datas[5] = datas[5][:201] + b"\xfa" + datas[5][202:]  # DALI finds this table wrong
-        chunk = Chunk(Destination(epoch=0, step=0, positions=np.arange(8), indices=np.arange(8)), 0, 8, 0, np.arange(8))
+        chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(8), indices=np.arange(8)), 0, 8, 0, np.arange(8))
         chunk.samples = [{"image": Encoded(memoryview(data), "jpg")} for data in datas]
         renderer = Renderer(
             Graph((("resize", resize_steps(ResizeArgs(size=(16, 16)))),), None, 8, None),
@@ -282,7 +284,7 @@ class TestRefusedByDali:
             renderer(chunk)
         renderer.close()
         kinds = [type(sample["image"]) for sample in chunk.samples if sample is not None]
-        assert kinds == [Rendered] * 5 + [Encoded] + [Rendered] * 2
+        assert kinds == [GpuDecoded] * 5 + [Encoded] + [GpuDecoded] * 2
         (record,) = caplog.records
         assert "our own decoder" in record.getMessage()
 
@@ -309,8 +311,8 @@ class TestNoImagesFault:
         def decode(chunk: Chunk) -> None:
             looked_at.append(chunk.lo)
 
-        monkeypatch.setattr("loaderkit.stages.dali._build", lambda dali, graph: Refusing(words, ended))
-        chunk = Chunk(Destination(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, 0, np.arange(4))
+        monkeypatch.setattr("loaderkit.stages.image.dali._build", lambda dali, graph: Refusing(words, ended))
+        chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, 0, np.arange(4))
         chunk.samples = [{"image": Encoded(memoryview(make_photo(n)), "jpg")} for n in range(4)]
         renderer = Renderer(
             Graph((("resize", resize_steps(ResizeArgs(size=(16, 16)))),), None, 4, 1),

@@ -16,10 +16,11 @@ from PIL import Image as Pillow
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.assembly import Assembly, Recipe
-from loaderkit.builder import make_parts
-from loaderkit.compiler import Compiler
-from loaderkit.types import Chunk, Destination, FieldSpec, Image, Rendered
+from loaderkit.engine.work import Chunk, FieldSpec, WorkItem
+from loaderkit.pipeline.build import make_parts
+from loaderkit.pipeline.compiler import Compiler
+from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.stages.base import GpuDecoded, Image
 
 
 def source(folder: Path) -> Pipeline:
@@ -69,9 +70,9 @@ def test_what_stands_behind_a_transfer_is_done_in_the_process_that_trains(
     pipeline = chain(source(photos).decode(device="dali-cpu"))
     with loaderkit.build(pipeline, overrides={"stages.transfer.device": "cpu"}) as loader:
         expected = list(loader)
-    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.compiler.Lane", OnTheCpu)
-    monkeypatch.setattr("loaderkit.prefetch.ledger._Pins", Unpinned)
+    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", OnTheCpu)
+    monkeypatch.setattr("loaderkit.engine.process.leases._Pins", Unpinned)
     with loaderkit.build(pipeline, overrides={"prefetch.executor": "process", "prefetch.concurrency": 2}) as loader:
         found = list(loader)
         assert loader.stats().to_dict()["transfer"]["num_bytes"] >= len(expected)
@@ -94,20 +95,20 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
             return act(*args)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.compiler.Lane", Counting)
+    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", Counting)
     config = source(photos).decode(device="gpu").resize([8, 8]).batch(2).transfer().config
     parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
     assembly = Assembly(Recipe(config, parts.source, parts.connector, parts.schedule, 1))
     indices = np.arange(2)
-    destination = Destination(epoch=0, step=0, positions=indices, indices=indices, end=2)
-    destination.specs = {"image": FieldSpec("rendered", (3, 8, 8), "uint8", True, "a", 192)}
-    destination.values["image"] = [None, None]
-    chunk = Chunk(destination, 0, 2, 0, indices)
-    chunk.samples = [{"image": Rendered(torch.full((1, 3, 8, 8), n, dtype=torch.uint8), 0)} for n in range(2)]
+    work_item = WorkItem(epoch=0, step=0, positions=indices, indices=indices, end=2)
+    work_item.specs = {"image": FieldSpec("rendered", (3, 8, 8), "uint8", True, "a", 192)}
+    work_item.values["image"] = [None, None]
+    chunk = Chunk(work_item, 0, 2, 0, indices)
+    chunk.samples = [{"image": GpuDecoded(torch.full((1, 3, 8, 8), n, dtype=torch.uint8), 0)} for n in range(2)]
     next(stage.run for stage in assembly.stages if stage.kind == "batch")(chunk)
     assert Counting.num_calls == 1
-    batch = assembly.make_plan().finish(destination)
+    batch = assembly.make_plan().finish(work_item)
     assert Counting.num_calls == 2
     assert batch["image"][:, 0, 0, 0].tolist() == [0, 1]
 
@@ -116,8 +117,8 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
 def test_what_is_normalised_before_it_is_copied_is_normalised_in_its_slots(
     photos: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, in_slots: bool
 ) -> None:
-    monkeypatch.setattr("loaderkit.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.compiler.Lane", OnTheCpu)
+    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", OnTheCpu)
     made = source(photos).decode().resize([8, 8]).batch(2)
     config = (made.normalize().transfer() if is_before else made.transfer().normalize()).config
     parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
@@ -133,7 +134,7 @@ def test_what_is_normalised_before_it_is_copied_is_normalised_in_its_slots(
 def test_batches_that_are_open_at_once_share_the_cpus(
     photos: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_batches: int, num_threads: int
 ) -> None:
-    monkeypatch.setattr("loaderkit.compiler.num_cpus", lambda: 16)
+    monkeypatch.setattr("loaderkit.pipeline.compiler.num_cpus", lambda: 16)
     pipeline = source(photos).decode(device="dali-cpu").resize([8, 8]).batch(2)
     config = pipeline.prefetch(concurrency=num_workers, batches=num_batches).config
     parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)

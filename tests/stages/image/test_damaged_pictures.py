@@ -17,9 +17,11 @@ from mutate import mutations, new_seed
 from odd_jpegs import ODD
 from PIL import Image as Pillow
 
-from loaderkit.stages.decode import DecodeArgs, Decoder
-from loaderkit.steps import Crop, Need
-from loaderkit.types import Chunk, Destination, Encoded, Image, Sample
+from loaderkit.engine.work import Chunk, WorkItem
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import Encoded, Image
+from loaderkit.stages.image.decode import DecodeArgs, Decoder
+from loaderkit.stages.image.ops import Crop, DecodeNeed
 
 MAX_PIXELS = 500_000
 MIB = 2**20
@@ -105,8 +107,8 @@ def interlaced(grey: np.ndarray[Any, Any]) -> bytes:
 PICTURES = make_pictures()
 
 
-def half(height: int, width: int, _: Any) -> Need:
-    return Need(Crop(height // 4, width // 4, -(-height // 2), -(-width // 2)))
+def half(height: int, width: int, _: Any) -> DecodeNeed:
+    return DecodeNeed(Crop(height // 4, width // 4, -(-height // 2), -(-width // 2)))
 
 
 DECODERS = {
@@ -125,7 +127,7 @@ def outcome(decoder: Decoder, data: bytes) -> Image | BaseException:
     except ValueError as error:
         return error
     if left:
-        chunk = Chunk(Destination(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, 0, np.arange(1))
+        chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, 0, np.arange(1))
         chunk.samples = [sample]
         decoder.finish(chunk, [(0, piece) for piece in left], lambda chunk, place, error: errors.append(error))
     found: Image = sample["image"]

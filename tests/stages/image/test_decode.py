@@ -16,8 +16,9 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from pydantic import ValidationError
 
-from loaderkit.stages.decode import DecodeArgs, decode
-from loaderkit.types import Bundle, Encoded, Image, Landed, Sample
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import Encoded, FieldGroup, Image, InPlace
+from loaderkit.stages.image.decode import DecodeArgs, decode
 
 Pixels = NDArray[np.uint8]
 NO_DRAWS = np.empty(0)
@@ -464,22 +465,22 @@ def test_an_archive_is_as_many_fields() -> None:
     decode(DecodeArgs(fields=("z",)))(sample, NO_DRAWS, None)
     assert sample.keys() == {"a", "b", "other"}
     # What `read` found in it goes the same way: bytes of single members, and what has landed.
-    parts = {"a": Encoded(memoryview(npy(np.arange(3))), "npy"), "b": Landed(32)}
+    parts = {"a": Encoded(memoryview(npy(np.arange(3))), "npy"), "b": InPlace(32)}
     for args in (DecodeArgs(), DecodeArgs(fields=("z",))):
-        sample = {"z": Bundle(dict(parts)), "other": 1}
+        sample = {"z": FieldGroup(dict(parts)), "other": 1}
         decode(args)(sample, NO_DRAWS, None)
         assert sample["a"].tolist() == [0, 1, 2]
-        assert sample["b"] == Landed(32)
-    for taken in (Encoded(memoryview(archive), "npz"), Bundle(dict(parts))):
+        assert sample["b"] == InPlace(32)
+    for taken in (Encoded(memoryview(archive), "npz"), FieldGroup(dict(parts))):
         sample = {"z": taken, "a": 1}
         with pytest.raises(ValueError, match=r"array called 'a', and so is another field"):
             decode(DecodeArgs())(sample, NO_DRAWS, None)
 
 
 def test_what_has_landed_is_left_alone() -> None:
-    sample: Sample = {"x": Landed(8)}
+    sample: Sample = {"x": InPlace(8)}
     decode(DecodeArgs(fields=("x",)))(sample, NO_DRAWS, None)
-    assert sample == {"x": Landed(8)}
+    assert sample == {"x": InPlace(8)}
 
 
 class Trap:

@@ -24,12 +24,14 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ConfigError, StageError
-from loaderkit.formats import pictures
-from loaderkit.formats.pictures import FORMATS, Format
-from loaderkit.stages.decode import DecodeArgs, Decoder
-from loaderkit.steps import Crop, Need
-from loaderkit.types import Chunk, Destination, Encoded, Sample
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import Encoded
+from loaderkit.stages.image import formats as pictures
+from loaderkit.stages.image.decode import DecodeArgs, Decoder
+from loaderkit.stages.image.formats import FORMATS, Format
+from loaderkit.stages.image.ops import Crop, DecodeNeed
 
 Pixels = NDArray[np.uint8]
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\nshowpage\n%%EOF\n"
@@ -42,10 +44,12 @@ def decoded(data: bytes, way: str = "whole", extension: str = "jpg", **args: Any
     """The pixels by one of the ways there are for JPEGs: in whole, a piece for a crop, through Pillow."""
     if way == "Pillow":
         args["exif_orientation"] = True
-    decoder = Decoder(DecodeArgs(**args), (lambda h, w, _: Need(Crop(1, 2, h - 3, w - 5))) if way == "piece" else None)
+    decoder = Decoder(
+        DecodeArgs(**args), (lambda h, w, _: DecodeNeed(Crop(1, 2, h - 3, w - 5))) if way == "piece" else None
+    )
     sample: Sample = {"image": Encoded(memoryview(data), extension)}
     left = [(0, piece) for piece in decoder.begin(sample)]
-    chunk = Chunk(Destination(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, 0, np.arange(1))
+    chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, 0, np.arange(1))
     chunk.samples = [sample]
     errors: list[BaseException] = []
     if left:
@@ -338,7 +342,7 @@ def test_what_nobody_can_tell_is_read(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_without_libjpeg_only_the_first_complaint_is_known(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "jpeg", None)
-    monkeypatch.setattr("loaderkit.stages.decode.jpeg", None)
+    monkeypatch.setattr("loaderkit.stages.image.decode.jpeg", None)
     for name in ("baseline", "grey", "CMYK", "chroma 4:4:1", "YCCK"):
         data = JPEGS[name]
         if way != "piece":

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import ValidationError
 
-from loaderkit import kernels
-from loaderkit.keyed import uniforms
 from loaderkit.native import kernels as compiled
-from loaderkit.stages import geometry
-from loaderkit.types import Image, Sample
+from loaderkit.sampling.random import uniforms
+from loaderkit.sources.base import Sample
+from loaderkit.stages import kernels
+from loaderkit.stages.base import Image
+from loaderkit.stages.image import geometry
 
 Pixels = NDArray[np.uint8]
 Draws = NDArray[np.float64]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from conftest import make_photo
 
-from loaderkit.formats.jpeg import is_well_formed
+from loaderkit.stages.image.jpeg import is_well_formed
 
 WHOLE = make_photo(1)
 

@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 import loaderkit
-from loaderkit import builder, native
+from loaderkit import native
 from loaderkit.cli import main
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import StageError
-from loaderkit.stages import decode as decoding
-from loaderkit.steps import Crop, Need
-from loaderkit.types import Chunk, Destination, Encoded
+from loaderkit.pipeline import build as builder
+from loaderkit.stages.base import Encoded
+from loaderkit.stages.image import decode as decoding
+from loaderkit.stages.image.ops import Crop, DecodeNeed
 
 pytestmark = pytest.mark.matrix(6)
 
@@ -243,12 +245,12 @@ PIECES: dict[str, list[Any]] = {
         "color_jitter",
     ],
     "a crop of a crop": [CROP, {"random_crop": {"size": 20}}],
-    "seen then": [CROP, {"call": {"function": "tests.stages.test_pieces:unchanged"}}],
+    "seen then": [CROP, {"call": {"function": "tests.stages.image.test_pieces:unchanged"}}],
 }
 WHOLES: dict[str, list[Any]] = {
     "flipped first": ["random_horizontal_flip", CROP],
     "colours first": ["color_jitter", CROP],
-    "seen first": [{"call": {"function": "tests.stages.test_pieces:unchanged"}}, CROP],
+    "seen first": [{"call": {"function": "tests.stages.image.test_pieces:unchanged"}}, CROP],
     "padded": [{"random_crop": {"size": 90, "pad_if_needed": True}}],
     "not cropped": [{"resize": {"size": [40, 40]}}],
     "maybe padded": [{"center_crop": {"size": 40}}],
@@ -367,7 +369,7 @@ class TestInAPipeline:
     def test_bytes_of_a_data_set(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         counted = Counted()
         monkeypatch.setattr(decoding, "jpeg", counted)
-        source = {"kind": "dataset", "object": "tests.stages.test_pieces:Bytes", "args": {"folder": str(folder)}}
+        source = {"kind": "dataset", "object": "tests.stages.image.test_pieces:Bytes", "args": {"folder": str(folder)}}
         decoded = {"decode": {"fields": ["image"]}}
         here = run(folder, [CROP], decoded=decoded, source=source)
         assert counted.num_pieces > 0
@@ -439,9 +441,9 @@ class TestInAPipeline:
                 return [(first, num_columns * plain, took_s) for (first, num_columns, _), plain, took_s in found]
 
         monkeypatch.setattr(decoding, "jpeg", Slow())
-        decoder = decoding.Decoder(decoding.DecodeArgs(), lambda height, width, _: Need(Crop(1, 2, 5, 6)))
+        decoder = decoding.Decoder(decoding.DecodeArgs(), lambda height, width, _: DecodeNeed(Crop(1, 2, 5, 6)))
         indices = np.arange(3)
-        chunk = Chunk(Destination(epoch=0, step=0, positions=indices, indices=indices), 0, 3, 0, indices)
+        chunk = Chunk(WorkItem(epoch=0, step=0, positions=indices, indices=indices), 0, 3, 0, indices)
         files = [memoryview(encoded(photograph(20, 20, number), "420")) for number in range(3)]
         chunk.samples = [{"image": Encoded(file, "jpg")} for file in files]
         left = [(place, piece) for place, sample in enumerate(chunk.samples) for piece in decoder.begin(sample or {})]
@@ -485,7 +487,7 @@ def test_the_module_is_there_where_it_can_be_built(tmp_path: Path) -> None:
     ("there", "stages", "said"),
     [
         (True, ["decode", CROP], "decoded: crop of random_resized_crop"),
-        (False, ["decode", CROP], "decoded: whole: for the crop alone loaderkit._jpeg is missing"),
+        (False, ["decode", CROP], "decoded: whole: for the crop alone loaderkit.native._jpeg is missing"),
         (True, [{"decode": {"exif_orientation": True}}, CROP], None),
         (True, ["decode", {"random_crop": {"size": 20, "padding": 1}}], None),
         (True, [{"decode": {"fields": ["other"]}}, {"random_resized_crop": {"size": 9, "fields": ["image"]}}], None),

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 import loaderkit
-from loaderkit import Pipeline, kernels
+from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.native import kernels as compiled
+from loaderkit.stages import kernels
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ scan_tar     the archive's headers, read through a connector by ranges (scan.py)
 TarIndex     what all of them give (index.py)
 """
 
-from loaderkit.formats.tar_index.index import TarIndex
-from loaderkit.formats.tar_index.scan import scan_tar
-from loaderkit.formats.tar_index.store import default_cache_dir, load_index
-from loaderkit.formats.tar_index.wds import parse_wds_index, wds_index_key, write_wds_index
+from loaderkit.sources.formats.tar_index.index import TarIndex
+from loaderkit.sources.formats.tar_index.scan import scan_tar
+from loaderkit.sources.formats.tar_index.store import default_cache_dir, load_index
+from loaderkit.sources.formats.tar_index.wds import parse_wds_index, wds_index_key, write_wds_index
 
 __all__ = [
     "TarIndex",

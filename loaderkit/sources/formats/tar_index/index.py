@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.types import Member
+
+class Member(NamedTuple):
+    """One regular file inside an archive: where its bytes lie in the archive."""
+
+    name: str
+    start: int
+    size: int
 
 
 class TarIndex(Sequence[Member]):

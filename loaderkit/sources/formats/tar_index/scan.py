@@ -15,10 +15,10 @@ from zlib import adler32
 
 import numpy as np
 
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import FormatError, printable
-from loaderkit.formats.tar_index.index import TarIndex
-from loaderkit.formats.tar_index.window import Run, Window
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.sources.formats.tar_index.index import TarIndex
+from loaderkit.sources.formats.tar_index.window import Window, WindowRun
 
 _BLOCK = 512
 _MAX_EXTENDED_BYTES = 1 << 20
@@ -80,7 +80,7 @@ class TarScanner:
         for run in self.runs(position):
             yield from zip(run.names.split(b"\0")[:-1], run.starts.tolist(), run.sizes.tolist(), strict=True)
 
-    def runs(self, position: int) -> Iterator[Run]:
+    def runs(self, position: int) -> Iterator[WindowRun]:
         """The same, as many at a time as are found together."""
         extended = _Extended()
         name = b""
@@ -113,7 +113,7 @@ class TarScanner:
                 continue
             size = self._checked_size(position, name, size)
             if kind in _REGULAR:
-                yield Run(name + b"\0", np.array([start], np.int64), np.array([size], np.int64))
+                yield WindowRun(name + b"\0", np.array([start], np.int64), np.array([size], np.int64))
             position = start + _padded(size)
         return self._end(position, name, extended)
 

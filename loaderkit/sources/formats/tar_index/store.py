@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError, printable
-from loaderkit.formats.tar_index.index import TarIndex, sample_key_and_extension
-from loaderkit.formats.tar_index.scan import TarScanner, scan_tar
-from loaderkit.formats.tar_index.wds import parse_wds_index, wds_index_key
-from loaderkit.types import Connector, ObjectInfo
+from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
+from loaderkit.sources.formats.tar_index.scan import TarScanner, scan_tar
+from loaderkit.sources.formats.tar_index.wds import parse_wds_index, wds_index_key
 
 _VERSION = 1
 

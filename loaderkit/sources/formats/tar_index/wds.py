@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from loaderkit.errors import FormatError
-from loaderkit.formats.tar_index.index import TarIndex, sample_key_and_extension
+from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
 
 
 def wds_index_key(key: str) -> str:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.native import kernels
-from loaderkit.types import Connector, ObjectInfo
 
 _SMALL_BYTES = 4 << 10
 _LEAST_WINDOW_BYTES = 256 << 10
@@ -21,7 +21,7 @@ _MEMORY_S = 1e-4
 _WARM_UP_S = 1e-3
 
 
-class Run(NamedTuple):
+class WindowRun(NamedTuple):
     """Regular files in archive order: their names, each ended by a NUL, first bytes and numbers of bytes, int64 [n]."""
 
     names: bytes
@@ -58,7 +58,7 @@ class Window:
         self._num_taken += 1
         return self._data[offset : offset + num_bytes]
 
-    def plain_files(self, position: int) -> tuple[Run | None, int]:
+    def plain_files(self, position: int) -> tuple[WindowRun | None, int]:
         """The plain files whose headers follow one another from `position` on, as far as these lie in what was read already,
         and where the next header stands. A hundredth of the time of looking at each."""
         if kernels is None or not self._start <= position < self._start + self._num_filled:
@@ -69,7 +69,7 @@ class Window:
         )
         if not names:
             return None, position
-        run = Run(names, np.frombuffer(starts, np.int64) + base, np.frombuffer(sizes, np.int64))
+        run = WindowRun(names, np.frombuffer(starts, np.int64) + base, np.frombuffer(sizes, np.int64))
         self._num_taken += len(run.starts)
         return run, after + base
 

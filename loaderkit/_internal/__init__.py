@@ -1,0 +1,1 @@
+"""Helpers that know nothing of loading: units, dtypes, atomic files, cgroups. Nothing here is public."""

@@ -1,0 +1,26 @@
+"""Types of numbers by torch's names, in NumPy's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loaderkit._internal.lazily import torch
+
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+
+
+_SHARED_DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64", "complex64", "complex128"))
+
+
+def type_in_numpy(dtype: str) -> np.dtype[Any] | None:
+    """NumPy's type of the numbers that torch calls so, which it calls the same; None for those it lacks."""
+    return np.dtype(dtype) if dtype in _SHARED_DTYPES else None
+
+
+def num_bytes_of(dtype: str) -> int:
+    """The bytes of one number of a type, by torch's name."""
+    known = type_in_numpy(dtype)
+    size: int = getattr(torch, dtype).itemsize if known is None else known.itemsize
+    return size

@@ -1,0 +1,1 @@
+"""Formats of checkpoints, from bytes to entries. They decide nothing about reading."""

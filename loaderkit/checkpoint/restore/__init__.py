@@ -1,0 +1,1 @@
+"""`restore()`, the DCP storage reader, and what both check before the first byte is written."""

@@ -1,0 +1,1 @@
+"""Moves byte ranges into tensors, on the engine."""

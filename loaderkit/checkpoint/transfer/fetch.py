@@ -1,0 +1,61 @@
+"""Several byte ranges at once, into memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
+from loaderkit.checkpoint.transfer.plan import Laid, ReadRequest
+from loaderkit.checkpoint.transfer.session import TransferSession, num_workers_of
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
+
+_FEW = 4
+
+
+_LEAST_MEMORY = 128 * 2**10  # of a worker that reads descriptions
+
+
+def fetch_ranges(
+    connector: Connector,
+    objects: Mapping[str, ObjectInfo],
+    ranges: Sequence[ByteRange],
+    *,
+    memory_bytes: int,
+    num_parts: int = 1,
+) -> list[bytes]:
+    """The bytes of many ranges, at once: read by the engine where there are more than a few. Memory: see `TransferSession`."""
+    found = [bytearray(item.length) for item in ranges]
+    if len(ranges) <= _FEW:
+        for item, data in zip(ranges, found, strict=True):
+            connector.read_into(item.key, item.start, memoryview(data), etag=item.etag)
+        return [bytes(data) for data in found]
+    requests = [
+        ReadRequest("its description", (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
+        for item, data in zip(ranges, found, strict=True)
+    ]
+    workers = max(1, min(num_workers_of(connector, "auto"), memory_bytes // num_parts // _LEAST_MEMORY))
+    objects = {**objects, **{item.key: ObjectInfo(item.key, 0, item.etag) for item in ranges if item.etag is not None}}
+    with TransferSession(
+        requests, connector, objects, memory_bytes=memory_bytes, num_parts=num_parts, num_workers=workers
+    ) as filling:
+        for _ in filling:
+            pass
+    return [bytes(data) for data in found]
+
+
+def fetch_of(connector: Connector, memory_bytes: int = 2**28) -> Callable[[Sequence[ByteRange]], list[bytes]]:
+    """What reads the descriptions of a checkpoint: `fetch_ranges`, for one connector."""
+    return partial(fetch_ranges, connector, {}, memory_bytes=memory_bytes)
+
+
+def _into(item: ByteRange, target: memoryview) -> Callable[[ReadLimits], Laid]:
+    def lay(limits: ReadLimits) -> Laid:
+        pieces = [
+            ByteSpan("its description", item.key, item.start + lo, min(limits.most_bytes, item.length - lo), part, None)
+            for lo in range(0, item.length, limits.most_bytes)
+            for part in (target[lo : lo + limits.most_bytes],)
+        ]
+        return pieces, list
+
+    return lay

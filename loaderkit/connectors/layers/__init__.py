@@ -1,0 +1,1 @@
+"""Connectors around connectors: retries, a disk cache, read-ahead."""

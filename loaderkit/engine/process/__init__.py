@@ -1,0 +1,1 @@
+"""The executor in other processes of this machine, over shared memory."""

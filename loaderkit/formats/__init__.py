@@ -1,1 +1,0 @@
-"""What bytes mean: one module a file format, none of which knows where the bytes come from."""

@@ -1,0 +1,1 @@
+"""The YAML: its model, its checks, its messages."""

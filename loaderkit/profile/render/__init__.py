@@ -1,0 +1,1 @@
+"""One report as text, as HTML, as a trace."""

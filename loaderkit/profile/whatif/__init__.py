@@ -1,0 +1,1 @@
+"""Predicts what a change would bring, without running it."""

@@ -1,0 +1,1 @@
+"""Which sample comes when, on which rank: pure arithmetic and its saved state."""

@@ -1,0 +1,68 @@
+"""The saved position of a loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from loaderkit._internal.text import short_repr
+from loaderkit.errors import StateError
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """Where training stands: `position` samples of `epoch` have been delivered, counted over all ranks."""
+
+    epoch: int
+    position: int
+    seed: int
+    fingerprint: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of JSON values."""
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "fingerprint": dict(self.fingerprint),
+        }
+
+    @classmethod
+    def from_dict(cls, data: object) -> State:
+        """Raises `StateError` naming what is missing or malformed."""
+        if not isinstance(data, dict):
+            raise StateError(f"a loader's state is a dict made by state_dict(), not {type(data).__name__}")
+        if data.get("version") != STATE_VERSION:
+            raise StateError(
+                f"the state has version {short_repr(data.get('version'))}, this loaderkit reads version {STATE_VERSION}: "
+                "resume with the release that wrote it"
+            )
+        for name in ("epoch", "position", "seed"):
+            value = data.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or not (name == "seed" or 0 <= value < 2**62):
+                raise StateError(f"the state's {name!r} is {short_repr(value)}, expected a whole number")
+        fingerprint = data.get("fingerprint")
+        if not isinstance(fingerprint, dict) or any(type(part) is not str for part in chain(*fingerprint.items())):
+            raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
+        return cls(data["epoch"], data["position"], data["seed"], fingerprint)
+
+    def check(self, *, seed: int, fingerprint: dict[str, str], num_samples: int) -> None:
+        """Raise `StateError` naming what differs, if this state belongs to another data set or pipeline."""
+        differences = [
+            f"{part}: the state has {self.fingerprint.get(part, 'nothing')}, this loader {fingerprint.get(part, 'nothing')}"
+            for part in sorted({*self.fingerprint, *fingerprint})
+            if self.fingerprint.get(part) != fingerprint.get(part)
+        ]
+        if self.seed != seed:
+            differences.append(f"seed: the state has {short_repr(self.seed)}, this loader {seed}")
+        if not differences and self.position > num_samples:
+            differences.append(f"position: the state has {self.position}, the data set only {num_samples} samples")
+        if differences:
+            raise StateError(
+                "this state belongs to another data set or pipeline, and going on from it would repeat or skip samples; "
+                "it differs in " + "; ".join(differences)
+            )

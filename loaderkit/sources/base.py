@@ -1,0 +1,115 @@
+"""What every source offers, and the records it speaks in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.connectors.base import ByteRange, ObjectInfo, Ranges
+
+Sample = dict[str, Any]
+"""One sample between two stages: field name -> value (bytes, `Encoded`, `Image`, tensor, number, text, ...)."""
+
+
+class FieldRange(NamedTuple):
+    """Where the bytes of one field of a sample lie, and the extension that says what they are."""
+
+    field: str
+    extension: str
+    range: ByteRange
+
+
+class Table(NamedTuple):
+    """The ranges of several samples with the same fields: sample by sample, the fields in their order."""
+
+    fields: tuple[tuple[str, str], ...]  # (field, extension)
+    ranges: Ranges
+    constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading, one value a sample
+
+
+class Source(Protocol):
+    """A finite set of samples in canonical order, numbered from 0."""
+
+    classes: list[str] | None
+
+    def __len__(self) -> int: ...
+
+    def key(self, index: int) -> str:
+        """The sample's key, unique inside its origin."""
+
+    def origin(self, index: int) -> str:
+        """The object the sample lies in, for messages."""
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        """The byte ranges that make up the sample. Raises `SourceError` if a wanted field is missing."""
+
+    def constants(self, index: int) -> Sample:
+        """The fields known without reading (the class from the folder's name); a fresh dict."""
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        """Cut the samples into runs of about `block_bytes`, never across an object that holds several samples.
+
+        Returns the first sample of every block and, last, the number of samples: int64 [number of blocks + 1].
+        """
+
+    def fingerprint(self) -> str:
+        """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
+
+
+class TableSource(Protocol):
+    """What a `Source` may have besides, so that nothing is asked sample by sample."""
+
+    def table(self, indices: NDArray[np.int64]) -> Table | None:
+        """The ranges of these samples, or None if they have to be asked one by one: fields differ, or are missing."""
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of these samples."""
+
+
+class ItemSource(Protocol):
+    """What a `Source` must have instead of `ranges` when its samples are Python objects, not bytes."""
+
+    dataset: Any
+    """Where they are: dataset[index]."""
+
+    def items(self, indices: list[int]) -> list[Any] | None:
+        """Several of them in one call; None if that cannot be had, or failed."""
+
+    def sample(self, item: Any) -> Sample:
+        """The fields of an item; a fresh dict. Raises ValueError."""
+
+    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        """The same of several items, field by field; None if they have to be looked at one by one."""
+
+
+class Records(NamedTuple):
+    """Samples of one size that lie in one object: the batch's field they are, and what one of them is.
+
+    `dtype` is torch's name; `is_swapped`: the bytes of its numbers are in the other order than this machine's.
+    """
+
+    field: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_swapped: bool
+    num_bytes: int
+
+
+class RecordSource(Protocol):
+    """What a `Source` has besides when all its samples are `Records`, so that a chunk of them can be read at once."""
+
+    records: Records
+
+    @property
+    def file(self) -> ObjectInfo:
+        """Where they lie, as it was when they were numbered."""
+
+    def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first byte of every sample: int64 [n]."""
+
+    def keys(self, indices: NDArray[np.int64]) -> list[str]:
+        """The keys of many samples at once; any source may have this."""

@@ -1,0 +1,90 @@
+"""Which files are samples, and which extension fills which field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from loaderkit.sources.patterns import Patterns
+
+IMAGE_EXTENSIONS = frozenset(
+    {"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif", "jp2", "j2k"}
+)
+
+
+def _checked_patterns(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    try:
+        Patterns(value)
+    except re.error as error:
+        raise ValueError(f"a pattern, not {value!r} ({error})") from None
+    return value
+
+
+Include = Annotated[
+    str | tuple[str, ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    Field(min_length=1),
+    AfterValidator(_checked_patterns),
+]
+"""Which objects belong to a source: a pattern or a list of them; see `Patterns`."""
+
+
+def _checked_fields(value: dict[str, str]) -> dict[str, str]:
+    owner: dict[str, str] = {}
+    for name, listed in value.items():
+        extensions = _split_extensions(listed)
+        if not name or not all(extensions):
+            raise ValueError(f"extensions separated by ';', such as 'jpg;jpeg', not {name!r}: {listed!r}")
+        for extension in extensions:
+            if owner.setdefault(extension, name) != name:
+                raise ValueError(f"each extension once, not {extension!r} for both {owner[extension]!r} and {name!r}")
+    return value
+
+
+def _split_extensions(listed: str) -> list[str]:
+    return [part.strip().lower().removeprefix(".") for part in listed.split(";")]
+
+
+Fields = Annotated[dict[str, str], Field(min_length=1), AfterValidator(_checked_fields)]
+"""Name of a field -> its extensions, separated by ";"."""
+
+
+class FieldMap:
+    """Which field an extension (lower case, without the leading dot) belongs to.
+
+    With `fields` None image extensions belong to `image`, those in `defaults` to the field given there, and every
+    other one to a field of its own name.
+    """
+
+    def __init__(self, fields: Mapping[str, str] | None, defaults: Mapping[str, str] | None = None) -> None:
+        self.names = None if fields is None else tuple(fields)
+        self._fields: dict[str, str] = {}
+        if fields is None:
+            self._fields = dict.fromkeys(IMAGE_EXTENSIONS, "image") | dict(defaults or {})
+        else:
+            for name, listed in fields.items():
+                self._fields |= dict.fromkeys(_split_extensions(listed), name)
+
+    def field_of(self, extension: str) -> str | None:
+        """The field; None if `fields` was given and has none for it."""
+        return self._fields.get(extension, extension if self.names is None else None)
+
+    def split_key(self, key: str) -> tuple[str, str] | None:
+        """Field and extension by the end of a file's name: of "a.seg.png", "seg.png" if a field has it, else "png".
+
+        None if the name has no extension, or one that no field has.
+        """
+        base = key[key.rfind("/") + 1 :].lower()
+        dot = base.find(".", 1)
+        while dot >= 0:
+            extension = base[dot + 1 :]
+            later = base.find(".", dot + 1)
+            if extension in self._fields:
+                return self._fields[extension], extension
+            if later < 0 and self.names is None and extension:
+                return extension, extension
+            dot = later
+        return None

@@ -1,0 +1,1 @@
+"""What the bytes of data files mean."""

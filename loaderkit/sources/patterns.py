@@ -1,0 +1,133 @@
+"""Braces and glob patterns in the names of files."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+
+_MAX_PATTERNS = 1_000_000
+
+
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?|([A-Za-z])\.\.([A-Za-z])")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """What a shell makes of "{a,b}", "{000..099}" (zeros kept), "{0..8..2}" and "{a..f}", also nested, in its order.
+
+    Braces with neither a comma nor a range stay as they are. Raises ValueError beyond a million results.
+    """
+    open_at, close_at = _first_braces(pattern)
+    if close_at < 0:
+        return [pattern]
+    before, body = pattern[:open_at], pattern[open_at + 1 : close_at]
+    options = _range(body)
+    if options is None:
+        parts = _split_commas(body)
+        options = [text for part in parts for text in expand_braces(part)]
+        if len(parts) == 1:
+            options = [f"{{{text}}}" for text in options]
+    tails = expand_braces(pattern[close_at + 1 :])
+    if len(options) * len(tails) > _MAX_PATTERNS:
+        raise ValueError(f"{pattern!r} stands for more than {_MAX_PATTERNS} names")
+    return [before + text + tail for text in options for tail in tails]
+
+
+def _first_braces(pattern: str) -> tuple[int, int]:
+    """The places of the first brace that is closed again and of its partner; -1 when there is none."""
+    for start in range(len(pattern)):
+        depth = 0
+        for place in range(start, len(pattern) if pattern[start] == "{" else start):
+            depth += {"{": 1, "}": -1}.get(pattern[place], 0)
+            if depth == 0:
+                return start, place
+    return -1, -1
+
+
+def _split_commas(body: str) -> list[str]:
+    parts, depth = [""], 0
+    for char in body:
+        depth += {"{": 1, "}": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def _range(body: str) -> list[str] | None:
+    match = _RANGE.fullmatch(body)
+    if match is None:
+        return None
+    low, high = (ord(match[4]), ord(match[5])) if match[4] else (int(match[1]), int(match[2]))
+    step = abs(int(match[3] or 1)) or 1
+    if abs(high - low) // step >= _MAX_PATTERNS:
+        raise ValueError(f"{{{body}}} stands for more than {_MAX_PATTERNS} names")
+    numbers = range(low, high + 1, step) if low <= high else range(low, high - 1, -step)
+    if match[4]:
+        return [chr(code) for code in numbers]
+    has_zeros = any(re.match(r"-?0\d", text) for text in (match[1], match[2]))
+    width = max(len(match[1]), len(match[2])) if has_zeros else 0
+    return [f"{number:0{width}d}" for number in numbers]
+
+
+class Patterns:
+    """Globs over whole keys, case-sensitive: `**` any number of directories, `*` `?` `[..]` inside one, and braces.
+
+    A part of a key that starts with a dot is matched only by a part of a pattern that does.
+    """
+
+    def __init__(self, patterns: str | Iterable[str]) -> None:
+        self.written = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        expanded = dict.fromkeys(itertools.chain.from_iterable(map(expand_braces, self.written)))
+        self._literals = {text for text in expanded if not re.search(r"[*?\[]", text)}
+        self._globs = {text: re.compile(_regex(text), re.DOTALL) for text in expanded if text not in self._literals}
+        self._order = list(expanded)
+        heads = [re.split(r"[*?\[]", text, maxsplit=1)[0] for text in expanded]
+        # All heads start with what the least and the greatest have in common.
+        low, high = min(heads), max(heads)
+        same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+        self.prefix = low[:same]
+
+    def __str__(self) -> str:
+        return ", ".join(map(repr, self.written))
+
+    def matches(self, key: str) -> bool:
+        """Whether any pattern matches the whole key."""
+        return key in self._literals or any(glob.fullmatch(key) for glob in self._globs.values())
+
+    @property
+    def names(self) -> list[str] | None:
+        """All that can match, braces expanded, in the order in which it was written; None if there are wildcards."""
+        return None if self._globs else self._order
+
+    def without_match(self, keys: Iterable[str]) -> list[str]:
+        """The patterns, braces expanded, that match none of `keys`, in the order in which they were written."""
+        found = set(keys)
+        return [
+            text
+            for text in self._order
+            if not (text in found if text in self._literals else any(map(self._globs[text].fullmatch, found)))
+        ]
+
+
+def _regex(pattern: str) -> str:
+    parts = pattern.split("/")
+    regex = ""
+    for place, part in enumerate(parts):
+        is_last = place == len(parts) - 1
+        if part == "**":
+            regex += r"(?:(?!\.)[^/]+/)*" + (r"(?!\.)[^/]+" if is_last else "")
+            continue
+        regex += "" if part.startswith(".") else r"(?!\.)"
+        for token in re.findall(r"\[[!^]?\]?[^\]]*\]|.", part, re.DOTALL):
+            if token in ("*", "?"):
+                regex += "[^/]" + token.replace("?", "")
+            elif len(token) > 1:
+                negated = token[1] in "!^"
+                body = re.sub(r"[\[\]\\&~|]", r"\\\g<0>", token[2 if negated else 1 : -1])
+                regex += f"(?!/)[{'^' if negated else ''}{body}]"
+            else:
+                regex += re.escape(token)
+        regex += "" if is_last else "/"
+    return regex

@@ -26,6 +26,8 @@ from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError, StateError
 
+TESTS = [str(Path(__file__).parent), str(HELPERS.parent), str(HELPERS)]
+
 
 def augmented(photos: Path, batch_size: int = 8, *, drop_last: bool = False, seed: int = 3) -> Pipeline:
     """Everything random there is, so that one wrong draw changes bytes."""
@@ -133,7 +135,7 @@ class TestResume:
             states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
         (tmp_path / "states.json").write_text(json.dumps(states))
         program = (
-            "import json, sys; sys.path.insert(0, sys.argv[3]); import loaderkit; from test_loader import digests\n"
+            "import json, sys; sys.path[:0] = sys.argv[3:]; import loaderkit; from test_loader import digests\n"
             "found = []\n"
             "for state in json.load(open(sys.argv[2])):\n"
             "    with loaderkit.build(sys.argv[1], overrides={'prefetch.concurrency': 3}) as loader:\n"
@@ -141,7 +143,7 @@ class TestResume:
             "        found.append(digests(loader))\n"
             "print(json.dumps(found))\n"
         )
-        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "states.json"), str(HELPERS)]
+        arguments = [str(tmp_path / "p.yaml"), str(tmp_path / "states.json"), *TESTS]
         ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
         assert json.loads(ran.stdout) == [reference[delivered:8] for delivered in range(9)]
 

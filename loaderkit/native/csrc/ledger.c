@@ -1,4 +1,4 @@
-/* One worker's time by state, as its thread writes it and others read it: `loaderkit/prefetch/accounts.py` says what for.
+/* One worker's time by state, as its thread writes it and others read it: `engine/metrics/worker_clock.py` says what for.
  *
  * An entry costs 0.1 us, and 0.6 with the thread's CPU clock, which is a system call: that one is left out where it can say
  * nothing. In Python an entry is 1.1 us where nothing else runs, and several times as much between the stages of a pipeline,

@@ -806,6 +806,8 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_refused(name: str, write: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"not valid YAML.*(aliases|values|deep)") as caught:
+    # PyYAML from 6.0.4 on merges a mapping once however often it is named: then these are only keys of no pipeline.
+    refused = r"not valid YAML.*(aliases|values|deep)" + ("|unknown key 'a0'" if name == "merges" else "")
+    with pytest.raises(ConfigError, match=refused) as caught:
         load_yaml(write(BOMBS[name] + MINIMAL))
     assert len(str(caught.value)) < 2000

@@ -20,12 +20,12 @@ demo: venv
 	$(BIN)/loaderkit demo
 
 test: venv
-	$(BIN)/python -m pytest -m "not prove" -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m "not prove" -n auto --maxprocesses 8 --dist worksteal --durations=10
 
 prove: SHELL := bash
 prove: venv sanitize
 	set -o pipefail; { $(BIN)/python -m pytest -m "not alone" -n auto --maxprocesses 8 --dist worksteal --durations=20 \
-	&& $(BIN)/python -m pytest -m alone --durations=20; } 2>&1 | tee "profiles/prove-$$(nproc)cpu-$$(date +%F).txt"
+	&& $(BIN)/python -m pytest -m alone --durations=20; } 2>&1 | tee "profiles/results/prove-$$(nproc)cpu-$$(date +%F).txt"
 
 # The C modules built with AddressSanitizer and UBSan, below build/, and what goes through them: damaged files, pixels, ranges, the ledger.
 # DALI, whose code is not ours, does not start below ASan.
@@ -58,7 +58,7 @@ WORK ?= all
 ROUNDS ?= 5
 peers: venv
 	-$(BIN)/python -m profiles.peers.environments
-	$(BIN)/python -m profiles.peers --work $(WORK) --rounds $(ROUNDS) $(if $(CONTESTANTS),--contestants $(CONTESTANTS)) --out profiles
+	$(BIN)/python -m profiles.peers --work $(WORK) --rounds $(ROUNDS) $(if $(CONTESTANTS),--contestants $(CONTESTANTS)) --out profiles/results
 
 clean:
 	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""How much of the package one thing passes through: python -m profiles.calls [--out profiles]
+"""How much of the package one thing passes through: python -m profiles.calls [--out profiles/results]
 
 Counts calls of Python functions of loaderkit (comprehensions are none), in all threads, by `sys.setprofile`, and the files
 that they lie in: of one chunk of four JPEGs in the middle of an epoch, of `restore(into=)` of three small tensors, and of

@@ -1,6 +1,6 @@
 """What another process, and a second one, are worth when `call` computes in Python.
 
-    python -m profiles.gil [--rounds 7] [--milliseconds 5] [--step 0] [--out profiles]
+    python -m profiles.gil [--rounds 7] [--milliseconds 5] [--step 0] [--out profiles/results]
 
 All loaders live at once, and take turns: in each round every one of them delivers the same number of batches, after what it
 had read ahead was taken from it. Speeds are told as ratios to `executor: thread` in the same round.

@@ -1,6 +1,6 @@
 """Decoding on the GPU against the CPU and other loaders.
 
-    python -m profiles.gpu PHOTOS [--rounds 5] [--seconds 15] [--out profiles]
+    python -m profiles.gpu PHOTOS [--rounds 5] [--seconds 15] [--out profiles/results]
 
 PHOTOS has one folder of JPEGs a class. In turns, one loader at a time, batches of 256 pictures cropped to 224, normalised,
 on the device: loaderkit decoding on the CPU, loaderkit through DALI (`device: gpu`, or `dali-cpu` without a GPU), a DALI

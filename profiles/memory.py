@@ -1,6 +1,6 @@
 """Whether memory stays flat: a million trivial samples in long epochs, in short ones, and in epochs that are broken off.
 
-    python -m profiles.memory [--samples 1000000] [--out profiles]
+    python -m profiles.memory [--samples 1000000] [--out profiles/results]
 
 Counted is the resident memory of the training process and of those that load, the pages of files left out: those are
 libraries, and their share depends on who else uses them. A page that two processes see counts half for each. The first

@@ -1,6 +1,6 @@
 """How often two runs of the same pipeline are told apart by `--baseline`, and how often two unlike ones are.
 
-    python -m profiles.noise [--runs 12] [--steps 80] [--out profiles]
+    python -m profiles.noise [--runs 12] [--steps 80] [--out profiles/results]
 
 Runs alternate between a pipeline and one whose samples take 15 % longer, so that what else the machine does falls on both.
 Every run is compared with the next one of its own kind (these should not be told apart: 5 % may) and with the one between

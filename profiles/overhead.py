@@ -1,4 +1,4 @@
-"""What the accounts and the profiler cost: python -m profiles.overhead [--rounds 20] [--turns 10] [--out profiles]
+"""What the accounts and the profiler cost: python -m profiles.overhead [--rounds 20] [--turns 10] [--out profiles/results]
 
 CPU time a sample with accounts, statistics and the monitor against the same engine with all of that taken out, in turns in
 one process: a round is so many short turns of each, as other programs come and go. Reported is the mean of the ratios of the

@@ -1,4 +1,4 @@
-"""What it is worth to decode only the crops of JPEGs: python -m profiles.pieces [--rounds 15] [--out profiles]
+"""What it is worth to decode only the crops of JPEGs: python -m profiles.pieces [--rounds 15] [--out profiles/results]
 
 The same loader with `loaderkit.native._jpeg` and without it, in short turns in one process: photographs to crops of 224, of
 `profiles.peers`' data, or loaderkit's demo pictures. By worker threads, and in the training's thread. Reported are the medians

@@ -3,7 +3,7 @@
     python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/ and shards/, as `loaderkit demo` makes them
     python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
 
-In profiles/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS on
+In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS on
 this machine, with 20 ms more for every request; `database` is no shipped pipeline, but rows that are asked for one at a time.
 """
 
@@ -35,7 +35,7 @@ from loaderkit.profile.restore_report import RestoreReport
 from profiles.stores.servers import Seaweed, delay, upload
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "profiles" / "reports"
+FOLDER = ROOT / "profiles" / "results" / "reports"
 PAGE = ROOT / "docs" / "reading-a-report.md"
 _EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DOTALL)
 _LATENCY_S = 0.02

@@ -1,6 +1,6 @@
 """Restoring a checkpoint into existing CPU tensors, beside the formats' own readers and a bare parallel read.
 
-    python -m profiles.restore --gigabytes 5 --rounds 5 [--cold | --s3] [--tiny] [--folder /data] [--out profiles]
+    python -m profiles.restore --gigabytes 5 --rounds 5 [--cold | --s3] [--tiny] [--folder /data] [--out profiles/results]
 
 Contestants take turns within a round, the order changed from round to round; what is compared is the ratio within a round.
 `--cold` drops the files from the page cache before each turn (posix_fadvise); `--tiny` restores 10,000 small tensors instead.

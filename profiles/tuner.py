@@ -1,6 +1,6 @@
 """Whether `auto` finds what a search over the whole grid finds.
 
-    python -m profiles.tuner [--seconds 30] [--turn 2] [--rounds 3] [--out profiles]
+    python -m profiles.tuner [--seconds 30] [--turn 2] [--rounds 3] [--out profiles/results]
 
 For each workload: a loader tunes itself for `--seconds`; then every number of workers is tried for a turn, at the depth to
 begin with and at the one that was found; then the best three are measured again, in turns with what the tuner found. The

@@ -1,4 +1,4 @@
-"""The verdicts on eighty pipelines with one bottleneck each: python -m profiles.verdicts [--out profiles] [--only WORDS]
+"""The verdicts on eighty pipelines with one bottleneck each: python -m profiles.verdicts [--out profiles/results] [--only WORDS]
 
 Prints a line for each, and with --out writes verdicts-<machine>-<date>.json and .md there.
 """
@@ -71,7 +71,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         f"torch {torch.__version__}. "
         f"Other programs used {statistics.median(row['others_cpus'] for row in rows):.1f} of them in the median, and up to "
         f"{max(row['others_cpus'] for row in rows):.1f}. "
-        "Made by `python -m profiles.verdicts`; the pipelines are in [bottlenecks.py](bottlenecks.py).",
+        "Made by `python -m profiles.verdicts`; the pipelines are in [bottlenecks.py](../bottlenecks.py).",
         "",
         "| bottleneck | right | verdict of each: stage, kind, confidence |",
         "|---|---|---|",

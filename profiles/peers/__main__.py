@@ -1,6 +1,6 @@
 """Measure loaderkit and its peers at the same work, taking turns. See README.md in this folder.
 
-python -m profiles.peers --work files,tar --contestants loaderkit,dali --rounds 5 --out profiles
+python -m profiles.peers --work files,tar --contestants loaderkit,dali --rounds 5 --out profiles/results
 python -m profiles.peers --work files,tar --contestants loaderkit --before ../earlier      this checkout against another one
 """
 
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="the least a turn takes behind its first batches")
-    parser.add_argument("--out", type=Path, default=ROOT / "profiles", help="where the results go")
+    parser.add_argument("--out", type=Path, default=ROOT / "profiles" / "results", help="where the results go")
     parser.add_argument("--data", type=Path, default=default_cache_dir() / "peers", help="where the data is or is made")
     parser.add_argument(
         "--demo", type=Path, default=default_cache_dir() / "demo", help="where loaderkit's demo data is"

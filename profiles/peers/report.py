@@ -75,7 +75,7 @@ def table(found: dict[str, Any]) -> str:
         f"# loaderkit and its peers, {machine['cpus']} CPUs ({machine['model']}), Python {machine['python']}",
         "",
         "Medians over the rounds, in brackets the least and the most. A ratio is how many times as good loaderkit was, round",
-        "by round: above 1 loaderkit was faster, or needed less time or memory. How: [peers/](peers/README.md).",
+        "by round: above 1 loaderkit was faster, or needed less time or memory. How: [peers/](../peers/README.md).",
     ]
     for name, work in found["works"].items():
         lines += [

@@ -17,9 +17,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.host import HostStats
-from loaderkit.engine.metrics.snapshot import StageStats, Stats, blank
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.worker_clock import Histogram
 from profiles.bottlenecks import CASES, Case, run
 
@@ -47,7 +48,7 @@ def from_json(values: Mapping[str, Any]) -> Stats:
     """The accounts that `to_json` wrote."""
     rows = [StageStats(**{**row, "services": Histogram.of(dict(row["services"]))}) for row in values["stages"]]
     return replace(
-        blank(rows, values["memory"]["budget_bytes"]),
+        Stats.empty(rows, values["memory"]["budget_bytes"]),
         **{name: values[name] for name in _PLAIN},
         host=HostStats(**values["host"]),
         trials={stage: ContentionResult(**trial) for stage, trial in values["trials"].items()},

@@ -25,7 +25,7 @@ from loaderkit import Loader, Pipeline
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.engine.base import Engine
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.pipeline.build import make_parts
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.engine_factory import Assembly, Recipe

@@ -18,7 +18,7 @@ from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.slow_samples import SlowItems
-from loaderkit.engine.metrics.snapshot import Stats, collect
+from loaderkit.engine.metrics.stats import Stats, collect
 from loaderkit.engine.metrics.trace import WHOLE, Handoff, TraceRecorder, cut, new_tape, tape_length
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan

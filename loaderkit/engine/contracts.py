@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import TraceRecorder
 from loaderkit.engine.work import Delivery, FieldSpec, WorkItem
 

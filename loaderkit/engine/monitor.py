@@ -18,7 +18,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.worker_clock import Histogram
 from loaderkit.errors import ClosedError
 

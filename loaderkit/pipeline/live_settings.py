@@ -15,7 +15,7 @@ from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.units import parse_bytes
 from loaderkit.engine.autotune.tuner import TunedSetting, Tuner
 from loaderkit.engine.contracts import Executor
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 

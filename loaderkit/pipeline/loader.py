@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.contracts import Executor
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.trace import TraceRecorder
 from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError

@@ -15,7 +15,7 @@ from loaderkit.checkpoint.restore.api import OpenCheckpoint, opened, parse_devic
 from loaderkit.checkpoint.restore.requests import choose
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import Connector
-from loaderkit.engine.metrics.snapshot import Stats, blank
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
@@ -104,7 +104,7 @@ class TensorLoader:
         filling = self._filling
         now = filling.engine.stats({}, self._run) if filling is not None else self._last
         if now is None:
-            now = blank([], self.config.prefetch.memory)
+            now = Stats.empty([], self.config.prefetch.memory)
         return now if since is None else now.since(since)
 
     def _stop(self) -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from loaderkit._internal.atomic_file import write_atomically
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.trace import TraceRecorder
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.build import ReportFacts, make_report

@@ -17,7 +17,7 @@ from pydantic import Field
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.tensor_loader import TensorLoader

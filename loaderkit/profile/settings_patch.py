@@ -15,9 +15,8 @@ import yaml
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
-from loaderkit.engine.metrics.bottleneck import Verdict
+from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval
-from loaderkit.engine.metrics.snapshot import Stats
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report import Setting, VerdictPart
 

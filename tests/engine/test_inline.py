@@ -9,7 +9,7 @@ import pytest
 
 import loaderkit
 from loaderkit import Loader, Pipeline
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ClosedError, StageError
 
 INLINE = {"prefetch.executor": "inline"}

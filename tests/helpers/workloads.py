@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from loaderkit.engine.autotune.tuner import Move, TunedSetting, Tuner
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.host import HostStats
-from loaderkit.engine.metrics.snapshot import StageStats, Stats
+from loaderkit.engine.metrics.snapshot import StageStats
 
 TICK_S = 0.25
 BATCH = 16

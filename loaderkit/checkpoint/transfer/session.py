@@ -28,7 +28,7 @@ from loaderkit.connectors.page_cache import cached_share, parts_of
 from loaderkit.connectors.ranges import bulk_method
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.threaded import ThreadEngine

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
-from loaderkit.engine.metrics.snapshot import Stats
 from loaderkit.engine.metrics.stalls import MEMORY, WAKEUP
+from loaderkit.engine.metrics.stats import Stats
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 

@@ -17,23 +17,19 @@ asks how long a thread that wakes up waits for Python's lock.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from loaderkit._internal.units import say_seconds
 from loaderkit.engine.metrics.bottleneck_rules import BottleneckRules, memory_verdict
 from loaderkit.engine.metrics.interval import SPARE, Interval, Verdict
+from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
 
-if TYPE_CHECKING:
-    from loaderkit.engine.metrics.snapshot import StageStats, Stats
-
-__all__ = ["Verdict", "verdict"]
+__all__ = ["Verdict", "diagnose"]
 
 _HARMLESS = 0.05  # of the time: such waits are not worth a change
 _OCCASIONAL = 0.15  # as well, where the workers have time to spare
 
 
-def verdict(stats: Stats) -> Verdict:
+def diagnose(stats: Snapshot) -> Verdict:
     """The verdict on an interval, `loader.stats()` or `loader.stats(since=earlier)`; in about 0.1 ms, from any thread."""
     if stats.wall_s <= 0:
         evidence = "nobody has waited for a batch in this interval"

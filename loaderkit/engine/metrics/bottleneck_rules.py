@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from loaderkit._internal.units import say_bytes, say_seconds
 from loaderkit.engine.metrics.interval import WAITING, Interval, PoolUse, Verdict
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import MEMORY
-
-if TYPE_CHECKING:
-    from loaderkit.engine.metrics.snapshot import StageStats
 
 _BUSY = 0.75  # of their time: workers that are busy for more are the limit
 _COMPUTING = 0.6  # of the busy time, on a CPU or ready for one

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
-
-if TYPE_CHECKING:
-    from loaderkit.engine.metrics.snapshot import StageStats, Stats
 
 WAITING = 0.25  # of the time: where workers wait less, nobody is held up
 SPARE = 0.6  # of their time: workers that are busy for less have time to spare
@@ -65,7 +63,7 @@ class PoolUse:
 class Interval:
     """An interval, but for the start of the first batch."""
 
-    stats: Stats
+    stats: Snapshot
     start_s: float
     stall_s: Mapping[str, float]
     waited_s: float
@@ -73,7 +71,7 @@ class Interval:
     pools: list[PoolUse]
 
     @classmethod
-    def of(cls, stats: Stats) -> Interval:
+    def of(cls, stats: Snapshot) -> Interval:
         stall_s = {cause: seconds for cause, seconds in stats.stall_s.items() if cause != START}
         start_s = stats.stall_s.get(START, 0.0)
         wall_s = max(stats.wall_s - start_s, 1e-9)
@@ -168,7 +166,7 @@ class Interval:
         )
 
 
-def _pools_of(stats: Stats) -> list[PoolUse]:
+def _pools_of(stats: Snapshot) -> list[PoolUse]:
     rows = {row.name: row for row in stats.stages}
     described: list[Mapping[str, Any]] = stats.tuning.get("pools") or [{"stages": list(rows)}]
     return [

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self, TypeVar
 
 from loaderkit.engine.metrics.concurrency import ContentionResult, merged_trials
 from loaderkit.engine.metrics.host import HostStats, host_stats, together
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
 from loaderkit.engine.metrics.worker_clock import Histogram, WorkerClock, WorkerStates
 
-if TYPE_CHECKING:
-    from loaderkit.engine.base import Engine
-    from loaderkit.engine.metrics.bottleneck import Verdict
+AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
 
 _LEVELS = frozenset({"held_bytes"})
 
@@ -79,8 +77,11 @@ _COUNTERS = tuple(
 
 
 @dataclass
-class Stats:
-    """What `loader.stats()` returns. `wall_s` counts from the first wait for a batch, or from the earlier moment."""
+class Snapshot:
+    """A loader's counters at one moment, or their rise between two.
+
+    `wall_s` counts from the first wait for a batch, or from the earlier moment.
+    """
 
     run: int  # counters begin anew with every run: after an error, say
     now_s: float
@@ -103,7 +104,28 @@ class Stats:
     store: dict[str, float] = field(default_factory=dict)  # what connectors count; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
 
-    def since(self, earlier: Stats) -> Stats:
+    @classmethod
+    def empty(cls, rows: Sequence[StageStats], memory_bytes: int) -> Self:
+        """The counters of a process that has not started. `rows` name the stages and their workers."""
+        memory = dict.fromkeys(("slab_bytes", "batch_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
+        return cls(
+            run=0,
+            now_s=0.0,
+            wall_s=0.0,
+            num_batches=0,
+            num_samples=0,
+            stall_s={},
+            stages=list(rows),
+            num_ready=0,
+            num_open=0,
+            memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
+            host=replace(
+                host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0, idle_s=None
+            ),
+            tuning={},
+        )
+
+    def since(self, earlier: Snapshot) -> Self:
         """What happened between `earlier` and this moment."""
         if earlier.run != self.run:
             raise ValueError("`since` is a moment before an error or Ctrl-C ended that run; counters have begun anew")
@@ -128,7 +150,7 @@ class Stats:
             copies={name: value - earlier.copies.get(name, 0) for name, value in self.copies.items()},
         )
 
-    def slimmed(self) -> Stats:
+    def slimmed(self) -> Self:
         """The same without what a time series does not show, to be kept."""
         nothing = Histogram()
         stages = [replace(row, services=nothing) for row in self.stages]
@@ -156,13 +178,6 @@ class Stats:
             "page_cache_hits": self.host.page_cache_hits,
             "late_s": self.lateness.percentile(0.5),
         }
-
-    def verdict(self) -> Verdict:
-        """Which stage is the bottleneck, how sure that is, why, and what to change; see `bottleneck.py`."""
-        # A tenth of what a loader imports, and of no use to its first batch.
-        from loaderkit.engine.metrics.bottleneck import verdict
-
-        return verdict(self)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
@@ -198,7 +213,6 @@ class Stats:
             "tuning": self.tuning,
             "store": {**self.store, **_shares(self.store)},
             "transfer": {**self.copies, **self._overlap()},
-            "verdict": self.verdict()._asdict(),
         }
 
     def _overlap(self) -> dict[str, float]:
@@ -228,26 +242,7 @@ def _shares(store: dict[str, float]) -> dict[str, float]:
     return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
-def blank(rows: Sequence[StageStats], memory_bytes: int) -> Stats:
-    """The accounts before anything has run, in a process that is not there yet. `rows` name the stages and their workers."""
-    memory = dict.fromkeys(("slab_bytes", "batch_bytes", "open_bytes", "live_bytes", "allocated_bytes"), 0)
-    return Stats(
-        run=0,
-        now_s=0.0,
-        wall_s=0.0,
-        num_batches=0,
-        num_samples=0,
-        stall_s={},
-        stages=list(rows),
-        num_ready=0,
-        num_open=0,
-        memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
-        host=replace(host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0, idle_s=None),
-        tuning={},
-    )
-
-
-def merged(parts: Sequence[Stats]) -> Stats:
+def merged(parts: Sequence[AnySnapshot]) -> AnySnapshot:
     """The accounts of engines that work side by side on the same stages, as those of one: what can be summed is, the rest
     is the first one's."""
     first = parts[0]
@@ -297,7 +292,7 @@ def _all_of(histograms: Iterable[Histogram]) -> Histogram:
     return found
 
 
-def add_accounts(
+def add_worker_time(
     rows: Sequence[StageStats],
     ends: tuple[StageStats, StageStats],
     worker_clocks: list[WorkerClock],
@@ -323,45 +318,3 @@ def add_accounts(
         row.num_failed += num_failed
         if services:
             row.services.take_in(Histogram.of(services))
-
-
-def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
-    """The accounts of an engine, up to now, or to `at_s`, a moment ago; from any thread. About 0.2 ms with two workers, 1 ms
-    with 64 and eight stages."""
-    stall_s, waiting_since_s, now = engine.waits.read(engine.clock)
-    now = now if at_s is None else min(now, at_s)
-    for cause, seconds in engine.open_wait(waiting_since_s, now).items():
-        stall_s[cause] = stall_s.get(cause, 0.0) + seconds
-    rows = [StageStats(stage.name, 0, kind=stage.kind) for stage in engine.stages]
-    for pool in engine.pools:
-        numbers = pool.plan.stages
-        first, last = rows[numbers[0]], rows[numbers[-1]]
-        for number in numbers:
-            rows[number].workers = pool.num_workers
-        first.num_queued = engine.num_queued if pool.buffer is None else len(pool.buffer)
-        # Inline, one account serves all pools; threads only ever enter their own pool's stages.
-        add_accounts(rows, (first, last), list(pool.worker_clocks), engine.states, now)
-    host = host_stats()
-    idle_s = None if host.idle_s is None or engine.first_idle_s is None else host.idle_s - engine.first_idle_s
-    return Stats(
-        run=run,
-        now_s=now,
-        wall_s=0.0 if engine.first_wait_s is None else now - engine.first_wait_s,
-        num_batches=engine.num_delivered,
-        num_self_served=engine.num_self_served,
-        num_samples=engine.num_samples,
-        stall_s=stall_s,
-        stages=rows,
-        num_ready=engine.num_ready,
-        num_open=engine.num_open,
-        memory={
-            "budget_bytes": engine.plan.memory_bytes,
-            **engine.plan.memory_stats(engine.num_open),
-            "rss_peak_bytes": host.rss_peak_bytes,
-        },
-        host=replace(host, idle_s=idle_s),
-        tuning=tuning,
-        trials={engine.stages[pool.plan.stages[0]].name: pool.probe.trial for pool in engine.pools},
-        slowest={stage.name: engine.slow_items.kept(number) for number, stage in enumerate(engine.stages)},
-        store=dict(engine.counters()) if engine.counters is not None else {},
-    )

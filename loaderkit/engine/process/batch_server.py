@@ -17,7 +17,7 @@ from typing import Any
 from loaderkit._internal.lazily import has_torch, torch
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics import trace as tape
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.engine.threaded import ThreadEngine

@@ -21,7 +21,8 @@ from typing import Any
 
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import host_stats
-from loaderkit.engine.metrics.snapshot import Stats, merged
+from loaderkit.engine.metrics.snapshot import merged
+from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Handoff, TraceRecorder, tape_length
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.receiver import ReceivedBatch

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from loaderkit.engine import watchdog
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.snapshot import StageStats, add_accounts
+from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
 from loaderkit.engine.metrics.trace import WHOLE, Lane, cut, new_tape, tape_length
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.process.receiver import ReceivedBatch, Receiver
@@ -60,7 +60,7 @@ class TrainerStages:
         """The thread's time by stage."""
         rows = [StageStats(stage.name, 1, kind=stage.kind) for stage in self._stages]
         if self._worker_clock is not None:
-            add_accounts(rows, (rows[0], rows[-1]), [self._worker_clock], self._states, now)
+            add_worker_time(rows, (rows[0], rows[-1]), [self._worker_clock], self._states, now)
         return rows
 
     def record(self) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from loaderkit.engine.metrics.snapshot import StageStats, Stats, blank
+from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Lane, joined
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import Link
@@ -65,7 +66,7 @@ class WorkerProcess:
         self._telling = threading.Lock()
         self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
         self._has_told_early = False
-        self._latest = blank(spec.rows, shard.num_bytes(spec.memory_bytes))  # what it said last
+        self._latest = Stats.empty(spec.rows, shard.num_bytes(spec.memory_bytes))  # what it said last
 
     def start(self, place: tuple[int, int]) -> None:
         """Start the process and send it its job; it imports what it needs meanwhile. Raises OSError, RuntimeError,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loaderkit.connectors.page_cache import evict
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.interleave import Looped, Make, RateWindow, rate_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report import Headspace, Rate

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.loops import Batches, Step, endless
 from loaderkit.profile.report import Rate
 from loaderkit.stages.slowed import Slowdown

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.engine.autotune.tuner import LADDER
-from loaderkit.engine.metrics.snapshot import Stats
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, in_turns, ratio_of

@@ -14,9 +14,9 @@ from numbers_dataset import Numbers
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics.bottleneck import Verdict
+from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.concurrency import ContentionResult
-from loaderkit.engine.metrics.snapshot import StageStats, Stats, blank
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.worker_clock import Histogram
 from profiles.accounts import FOLDER, from_json, read, to_json
 from profiles.bottlenecks import CASES, is_right
@@ -54,7 +54,7 @@ def stats(
     names = [one.name for one in rows]
     pools = [{"stages": [name]} for name in names] if apart else [{"stages": names}]
     several = {"processes": processes} if processes else {}
-    nothing = blank(rows, memory[0])
+    nothing = Stats.empty(rows, memory[0])
     return replace(
         nothing,
         host=replace(nothing.host, idle_s=idle_s),

@@ -17,7 +17,8 @@ from worker_clocks import PythonAccount, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics.snapshot import Stats, _rise
+from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.snapshot import _rise
 from loaderkit.engine.metrics.stalls import Waits
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.errors import StageError

@@ -18,9 +18,10 @@ from numbers_dataset import TWO_PROCESSES, Numbers, build, is_running, numbers, 
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.host import HostStats
-from loaderkit.engine.metrics.snapshot import StageStats, blank, merged
+from loaderkit.engine.metrics.snapshot import StageStats, merged
 from loaderkit.engine.metrics.worker_clock import Histogram
 from loaderkit.engine.process.connection import Link
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
@@ -287,7 +288,7 @@ class TestAccounts:
             row = StageStats("read", number, number, num_queued=number, services=taken_in, kind="read")
             parts.append(
                 replace(
-                    blank([row], 100 * number),
+                    Stats.empty([row], 100 * number),
                     num_ready=number,
                     num_open=2 * number,
                     lateness=taken_in,

@@ -1,4 +1,4 @@
-"""What a batch of one-element tensors costs in the training's process: python -m profiles.inline [--rounds 15] [--out profiles/results]
+"""What a batch of one-element tensors costs in the training's process: python -m profiles.inline [--rounds 15] [--out FOLDER]
 
 torch's DataLoader, then a loop that does ever more of what loaderkit promises of a batch, then loaderkit itself with `executor:
 inline`; in turns, an epoch of 300 batches of 64 each. The first loop is the least that any loader can take: it makes the

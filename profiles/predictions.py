@@ -1,4 +1,4 @@
-"""What the profiler says of pipelines with one bottleneck, put to the test: python -m profiles.predictions [--out profiles/results]
+"""What the profiler says of pipelines with one bottleneck, put to the test: python -m profiles.predictions [--out FOLDER]
 
 For each case of `profiles.bottlenecks`: is the verdict right; what the suggested change brings once it is made, where it is one
 of settings; what the model predicts for every change that can be tried, and what that change brings. All in turns with the

@@ -3,8 +3,8 @@
     python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/ and shards/, as `loaderkit demo` makes them
     python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
 
-In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS on
-this machine, with 20 ms more for every request; `database` is no shipped pipeline, but rows that are asked for one at a time.
+In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS
+on this machine, with 20 ms more for every request; `database` is no shipped pipeline, but rows asked for one at a time.
 """
 
 from __future__ import annotations

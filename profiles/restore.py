@@ -104,9 +104,11 @@ def bucket(paths: dict[str, Path], folder: Path, stack: ExitStack) -> tuple[str,
     client = server.boto()
     client.create_bucket(Bucket="restore")
     etags = {}
-    for name in ("plain", "checked", "dcp"):
+    for name, source in paths.items():
+        if not source.is_dir():
+            continue
         (folder / "www" / "restore" / name).mkdir(parents=True)
-        for path in sorted(paths[name].iterdir()):
+        for path in sorted(source.iterdir()):
             key = f"{name}/{path.name}"
             client.upload_file(str(path), "restore", key)  # in parts
             etags[f"/restore/{key}"] = client.head_object(Bucket="restore", Key=key)["ETag"].strip('"')

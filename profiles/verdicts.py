@@ -1,4 +1,4 @@
-"""The verdicts on eighty pipelines with one bottleneck each: python -m profiles.verdicts [--out profiles/results] [--only WORDS]
+"""The verdicts on eighty pipelines with one bottleneck each: python -m profiles.verdicts [--out FOLDER] [--only WORDS]
 
 Prints a line for each, and with --out writes verdicts-<machine>-<date>.json and .md there.
 """

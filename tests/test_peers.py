@@ -124,6 +124,25 @@ def test_nothing_is_left_when_it_is_stopped(place: Path) -> None:
     assert workers(place) == []
 
 
+@pytest.mark.prove
+def test_two_checkouts_in_turns(place: Path) -> None:
+    """This one against itself: a loader, one judged against a peer, and a restore."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "profiles.before_after", str(ROOT), "--work", "tokens,records,restore-warm", "--tiny",
+            "--rounds", "2", "--seconds", "0.05", "--gigabytes", "0.1",
+            "--data", str(place / "data"), "--out", str(place / "out"),
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr  # 1: a bar does not hold, by so short a look
+    (results,) = (place / "out").glob("before-after-*.json")
+    rows = json.loads(results.read_text())["rows"]
+    assert [row["work"] for row in rows] == ["tokens", "records, against dataloader", "restore-warm"]
+    assert all(row["figures"].keys() >= {"before", "after"} and row["ratio"]["median"] > 0 for row in rows)
+    assert f"| {rows[0]['work']} |" in results.with_suffix(".md").read_text()
+
+
 def test_an_unknown_work_is_refused(place: Path) -> None:
     done = subprocess.run(command(place, "--work", "fils"), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

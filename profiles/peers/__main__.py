@@ -54,8 +54,8 @@ def _measure(chosen: dict[str, list[Contestant]], arguments: argparse.Namespace,
             continue
         work = WORKS[name]
         if arguments.tiny:
-            work = replace(work, skip=2, warm=1, least=1)
-        _prepare(work, contestants, arguments, settings)
+            work = shortened(work)
+        prepare(work, contestants, arguments.demo, settings, tiny=arguments.tiny)
         try:
             entries = rounds.run(work, contestants, settings)
         except KeyboardInterrupt:
@@ -71,13 +71,18 @@ def _measure(chosen: dict[str, list[Contestant]], arguments: argparse.Namespace,
     return 0 if is_well else 1
 
 
-def _prepare(
-    work: Work, contestants: Sequence[Contestant], arguments: argparse.Namespace, settings: rounds.Settings
+def shortened(work: Work) -> Work:
+    """The same with hardly any warming up: to see that it works."""
+    return replace(work, skip=2, warm=1, least=1)
+
+
+def prepare(
+    work: Work, contestants: Sequence[Contestant], demo: Path, settings: rounds.Settings, *, tiny: bool
 ) -> None:
     """The work's data, in every format its contestants need, made and read once."""
-    places = Places(arguments.data)
+    places = Places(settings.root)
     wanted = [part for part in work.parts if part not in _PEERS_FORMATS or part in {c.environment for c in contestants}]
-    data.make(wanted, places, data.TINY if arguments.tiny else data.Amounts(), arguments.demo)
+    data.make(wanted, places, data.TINY if tiny else data.Amounts(), demo)
     for part in _PEERS_FORMATS.keys() & set(wanted):
         command: list[Path | str] = [
             settings.python_of(_PEERS_FORMATS[part]),

@@ -91,8 +91,8 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _row(name: str, entry: dict[str, Any]) -> str:
-    figure = "failed" if entry["error"] else _spread(entry["figure"])
-    ratio = _spread(entry["ratio"]) if entry["ratio"] else ""
+    figure = "failed" if entry["error"] else spread(entry["figure"])
+    ratio = spread(entry["ratio"]) if entry["ratio"] else ""
     if entry["ratio"] and entry["against"] != "loaderkit":
         ratio += f" of {entry['against']}"
     return f"| {name} | {figure} | {ratio} | {entry['version']} |"
@@ -108,13 +108,15 @@ def _notes(contestants: dict[str, Any]) -> list[str]:
     return ["", *notes] if notes else []
 
 
-def _spread(values: dict[str, float] | None) -> str:
+def spread(values: dict[str, float] | None) -> str:
+    """Median, least and most as text; nothing of None."""
     if values is None:
         return ""
-    return f"{_number(values['median'])} ({_number(values['least'])} to {_number(values['most'])})"
+    return f"{number(values['median'])} ({number(values['least'])} to {number(values['most'])})"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A figure with three digits or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 

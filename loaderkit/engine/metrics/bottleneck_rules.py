@@ -1,341 +1,266 @@
-"""The stage that limits: how it does, told from its workers' time and from what `turns` tried, and what to change."""
+"""The rules that name a bottleneck: each a function of the facts that gives a verdict, or None where it does not apply.
+
+`bottleneck.diagnose` tries them in order, so a rule may rely on those before it.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from loaderkit._internal.units import say_bytes, say_seconds
-from loaderkit.engine.metrics.interval import WAITING, Interval, PoolUse, Verdict
-from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.engine.metrics.stalls import MEMORY
+from loaderkit.engine.metrics.interval import SPARE, WAITING, Interval
+from loaderkit.engine.metrics.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, StageFacts
+from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
 
+_HARMLESS = 0.05  # of the time: such waits are not worth a change
+_OCCASIONAL = 0.15  # as well, where the workers have time to spare
 _BUSY = 0.75  # of their time: workers that are busy for more are the limit
-_COMPUTING = 0.6  # of the busy time, on a CPU or ready for one
-_LITTLE_CPU = 0.3  # CPUs: whoever uses less does not hold the lock for long
+_LITTLE_CPU = 0.3  # CPUs: a stage that uses less does not hold the GIL for long
 _CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
-_ALL_ALONE = 0.9  # of what all workers get done: one alone does it all
-_PLAINLY = 1.2  # times as long as alone, or as its share: that is more than chance
-_SEVERAL = 1.5  # workers, on average
 _FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
 _MOST_OF_A_CPU = 0.75
-_ONE_CPU = 1.2  # the CPUs that all who need Python's lock can have together, and a little for what runs without it
+_ONE_CPU = 1.2  # the CPUs that all who need the GIL can have together, and a little for what runs without it
 
 
-@dataclass(frozen=True)
-class BottleneckRules:
-    """The stage that most was waited for, and its pool."""
+class Verdict(NamedTuple):
+    """What limits the loop.
 
-    interval: Interval
-    row: StageStats
-    pool: PoolUse
+    `stage` is a stage's name, or `start`, `memory` or `wakeup`; None: training is the limit. `percent` of the interval's wall
+    time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind` says in one word how it
+    limits: training, computing, gil, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, unknown.
+    """
 
-    def verdict(self) -> Verdict:
-        interval, first = self.interval, self.interval.pools[0]
-        if self.has_stragglers and not self.is_unfair:
-            return self._stragglers()
-        # Workers that stand still although the loop waits hold nothing up; where no batch came at all, one of them hangs.
-        if self.pool.use < _BUSY and not interval.is_inline and interval.stats.num_batches:
-            if interval.is_short_of_memory:
-                return memory_verdict(interval, self.pool.use)
-            if first.total("blocked_s") > WAITING * first.total("slot_s"):
-                return self._depth()
-        if self.is_serial and not interval.is_self_served:
-            return self._taking_turns()
-        return self.computing() if self.needs_cpu > _COMPUTING else self._waiting()
+    stage: str | None
+    percent: float
+    confidence: float
+    evidence: str
+    change: str
+    kind: str
 
-    def _taking_turns(self) -> Verdict:
-        is_way = self.row.kind == "transfer" or (self.row.kind == "read" and self.row.num_bytes > 0)
-        return self._bandwidth() if is_way else self._lock()
 
-    @property
-    def cpu_share(self) -> float:
-        """The share of its busy time on a CPU."""
-        return self.row.cpu_s / self.row.busy_s if self.row.busy_s > 0 else 0.0
+# ------------------------------------------------------------------------------------------------ without a stage
 
-    @property
-    def needs_cpu(self) -> float:
-        """The share of its busy time on a CPU, or ready for one while none was free."""
-        return min(1.0, (self.row.cpu_s + self.row.delayed_s) / self.row.busy_s) if self.row.busy_s > 0 else 0.0
 
-    @property
-    def would_compute(self) -> bool:
-        """Whether it is for want of a CPU that its workers wait, as far as they do."""
-        waiting_share = self.pool.trial.waiting_share
-        return self.needs_cpu > _COMPUTING if waiting_share is None else waiting_share < WAITING
+def start(facts: Facts) -> Verdict | None:
+    """Most of the waiting came before the first chunk could run."""
+    interval, wall_s = facts.interval, facts.interval.stats.wall_s
+    if interval.start_s <= max(interval.waited_s, _HARMLESS * wall_s):
+        return None
+    evidence = (
+        f"of {say_seconds(wall_s)}, {say_seconds(interval.start_s)} went by before the first chunk could run, and "
+        f"{say_seconds(interval.waited_s)} were waited after that"
+    )
+    change = (
+        "call loader.start() while the model is made; look at stats(since=...) of a later moment for the steady state"
+    )
+    return Verdict(START, interval.percent(interval.start_s), interval.confidence(), evidence, change, "start")
 
-    @property
-    def waiting(self) -> float:
-        """Of the time in which its workers could have had a CPU, how much they waited for something else."""
-        could_s = self.row.busy_s - (0.0 if self.is_delayed_by_others else self.row.delayed_s)
-        return max(0.0, 1 - self.row.cpu_s / could_s) if could_s > 0 else 0.0
 
-    @property
-    def is_serial(self) -> bool:
-        """Whether its workers hold one another up: side by side an item takes plainly longer, and one worker alone gets more
-        than its share done, or as much as all, as where one has an unfair lock again and again while the others wait."""
-        if self.pool.takes_turns:
-            return self.needs_cpu <= _COMPUTING  # else one alone is faster for another reason than a lock: caches, say
-        if self.alone is None or self.waiting <= WAITING:
-            return False
-        does_all = self.alone > _ALL_ALONE and self.num_inside > _SEVERAL
-        is_held_up = self.num_in_stage > 1 and self.slowdown is not None and self.slowdown > self._middle
-        return does_all or (is_held_up and self.alone * self.num_inside > _PLAINLY)
+def training(facts: Facts) -> Verdict | None:
+    """The loop hardly waited."""
+    interval, share = facts.interval, facts.interval.share
+    if share >= _HARMLESS and not (share < _OCCASIONAL and interval.has_time_to_spare):
+        return None
+    use = max(pool.use for pool in interval.pools)
+    evidence = f"the loop waited {100 * share:.1f} % of {say_seconds(interval.wall_s)}"
+    change = "nothing in loading: make the training step faster"
+    if not interval.is_inline:
+        evidence += f"; the workers were busy for {100 * use:.0f} % of their time"
+        workers = sum(pool.rows[0].workers for pool in interval.pools)
+        if use < SPARE and workers > len(interval.pools):
+            change += "; fewer workers would do, if you need the CPUs"
+    sure = interval.confidence(1.0 if share < _HARMLESS / 2 else 0.9 if share < _HARMLESS else 0.75)
+    not_lost = round(100.0 - interval.percent(sum(interval.stats.stall_s.values())), 1)
+    return Verdict(None, not_lost, sure, evidence, change, "training")
 
-    @property
-    def is_gil(self) -> bool:
-        """Whether its workers compute, together no more than one CPU can, and wait for one another meanwhile."""
-        row, interval = self.row, self.interval
-        if (
-            row.cpu_s < _LITTLE_CPU * interval.wall_s
-            or interval.cpus_used > _ONE_CPU * interval.num_processes
-            or interval.is_inline
-        ):
-            return False
-        if (holds_gil := self.pool.trial.holds_gil) is not None:
-            # Where the lock is held for a part of the time, several workers still get more done.
-            is_full = interval.cpus_used > _MOST_OF_A_CPU * interval.num_processes
-            return holds_gil and (is_full or self.is_as_fast_alone is not False)
-        return self.num_side_by_side > 1 and self.together_waiting > WAITING and self.is_as_fast_alone is not False
 
-    @property
-    def together_waiting(self) -> float:
-        """How much its workers waited when they were last side by side: if they take turns since, they wait no more."""
-        waiting_share = self.pool.trial.waiting_share
-        if waiting_share is None:
-            return self.waiting
-        # The trial takes every delay for the want of a CPU.
-        return max(waiting_share, self.waiting) if self.is_delayed_by_others else waiting_share
+def memory(facts: Facts) -> Verdict | None:
+    """The loop waited for room in the memory budget."""
+    interval = facts.interval
+    return _memory(interval) if interval.stall_s.get(MEMORY, 0.0) > interval.waited_s / 2 else None
 
-    @property
-    def is_delayed_by_others(self) -> bool:
-        """Whether its workers were ready to run although CPUs were idle, and not only between two bursts of work."""
-        return self.interval.has_idle_cpus and self.pool.total("blocked_s") < WAITING * self.pool.total("slot_s")
 
-    @property
-    def num_side_by_side(self) -> int:
-        """Its workers in one process: those that take turns with one another."""
-        return max(1, self.row.workers // self.interval.num_processes)
+def wakeup(facts: Facts) -> Verdict | None:
+    """Batches were ready, and the loop's thread was not running."""
+    interval = facts.interval
+    seconds = interval.stall_s.get(WAKEUP, 0.0)
+    if seconds <= interval.waited_s / 2:
+        return None
+    each = f", {say_seconds(seconds / interval.stats.num_batches)} a batch" if interval.stats.num_batches else ""
+    lost = f"{say_seconds(seconds)} of {say_seconds(interval.wall_s)}{each}"
+    evidence = f"batches were ready, and the loop's thread was not running: {lost}"
+    change = (
+        "prefetch.executor: process, so that loading does not hold Python's lock when the loop needs it; or fewer workers; "
+        "where a batch takes less than a millisecond, larger batches or executor: inline"
+    )
+    return Verdict(WAKEUP, interval.percent(seconds), interval.confidence(0.8), evidence, change, "wakeup")
 
-    @property
-    def alone(self) -> float | None:
-        """What one worker alone gets done, in shares of what all do; None: not tried."""
-        return self.pool.trial.alone_share
 
-    @property
-    def is_as_fast_alone(self) -> bool | None:
-        """Whether one worker alone gets nearer to what all do than to its share of that, by ratio; None: not tried."""
-        return None if self.alone is None else bool(self.alone >= self.num_tried**-0.5)
+# ------------------------------------------------------------------------------- the stage with the most CPU time
 
-    @property
-    def num_tried(self) -> float:
-        """How many of its workers there were on average when one alone was compared with them."""
-        return max(1.0, min(self.pool.trial.num_inside or self.num_side_by_side, self.num_side_by_side))
 
-    @property
-    def slowdown(self) -> float | None:
-        """How many times as long an item takes in this stage while workers are side by side as with one alone; None: not
-        tried."""
-        return self.pool.trial.slowdowns.get(self.row.name)
+def gil(facts: Facts) -> Verdict | None:
+    """Its workers compute, together no more than one CPU can, and wait for one another meanwhile.
 
-    @property
-    def num_inside(self) -> float:
-        """How many workers there were on average when one alone was compared with them; there may be others by now."""
-        return max(1.0, self.pool.trial.num_inside or self.num_side_by_side)
+    The stage that is awaited waits for the GIL as well: what matters is which stage holds it.
+    """
+    interval, busiest = facts.interval, facts.busiest
+    if not _is_gil(interval, busiest):
+        return None
+    stage, trial = busiest.stage, busiest.pool.trial
+    share = stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
+    evidence = (
+        f"the loop waited {100 * interval.share:.0f} % of {say_seconds(interval.wall_s)}; the workers compute, but use "
+        f"{interval.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {stage.name}; side by side they wait "
+        f"for one another {100 * busiest.contended_share:.0f} % of the time"
+    )
+    if trial.holds_gil:
+        evidence += f"; Python's lock was taken {100 * (trial.gil_taken or 0.0):.0f} % of the times one asked"
+    if busiest.alone_share is not None:
+        evidence += f"; {_compared(busiest)}"
+    change = (
+        "prefetch.executor: process keeps it off the loop's Python lock, prefetch.processes gives it several; or do the "
+        "work in NumPy or torch, which let go of the lock; more workers would not help"
+    )
+    sure = interval.confidence(0.95 if trial.holds_gil else 0.75)
+    return Verdict(stage.name, interval.percent(interval.waited_s), sure, evidence, change, "gil")
 
-    @property
-    def num_in_stage(self) -> float:
-        """How many of those workers were in this stage at a time, on average: if it lets in one, so many times as long does
-        an item take."""
-        busy_s = self.pool.total("busy_s")
-        return self.num_inside * self.row.busy_s / busy_s if busy_s > 0 else self.num_inside
 
-    @property
-    def _middle(self) -> float:
-        """The slowdown between each at its own pace, 1, and one at a time, `num_in_stage`: nearer to 1 by ratio, since that is
-        seen within a tenth, while one alone is slowed by what comes between two items as well."""
-        return max(math.cbrt(self.num_in_stage), _PLAINLY)
+def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
+    uses_several_cpus = interval.cpus_used > _ONE_CPU * interval.num_processes
+    if busiest.stage.cpu_s < _LITTLE_CPU * interval.wall_s or uses_several_cpus or interval.is_inline:
+        return False
+    may_be_as_fast_alone = busiest.is_as_fast_alone is not False
+    if (holds_gil := busiest.pool.trial.holds_gil) is not None:
+        # Where the GIL is held for a part of the time, several workers still get more done.
+        is_full = interval.cpus_used > _MOST_OF_A_CPU * interval.num_processes
+        return holds_gil and (is_full or may_be_as_fast_alone)
+    return busiest.num_in_process > 1 and busiest.contended_share > WAITING and may_be_as_fast_alone
 
-    @property
-    def has_stragglers(self) -> bool:
-        usual_s = self.row.services.percentile(0.5)
-        if usual_s is None or self.needs_cpu > _COMPUTING:
-            return False
-        slow_s = self.row.services.percentile(0.99) or 0.0
-        slow_share = self.row.services.share_above(_TAIL * usual_s)
-        # What was slow for want of a CPU is no straggler.
-        by_itself = slow_share - self.row.delayed_s / max(self.row.busy_s, 1e-9)
-        return slow_s > _TAIL * usual_s and slow_share > _TAIL_SHARE and by_itself > _TAIL_SHARE / 2
 
-    @property
-    def is_unfair(self) -> bool:
-        """Whether stragglers are those that a lock keeps waiting while others get it again and again: one worker alone gets
-        as much done, and the usual items, one behind another, fill the time."""
-        usual_s = (self.row.services.percentile(0.5) or 0.0) * self.row.num_items
-        fills = _FILLS[0] < usual_s / self.interval.wall_s < _FILLS[1]
-        return fills and (self.pool.takes_turns or (self.alone is not None and self.alone > _ALL_ALONE))
+def no_cpu_free(facts: Facts) -> Verdict | None:
+    """Chunks wait for a CPU wherever they are: what matters is which stage uses the CPUs."""
+    if facts.interval.is_short_of_cpus and facts.awaited.would_compute:
+        return _computing(facts.interval, facts.busiest)
+    return None
 
-    # ------------------------------------------------------------------------------------------------- in words
 
-    def _say(self, kind: str, evidence: str, change: str, sure: float = 1.0, seconds: float | None = None) -> Verdict:
-        """`seconds` were lost to it; default: what the loop waited for the stage."""
-        interval, row = self.interval, self.row
-        seconds = interval.stall_s.get(row.name, 0.0) if seconds is None else seconds
-        busy = f"its workers were busy for {100 * self.pool.use:.0f} % of their time"
-        waited = f"{interval.percent(seconds):.0f} % of {say_seconds(interval.stats.wall_s)}"
-        head = f"the loop waited for {row.name} {waited}; {busy}; "
-        # The share of the waiting that is charged to this stage, and whether its workers look as a limit does.
-        clear = 0.6 + 0.4 * seconds / max(interval.waited_s, 1e-9)
-        agrees = 1.0 if self.pool.use >= _BUSY or interval.is_inline or kind in ("depth", "stragglers") else 0.7
-        return Verdict(
-            row.name, interval.percent(seconds), interval.confidence(clear, agrees, sure), head + evidence, change, kind
-        )
+# --------------------------------------------------------------------------- the stage that was waited for most
 
-    def _stragglers(self) -> Verdict:
-        services = self.row.services
-        usual_s, slow_s = services.percentile(0.5) or 0.0, services.percentile(0.99) or 0.0
-        share = services.share_above(_TAIL * usual_s)
-        evidence = (
-            f"an item usually takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)}: stragglers take "
-            f"{100 * share:.0f} % of its time"
-        )
-        change = (
-            f"prefetch.batches: {2 * self.interval.num_wanted}, so that others are ready meanwhile, and more workers; or find "
-            "out what is special about those items"
-        )
-        return self._say("stragglers", evidence, change, 0.95)
 
-    def _depth(self) -> Verdict:
-        first = self.interval.pools[0]
-        blocked = first.total("blocked_s") / first.total("slot_s")
-        evidence = (
-            f"no pool was at its limit: workers stood still for {100 * blocked:.0f} % of the time because "
-            f"{self.interval.num_wanted} batches were open"
-        )
-        return self._say(
-            "depth", evidence, f"prefetch.batches: {2 * self.interval.num_wanted}, to even out what varies", 0.8
-        )
+def stragglers(facts: Facts) -> Verdict | None:
+    """A few items take much of the time."""
+    interval, awaited = facts.interval, facts.awaited
+    stage, services = awaited.stage, awaited.stage.services
+    usual_s, slow_s = services.percentile(0.5), services.percentile(0.99)
+    if usual_s is None or slow_s is None or awaited.needs_cpu > COMPUTING:
+        return None
+    share = services.share_above(_TAIL * usual_s)
+    # What was slow for lack of a CPU is no straggler.
+    by_itself = share - stage.delayed_s / max(stage.busy_s, 1e-9)
+    if slow_s <= _TAIL * usual_s or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
+        return None
+    # An unfair lock keeps some workers waiting while others get it again and again: one alone gets as much done, and the
+    # usual items, one behind another, fill the time.
+    fills = _FILLS[0] < usual_s * stage.num_items / interval.wall_s < _FILLS[1]
+    does_all_alone = awaited.alone_share is not None and awaited.alone_share > ALL_ALONE
+    if fills and (awaited.pool.works_one_at_a_time or does_all_alone):
+        return None
+    evidence = (
+        f"an item usually takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)}: stragglers take "
+        f"{100 * share:.0f} % of its time"
+    )
+    change = (
+        f"prefetch.batches: {2 * interval.num_wanted}, so that others are ready meanwhile, and more workers; or find "
+        "out what is special about those items"
+    )
+    return _of_stage(interval, awaited, "stragglers", evidence, change, sure=0.95)
 
-    def computing(self) -> Verdict:
-        interval, row = self.interval, self.row
-        delayed = row.delayed_s / max(row.busy_s, 1e-9)
-        evidence = f"{100 * self.cpu_share:.0f} % of that on a CPU"
-        if delayed > 0.1:
-            evidence += f", {100 * delayed:.0f} % ready to run while {self._cpus_meanwhile}"
-        evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
-        if interval.num_cpus is not None:
-            evidence += f" of {interval.num_cpus}"
-        cheaper = _CHEAPER.get(row.kind, f"a cheaper {row.name}")
-        if interval.is_inline:
-            change = f"{self._by_workers('so that it is done beside training')}; or {cheaper}"
-        elif interval.is_short_of_cpus:
-            change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
-        elif self.pool.takes_turns:
-            change = f"{cheaper}; more workers would not help: one alone was faster"
-        else:
-            change = f"{self._more_workers()}; or {cheaper}"
-        if not interval.is_short_of_cpus:
-            return self._say("computing", evidence, change)
-        share = row.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
-        seconds = max(interval.stall_s.get(row.name, 0.0), share * interval.waited_s)
-        # Where other programs have the CPUs, workers that wait for one another look much the same.
-        sure = 1.0 if delayed < _CROWDED else 0.8
-        return self._say("computing", f"{evidence}, {100 * share:.0f} % of that for {row.name}", change, sure, seconds)
 
-    def gil(self) -> Verdict:
-        interval, row = self.interval, self.row
-        share = row.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
-        evidence = (
-            f"the loop waited {100 * interval.share:.0f} % of {say_seconds(interval.wall_s)}; the workers compute, but use "
-            f"{interval.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {row.name}; side by side they wait "
-            f"for one another {100 * self.together_waiting:.0f} % of the time"
-        )
-        if self.pool.trial.holds_gil:
-            evidence += (
-                f"; Python's lock was taken {100 * (self.pool.trial.gil_taken or 0.0):.0f} % of the times one asked"
-            )
-        if self.alone is not None:
-            evidence += f"; {self._tried()}"
-        change = (
-            "prefetch.executor: process keeps it off the loop's Python lock, prefetch.processes gives it several; or do the "
-            "work in NumPy or torch, which let go of the lock; more workers would not help"
-        )
-        sure = interval.confidence(0.95 if self.pool.trial.holds_gil else 0.75)
-        return Verdict(row.name, interval.percent(interval.waited_s), sure, evidence, change, "gil")
+def memory_ahead(facts: Facts) -> Verdict | None:
+    """Its workers stand still although the loop waits, for lack of memory to read ahead."""
+    if _stands_still(facts) and facts.interval.is_short_of_memory:
+        return _memory(facts.interval, facts.awaited.pool.use)
+    return None
 
-    def _lock(self) -> Verdict:
-        evidence = f"{self._tried()}, on a CPU for {100 * self.cpu_share:.0f} %: they wait for one another"
-        change = (
-            f"give every worker its own of what {self.row.name} locks (a connection, a file, a model), or hold the lock for "
-            "less; more workers would not help"
-        )
-        return self._say("lock", evidence, change, self._sure_of_trial)
 
-    def _bandwidth(self) -> Verdict:
-        row = self.row
-        speed = row.num_bytes / self.interval.wall_s
-        gives = f"; it gives {speed / 1e6:.3g} MB/s in all" if row.num_bytes else ""
-        if row.kind == "transfer":
-            change = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
-        else:
-            change = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
-        return self._say("bandwidth", f"{self._tried()}, waiting: the way is full{gives}", change, self._sure_of_trial)
+def depth(facts: Facts) -> Verdict | None:
+    """Its workers stand still although the loop waits, since as many batches are open as may be."""
+    interval, first_pool = facts.interval, facts.interval.pools[0]
+    blocked_s, slot_s = first_pool.total("blocked_s"), first_pool.total("slot_s")
+    if not _stands_still(facts) or blocked_s <= WAITING * slot_s:
+        return None
+    evidence = (
+        f"no pool was at its limit: workers stood still for {100 * blocked_s / slot_s:.0f} % of the time because "
+        f"{interval.num_wanted} batches were open"
+    )
+    change = f"prefetch.batches: {2 * interval.num_wanted}, to even out what varies"
+    return _of_stage(interval, facts.awaited, "depth", evidence, change, sure=0.8)
 
-    def _waiting(self) -> Verdict:
-        interval, row = self.interval, self.row
-        usual_s = row.services.percentile(0.5)
-        evidence = f"{100 * (1 - self.needs_cpu):.0f} % of that waiting for something other than a CPU"
-        if usual_s is not None:
-            evidence += f", {say_seconds(usual_s)} an item"
-        change = self._by_workers("with several workers") if interval.is_inline else self._more_workers()
-        kind, sure = "waiting", 0.9
-        if self.alone is not None:
-            is_plain = self.slowdown is not None and self.slowdown < _PLAINLY
-            evidence += f"; {self._tried()}{': they do not hold one another up' if is_plain else ''}"
-            kind, sure = "latency", self._sure_of_trial
-        if row.kind == "read":
-            change += "; or fewer, larger requests: tar shards, order.shuffle: block"
-        elif row.kind == "transfer":
-            change = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
-            kind = "waiting"
-        elif not interval.is_inline:
-            change += "; if the loop computes in Python, prefetch.executor: process"
-        return self._say(kind, evidence, change, sure)
 
-    @property
-    def _cpus_meanwhile(self) -> str:
-        return f"{self.interval.num_idle_cpus:.1f} CPUs were idle" if self.interval.has_idle_cpus else "no CPU was free"
+def _stands_still(facts: Facts) -> bool:
+    """True if its workers hold nothing up. Where no batch came at all, one of them hangs instead."""
+    interval = facts.interval
+    return facts.awaited.pool.use < _BUSY and not interval.is_inline and interval.stats.num_batches > 0
 
-    @property
-    def _sure_of_trial(self) -> float:
-        """Less than 1, the nearer what came of it is to the middle between together and one at a time."""
-        if self.slowdown is None or (self.slowdown > self._middle) != self.is_serial:
-            return 0.8
-        return min(1.0, 0.7 + 1.5 * abs(1 - self.slowdown / self._middle))
 
-    def _tried(self) -> str:
-        all_of_them, tried = self.num_side_by_side, round(self.num_tried)
-        others = f"all {all_of_them}" if tried == all_of_them else f"{tried} of {all_of_them} at a time"
-        evidence = f"one worker alone got {100 * (self.alone or 0.0):.0f} % of what {others} did"
-        if self.slowdown is not None:
-            evidence += f", and {self.row.name} takes {self.slowdown:.1f} times as long side by side"
-        return evidence
+def lock_or_bandwidth(facts: Facts) -> Verdict | None:
+    """Its workers hold one another up: at a lock, or where bytes move, in a link that is full."""
+    interval, awaited = facts.interval, facts.awaited
+    stage = awaited.stage
+    if not awaited.is_serial or interval.is_self_served:
+        return None
+    if stage.kind == "transfer" or (stage.kind == "read" and stage.num_bytes > 0):
+        gives = f"; it gives {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in all" if stage.num_bytes else ""
+        evidence = f"{_compared(awaited)}, waiting: the way is full{gives}"
+        change = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
+        if stage.kind == "transfer":
+            change = _MOVE_LESS
+        return _of_stage(interval, awaited, "bandwidth", evidence, change, sure=_confidence_of_comparison(awaited))
+    evidence = f"{_compared(awaited)}, on a CPU for {100 * awaited.cpu_share:.0f} %: they wait for one another"
+    change = (
+        f"give every worker its own of what {stage.name} locks (a connection, a file, a model), or hold the lock for "
+        "less; more workers would not help"
+    )
+    return _of_stage(interval, awaited, "lock", evidence, change, sure=_confidence_of_comparison(awaited))
 
-    def _by_workers(self, how: str) -> str:
-        """What to change where the loop's thread makes the batches."""
-        if self.interval.is_self_served:
-            return "larger batches: the loop makes these itself, since to be handed one by a worker took longer"
-        return f"prefetch.executor: thread, {how}"
 
-    def _more_workers(self) -> str:
-        if self.pool.is_in_trainer:
-            return "nothing in the number of workers: one thread in the trainer's process runs it"
-        wanted = self.interval.suggested_workers(self.row.workers)
-        return f'more workers: loader.resize("{self.row.name}", workers={wanted})'
+def computing(facts: Facts) -> Verdict | None:
+    """Its workers need a CPU for most of their time."""
+    return _computing(facts.interval, facts.awaited) if facts.awaited.needs_cpu > COMPUTING else None
 
+
+def waiting(facts: Facts) -> Verdict:
+    """Its workers wait for something else than a CPU or one another: what is left when no other rule applies."""
+    interval, awaited = facts.interval, facts.awaited
+    stage = awaited.stage
+    usual_s = stage.services.percentile(0.5)
+    evidence = f"{100 * (1 - awaited.needs_cpu):.0f} % of that waiting for something other than a CPU"
+    if usual_s is not None:
+        evidence += f", {say_seconds(usual_s)} an item"
+    change = (
+        _workers_instead(interval, "with several workers") if interval.is_inline else _more_workers(interval, awaited)
+    )
+    kind, sure = "waiting", 0.9
+    if awaited.alone_share is not None:
+        is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
+        evidence += f"; {_compared(awaited)}{': they do not hold one another up' if is_independent else ''}"
+        kind, sure = "latency", _confidence_of_comparison(awaited)
+    if stage.kind == "read":
+        change += "; or fewer, larger requests: tar shards, order.shuffle: block"
+    elif stage.kind == "transfer":
+        kind, change = "waiting", _MOVE_LESS
+    elif not interval.is_inline:
+        change += "; if the loop computes in Python, prefetch.executor: process"
+    return _of_stage(interval, awaited, kind, evidence, change, sure=sure)
+
+
+# ------------------------------------------------------------------------------------------------------- in words
+
+_MOVE_LESS = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
 
 _CHEAPER: Mapping[str, str] = {
     "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
@@ -345,15 +270,99 @@ _CHEAPER: Mapping[str, str] = {
 }
 
 
-def memory_verdict(interval: Interval, use: float | None = None) -> Verdict:
-    memory = interval.stats.memory
-    batch = memory.get("batch_bytes", 0)
+def _of_stage(
+    interval: Interval,
+    facts: StageFacts,
+    kind: str,
+    evidence: str,
+    change: str,
+    *,
+    sure: float = 1.0,
+    lost_s: float | None = None,
+) -> Verdict:
+    """`lost_s`: seconds lost to the stage; default: what the loop waited for it."""
+    name, use = facts.stage.name, facts.pool.use
+    seconds = interval.stall_s.get(name, 0.0) if lost_s is None else lost_s
+    percent = interval.percent(seconds)
     evidence = (
-        f"prefetch.memory ({say_bytes(memory['budget_bytes'])}) holds {interval.num_in_memory} of the {interval.num_wanted} "
-        f"batches that are to be read ahead, of {say_bytes(batch)} each; the loop waited "
+        f"the loop waited for {name} {percent:.0f} % of {say_seconds(interval.stats.wall_s)}; "
+        f"its workers were busy for {100 * use:.0f} % of their time; {evidence}"
+    )
+    # The share of the waiting that is charged to this stage, and whether its workers are as busy as a limit's are.
+    clear = 0.6 + 0.4 * seconds / max(interval.waited_s, 1e-9)
+    agrees = 1.0 if use >= _BUSY or interval.is_inline or kind in ("depth", "stragglers") else 0.7
+    return Verdict(name, percent, interval.confidence(clear, agrees, sure), evidence, change, kind)
+
+
+def _computing(interval: Interval, facts: StageFacts) -> Verdict:
+    stage = facts.stage
+    delayed = stage.delayed_s / max(stage.busy_s, 1e-9)
+    evidence = f"{100 * facts.cpu_share:.0f} % of that on a CPU"
+    if delayed > 0.1:
+        meanwhile = f"{interval.num_idle_cpus:.1f} CPUs were idle" if interval.has_idle_cpus else "no CPU was free"
+        evidence += f", {100 * delayed:.0f} % ready to run while {meanwhile}"
+    evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
+    if interval.num_cpus is not None:
+        evidence += f" of {interval.num_cpus}"
+    cheaper = _CHEAPER.get(stage.kind, f"a cheaper {stage.name}")
+    if interval.is_inline:
+        change = f"{_workers_instead(interval, 'so that it is done beside training')}; or {cheaper}"
+    elif interval.is_short_of_cpus:
+        change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
+    elif facts.pool.works_one_at_a_time:
+        change = f"{cheaper}; more workers would not help: one alone was faster"
+    else:
+        change = f"{_more_workers(interval, facts)}; or {cheaper}"
+    if not interval.is_short_of_cpus:
+        return _of_stage(interval, facts, "computing", evidence, change)
+    share = stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
+    lost_s = max(interval.stall_s.get(stage.name, 0.0), share * interval.waited_s)
+    # Where other programs have the CPUs, workers that wait for one another look much the same.
+    sure = 1.0 if delayed < _CROWDED else 0.8
+    evidence += f", {100 * share:.0f} % of that for {stage.name}"
+    return _of_stage(interval, facts, "computing", evidence, change, sure=sure, lost_s=lost_s)
+
+
+def _memory(interval: Interval, use: float | None = None) -> Verdict:
+    budget_bytes, batch_bytes = interval.stats.memory["budget_bytes"], interval.stats.memory.get("batch_bytes", 0)
+    evidence = (
+        f"prefetch.memory ({say_bytes(budget_bytes)}) holds {interval.num_in_memory} of the {interval.num_wanted} "
+        f"batches that are to be read ahead, of {say_bytes(batch_bytes)} each; the loop waited "
         f"{100 * interval.share:.0f} % of the time"
     )
     if use is not None:
         evidence += f", while the workers stood still for {100 * (1 - use):.0f} %"
-    change = f"prefetch.memory: {say_bytes(interval.num_wanted * batch)} or more; or smaller batches"
+    change = f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
     return Verdict(MEMORY, interval.percent(interval.waited_s), interval.confidence(0.95), evidence, change, "memory")
+
+
+def _confidence_of_comparison(facts: StageFacts) -> float:
+    """Less than 1, the nearer the slowdown is to the middle between side by side and one at a time."""
+    if facts.slowdown is None or (facts.slowdown > facts.serial_slowdown) != facts.is_serial:
+        return 0.8
+    return min(1.0, 0.7 + 1.5 * abs(1 - facts.slowdown / facts.serial_slowdown))
+
+
+def _compared(facts: StageFacts) -> str:
+    num_compared = round(facts.num_compared)
+    others = f"{num_compared} of {facts.num_in_process} at a time"
+    if num_compared == facts.num_in_process:
+        others = f"all {facts.num_in_process}"
+    evidence = f"one worker alone got {100 * (facts.alone_share or 0.0):.0f} % of what {others} did"
+    if facts.slowdown is not None:
+        evidence += f", and {facts.stage.name} takes {facts.slowdown:.1f} times as long side by side"
+    return evidence
+
+
+def _workers_instead(interval: Interval, how: str) -> str:
+    """What to change where the loop's thread makes the batches."""
+    if interval.is_self_served:
+        return "larger batches: the loop makes these itself, since to be handed one by a worker took longer"
+    return f"prefetch.executor: thread, {how}"
+
+
+def _more_workers(interval: Interval, facts: StageFacts) -> str:
+    if facts.pool.is_in_trainer:
+        return "nothing in the number of workers: one thread in the trainer's process runs it"
+    wanted = interval.suggested_workers(facts.stage.workers)
+    return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'

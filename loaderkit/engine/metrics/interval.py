@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
@@ -17,22 +17,6 @@ _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs 
 _IDLE = 0.5  # CPUs: with so many idle, there is one for whoever wants it
 _FULL = 0.8  # of the CPUs in use: so it is then
 _NUM_SURE = 8  # batches from which on an interval says as much as it ever will
-
-
-class Verdict(NamedTuple):
-    """What limits the loop.
-
-    `stage` is a stage's name, or `start`, `memory` or `wakeup`; None: training is the limit. `percent` of the interval's wall
-    time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind` says in one word how it
-    limits: training, computing, gil, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, unknown.
-    """
-
-    stage: str | None
-    percent: float
-    confidence: float
-    evidence: str
-    change: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +37,7 @@ class PoolUse:
         return self.total("busy_s") / whole if whole > 0 else 0.0
 
     @property
-    def takes_turns(self) -> bool:
+    def works_one_at_a_time(self) -> bool:
         """Whether only one worked for much of the time, since that was measured to be faster."""
         alone = self.trial.alone_share
         return alone is not None and alone >= 1.0 and self.total("idle_s") > WAITING * self.total("slot_s")

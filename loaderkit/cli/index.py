@@ -116,7 +116,9 @@ def _refuse_shared_names(shards: list[_Shard]) -> None:
 
 
 def _indexed(shards: list[_Shard], verify: bool) -> Iterator[dict[str, Any]]:
-    is_remote = any(getattr(shard.connector, "is_remote", False) for shard in shards)
+    from loaderkit.connectors.base import traits_of
+
+    is_remote = any(traits_of(shard.connector).is_remote for shard in shards)
     with ThreadPoolExecutor(_NUM_AT_ONCE if is_remote else 1, thread_name_prefix="loaderkit-index") as pool:
         try:
             yield from pool.map(lambda shard: _index_one(shard, verify), shards)

@@ -1,8 +1,9 @@
-"""What every connector offers, and the records it speaks in."""
+"""The contract of connectors: what each of them offers, what some declare besides, and the records they exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ class ByteRange(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Many byte ranges, as columns of one length: what `ByteRange` says of one."""
+    """Many byte ranges as columns of equal length; see `ByteRange`."""
 
     keys: list[str]
     starts: list[int]
@@ -36,7 +37,7 @@ class Ranges(NamedTuple):
 
 
 class Connector(Protocol):
-    """A place with objects. One instance serves any number of threads at once."""
+    """A store of objects. One instance serves any number of threads at once."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key starts with `prefix`, ordered by the UTF-8 bytes of the key."""
@@ -47,7 +48,7 @@ class Connector(Protocol):
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` (writable, contiguous bytes) with the object's bytes from `start` on, or raise.
 
-        Raises `ShortReadError` if the object ends first, `ObjectChangedError` if `etag` is given and no longer fits.
+        Raises `ShortReadError` if the object ends first, `ObjectChangedError` if it no longer has the `etag` given.
         """
 
     def describe(self, key: str) -> str:
@@ -58,36 +59,40 @@ class Connector(Protocol):
 
 
 class Hashed(NamedTuple):
-    """The hashes of blocks that were read one behind another, the last of which may be shorter, and the seconds they took."""
+    """The hashes of consecutive blocks, the last of which may be shorter, and the seconds that hashing took."""
 
     hashes: list[int]
     took_s: float
 
 
-class BulkConnector(Connector, Protocol):
-    """What a connector may have besides, where many ranges cost less together: any of the methods.
+class ReadInto(Protocol):
+    """The signature of `Connector.read_into`."""
 
-    A subclass that overrides `read_into` overrides these too, or they are not used; see `ranges.bulk_method`.
-    `coalesce_gap` says from how many unwanted bytes on another range costs less than reading them; without it, 1 MiB, as for
-    a store that takes milliseconds to answer, and many ranges are asked for at a time. `split_read_size`: a read of so many is
-    several requests at a time, by the connector's own doing; without it, or 0, a read is one.
+    def __call__(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None: ...
+
+
+class ReadMany(Protocol):
+    """Reads every range to its offset in `buffer`; returns the errors, as `read_into` raises them, by number of the range."""
+
+    def __call__(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]: ...
+
+
+class GatherInto(Protocol):
+    """Fills `buffer` with the ranges [start, start + length) one behind another, or raises as `read_into` does."""
+
+    def __call__(
+        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
+    ) -> None: ...
+
+
+class ReadHashed(Protocol):
+    """Reads as `read_into` does (`direct`: as `read_direct`) and hashes every `block_bytes` while they lie in the CPU's cache.
+
+    `address` is that of a C function, `uint64_t (const void *, size_t)`. Returns None, with nothing read, where the connector
+    cannot do this.
     """
 
-    coalesce_gap: int
-    split_read_size: int
-
-    def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
-        """Read every range to its offset in `buffer`; the errors, as `read_into` raises them, by number of the range."""
-
-    def gather_into(
-        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
-    ) -> None:
-        """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
-
-    def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """`read_into`, of what is not in the page cache and need not be there behind it."""
-
-    def read_hashed(
+    def __call__(
         self,
         key: str,
         start: int,
@@ -95,9 +100,62 @@ class BulkConnector(Connector, Protocol):
         *,
         block_bytes: int,
         address: int,
-        around: bool = False,
+        direct: bool = False,
         etag: str | None = None,
-    ) -> Hashed | None:
-        """`read_into`, or `read_direct`, and the hash of every `block_bytes` from `start` on, made while they lie in the CPU's
-        cache. `address` is that of a C function, `uint64_t (const void *, size_t)`. None: nothing is read, as it cannot do
-        that here."""
+    ) -> Hashed | None: ...
+
+
+@dataclass(frozen=True)
+class BulkReads:
+    """The reads in which a connector does more than one `read_into`; None for those it does not have."""
+
+    read_many: ReadMany | None = None
+    gather_into: GatherInto | None = None
+    read_direct: ReadInto | None = None  # past the page cache
+    read_hashed: ReadHashed | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorTraits:
+    """What a connector declares about its store. The defaults hold for a connector that declares nothing."""
+
+    is_remote: bool = False  # reads wait for a network, so they are made ahead, and indexes of archives are kept
+    coalesce_gap: int = 2**20  # reading this many unwanted bytes costs less than another request
+    part_size: int = 0  # a read of this many bytes is several requests at a time; 0: a read is always one
+    store: str = ""  # keeps the objects of one store apart from those of another in a shared cache
+
+
+class BulkConnector(Connector):
+    """A connector that declares what it can do besides `Connector`. The defaults say: nothing."""
+
+    traits: ConnectorTraits = ConnectorTraits()
+
+    def bulk(self) -> BulkReads:
+        """The connector's faster reads. A subclass that overrides `read_into` overrides this too."""
+        return BulkReads()
+
+    def counters(self) -> dict[str, float]:
+        """What was asked of the store, by name."""
+        return {}
+
+    def time_objects(self) -> None:
+        """Measure from now on how long the reads of each object take, if the connector can."""
+
+    def object_times(self) -> Mapping[str, tuple[float, float]]:
+        """By `describe(key)`: seconds until the first bytes of its reads came, and from then on, all reads together."""
+        return {}
+
+
+def traits_of(connector: Connector) -> ConnectorTraits:
+    """What a connector declares."""
+    return connector.traits if isinstance(connector, BulkConnector) else ConnectorTraits()
+
+
+def bulk_of(connector: Connector) -> BulkReads:
+    """The faster reads a connector declares."""
+    return connector.bulk() if isinstance(connector, BulkConnector) else BulkReads()
+
+
+def counters_of(connector: Connector) -> dict[str, float]:
+    """A copy of what a connector counts."""
+    return dict(connector.counters()) if isinstance(connector, BulkConnector) else {}

@@ -9,7 +9,7 @@ from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, StoreArgs
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.errors import ConfigError
 
 SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "hf")
@@ -28,14 +28,14 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
     if scheme in given:
         found = given[scheme]
         if args.retry != RetryArgs():
-            found = with_retries(found, _policy(args, 10), args.retry.timeout, owns_inner=False)
+            found = RetryConnector(found, _policy(args, 10), args.retry.timeout, owns_inner=False)
         return _cached(found, args, owns_inner=found not in given.values())
     return _cached(_own(url, scheme, rest, args), args)
 
 
 def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
     if scheme == "file":
-        return with_retries(FileConnector(rest), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
+        return RetryConnector(FileConnector(rest), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
     if scheme == "memory":
         raise ConfigError(
             f"source.url {url!r}: objects in memory have to be given: "
@@ -53,7 +53,7 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
                 f"source.url: '::' in a URL chains several stores of fsspec: write fsspec+{scheme}://... if that is meant"
             )
         found = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
-        return with_retries(found, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
+        return RetryConnector(found, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
     raise ConfigError(
         f"source.url {url!r}: no connector for {scheme}://; expected one of {', '.join(SCHEMES)}, or fsspec+{scheme}:// for "
         "whatever fsspec knows by that name"

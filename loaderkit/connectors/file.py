@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.interrupts import opened
-from loaderkit.connectors.base import Hashed, ObjectInfo, Ranges
+from loaderkit.connectors.base import BulkConnector, BulkReads, ConnectorTraits, Hashed, ObjectInfo, Ranges
 from loaderkit.connectors.ranges import runs
 from loaderkit.errors import (
     AccessDeniedError,
@@ -52,14 +52,14 @@ class _Kept(NamedTuple):
     data: NDArray[np.uint8]
 
 
-class FileConnector:
+class FileConnector(BulkConnector):
     """The regular files below `root`; keys are POSIX paths relative to it, hidden files included.
 
     Symbolic links are followed when listing and reading, so a link may lead outside `root`; a key may not. A read of
     a small file in the page cache costs four system calls, about 6 us.
     """
 
-    coalesce_gap = 64 * 2**10  # to read so many bytes too many costs less than another read
+    traits = ConnectorTraits(coalesce_gap=64 * 2**10)
 
     def __init__(self, root: str | Path) -> None:
         self._root = os.path.abspath(root)
@@ -107,15 +107,21 @@ class FileConnector:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
         self._read(key, start, buffer, etag)
 
+    def bulk(self) -> BulkReads:
+        """All of them; none for a subclass that reads in a way of its own (decrypts, counts) and must not be passed by."""
+        if type(self).read_into is not FileConnector.read_into:
+            return BulkReads()
+        return BulkReads(self.read_many, self.gather_into, self.read_direct, self.read_hashed)
+
     def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """The same past the page cache; through it without the C module, and where the filesystem knows no other way."""
-        self._read(key, start, buffer, etag, around=True)
+        self._read(key, start, buffer, etag, direct=True)
 
-    def _read(self, key: str, start: int, buffer: memoryview, etag: str | None, *, around: bool = False) -> None:
+    def _read(self, key: str, start: int, buffer: memoryview, etag: str | None, *, direct: bool = False) -> None:
         if start < 0:  # preadv takes -1 for "where the file stands" and reads happily
             raise self._before_the_start(key, start)
         try:
-            num_read, *status = _read_range(self._path(key), start, buffer, around=around)
+            num_read, *status = _read_range(self._path(key), start, buffer, direct=direct)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -130,7 +136,7 @@ class FileConnector:
         *,
         block_bytes: int,
         address: int,
-        around: bool = False,
+        direct: bool = False,
         etag: str | None = None,
     ) -> Hashed | None:
         """`read_into`, or `read_direct`, and what the C function at `address` makes of every `block_bytes`; None, and nothing
@@ -141,7 +147,7 @@ class FileConnector:
             raise self._before_the_start(key, start)
         try:
             num_read, *status, hashes, took_s = kernels.read_hashed(
-                self._path(key), start, buffer, block_bytes, address, around
+                self._path(key), start, buffer, block_bytes, address, direct
             )
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
@@ -197,7 +203,7 @@ class FileConnector:
         return found
 
     def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
-        """Read every range to its offset in `buffer`; see `BulkConnector.read_many`.
+        """Read every range to its offset in `buffer`; see `ReadMany`.
 
         Ranges of one file in its order are read together, small gaps included, and the GIL is given away once.
         """
@@ -384,10 +390,10 @@ def _etag(mtime_ns: int, size: int) -> str:
     return f"{mtime_ns:x}-{size:x}"
 
 
-def _read_range(path: str, start: int, buffer: memoryview, *, around: bool = False) -> tuple[int, int, int, int]:
+def _read_range(path: str, start: int, buffer: memoryview, *, direct: bool = False) -> tuple[int, int, int, int]:
     """Open, look, read, close: (bytes read, mode, size, time of change in ns). Other than a regular file is not read."""
     if kernels is not None:
-        found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer, around)
+        found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer, direct)
         return found
     return _read_with_python(path, [(start, buffer)])
 

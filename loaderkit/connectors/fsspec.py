@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
 from loaderkit.errors import (
     AccessDeniedError,
     ConfigError,
@@ -49,7 +49,7 @@ _UNUSUAL_PART_OF_LINK = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORE
 _USER = re.compile(r"(://)[^/@]*@")
 
 
-class FsspecConnector:
+class FsspecConnector(BulkConnector):
     """The objects below a URL, through the filesystem that fsspec has for its scheme. Made in each process when first used.
 
     An object is checked against its etag before and after it is read, as far as its store has any: fsspec cannot ask for a
@@ -57,16 +57,15 @@ class FsspecConnector:
     ConfigError for `reference://`.
     """
 
-    is_remote = True
-
     def __init__(self, url: str) -> None:
         self._url = url
         self._scheme = url.partition("://")[0].lower()
         self._is_web = self._scheme in ("http", "https")
-        self.store = _USER.sub(r"\1", url)
+        self._name = _USER.sub(r"\1", url)
+        self.traits = ConnectorTraits(is_remote=True, store=self._name)
         if any(link.partition("://")[0].lower() == "reference" for link in url.split("::")):
             raise ConfigError(
-                f"source.url {self.store!r}: a reference file is data, and would say which other stores, and files of this "
+                f"source.url {self._name!r}: a reference file is data, and would say which other stores, and files of this "
                 "machine, are read: name the places themselves"
             )
         self._lock = threading.Lock()
@@ -175,7 +174,7 @@ class FsspecConnector:
 
     def describe(self, key: str) -> str:
         """The object's URL, without user and password."""
-        return f"{self.store.rstrip('/')}/{key}" if not self.store.endswith("://") else f"{self.store}{key}"
+        return f"{self._name.rstrip('/')}/{key}" if not self._name.endswith("://") else f"{self._name}{key}"
 
     def counters(self) -> dict[str, float]:
         """What was asked of the store."""
@@ -208,7 +207,7 @@ class FsspecConnector:
                 except LoaderkitError:
                     raise
                 except Exception as error:
-                    raise ConfigError(f"source.url {self.store!r}: fsspec cannot open it: {_said(error)}") from None
+                    raise ConfigError(f"source.url {self._name!r}: fsspec cannot open it: {_said(error)}") from None
                 self._root = root.rstrip("/")
                 self._pid = os.getpid()
             return self._system, self._root

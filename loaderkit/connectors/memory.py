@@ -6,14 +6,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
 from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError
 
 
-class MemoryConnector:
+class MemoryConnector(BulkConnector):
     """A dictionary of objects. The etag is a digest of the content, so it means the same in another process."""
 
-    coalesce_gap = 64 * 2**10  # as for files: tests of them mean the same here
+    traits = ConnectorTraits(coalesce_gap=64 * 2**10)  # that of files, so that tests mean the same here
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from loaderkit._internal.interrupts import opened
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, traits_of
 
 _NUM_SAMPLES = 256
 
@@ -23,7 +23,7 @@ def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> di
 
     Nothing where they lie anywhere else.
     """
-    if getattr(connector, "is_remote", False):
+    if traits_of(connector).is_remote:
         return {}
     found: dict[str, list[tuple[int, int]]] = {}
     for key, start, length in ranges:

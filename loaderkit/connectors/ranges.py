@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, bulk_of
 
 _MOST_GAP_BYTES = 1 << 20
 _FREE_GAP_BYTES = 64 << 10
@@ -30,23 +30,12 @@ def gather_into(
     `starts` is int64 [n], in any order; `buffer` is writable and has n * length bytes. Raises what `read_into` raises;
     what `buffer` then holds is undefined.
     """
-    gather = bulk_method(connector, "gather_into")
+    gather = bulk_of(connector).gather_into
     if gather is not None:
         gather(key, starts, length, buffer, etag=etag)
         return
     for start, part in runs(starts, length, buffer):
         connector.read_into(key, start, part, etag=etag)
-
-
-def bulk_method(connector: Connector, name: str) -> Any:
-    """`read_many` or `gather_into` of a connector, or None. A subclass that reads in a way of its own (decrypts, counts) and
-    says nothing of these two must not be passed by, so an inherited one counts only if `read_into` is inherited with it."""
-    for kind in type(connector).__mro__:
-        if name in vars(kind):
-            return getattr(connector, name)
-        if "read_into" in vars(kind):
-            return None
-    return None
 
 
 def runs(starts: NDArray[np.int64], length: int, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:

@@ -12,6 +12,7 @@ from loaderkit._internal.device import resolve_device
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.lazily import torch
 from loaderkit.connectors.base import Connector
+from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import BatchContext, Chunk, FieldSpec, SampleFailure, Stage
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
@@ -239,8 +240,8 @@ class Compiler:
                 run = self._sample_run(config) if not in_slots else self._slot_normalize(config)
                 if number < self._border:
                     self._sample_runs.append(run)
-                # Whoever reads ahead has threads, and readers that wait for them.
-                stop = getattr(self._connector, "stop", None) if config.kind == "read" else None
+                ahead = self._connector if config.kind == "read" else None
+                stop = ahead.stop if isinstance(ahead, ReadAheadConnector) else None  # its readers wait for its threads
                 found.append(Stage(config.name, config.kind, "sample", run, workers, self._close_of(config), stop))
             else:
                 act = self._batch_run(config)

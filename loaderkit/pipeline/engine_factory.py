@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from loaderkit._internal.lazily import torch
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, bulk_of, counters_of, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.read_ahead import AheadConnector
-from loaderkit.connectors.layers.retry import BulkRetryConnector
+from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics.snapshot import StageStats
@@ -153,13 +154,14 @@ class Assembly:
 
     def _counters(self) -> Callable[[], dict[str, float]] | None:
         """What tells of the store."""
-        return getattr(self._ahead or self._recipe.connector, "counters", None)
+        connector = self._ahead or self._recipe.connector
+        return None if connector is None else partial(counters_of, connector)
 
     def _runs_no_other_code(self) -> bool:
         """Whether all that is done is to read, by our own code: then it does not matter which thread does it."""
         kinds = {stage.kind for stage in self.stages}
         connector = self._recipe.connector
-        if type(connector) is BulkRetryConnector:
+        if isinstance(connector, RetryConnector) and bulk_of(connector).read_many is not None:
             connector = connector.inner
         return kinds <= {"read", "batch"} and type(connector) is FileConnector
 
@@ -179,20 +181,20 @@ class Assembly:
         ]
 
 
-def _read_ahead(recipe: Recipe, shard: Shard) -> AheadConnector | None:
+def _read_ahead(recipe: Recipe, shard: Shard) -> ReadAheadConnector | None:
     """What reads a slow store ahead of the stages; None for others, and where no thread may."""
     config, source, connector = recipe.config, recipe.source, recipe.connector
     args = config.source
     if not isinstance(args, StoreArgs) or connector is None or config.prefetch.executor == "inline":
         return None
-    if not getattr(connector, "is_remote", False):
+    if not traits_of(connector).is_remote:
         return None
     bounds = source.blocks(config.order.block.block) if config.order.shuffle == "block" else None
     num_batches = _MOST_BATCHES if config.prefetch.batches == "auto" else config.prefetch.batches
     forecast = Forecast(
         source, order_of(config, source), recipe.schedule, num_epochs=config.order.epochs, bounds=bounds, shard=shard
     )
-    return AheadConnector(
+    return ReadAheadConnector(
         connector,
         forecast.pieces,
         memory_bytes=shard.num_bytes(args.read_ahead.memory),

@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.connectors.ranges import bulk_method
+from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of
 
 
 class RawRead(NamedTuple):
@@ -30,11 +29,11 @@ def read_bare(
     *,
     part_bytes: int,
     most_s: float,
-    around: bool = False,
+    direct: bool = False,
 ) -> RawRead:
-    """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most; `around`: past the
+    """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most; `direct`: past the
     page cache, if the connector can. Ctrl-C waits for reads that are under way. Raises ConnectorError."""
-    read_into = (bulk_method(connector, "read_direct") if around else None) or connector.read_into
+    read_into = (bulk_of(connector).read_direct if direct else None) or connector.read_into
     parts = [
         (key, start, min(part_bytes, size - start))
         for key, size in sizes.items()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from loaderkit.checkpoint.transfer.session import TransferSession
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import BulkConnector, Connector, counters_of
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ConfigError
@@ -129,7 +129,8 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             evict(paths)
         share = cached_share(paths)
         is_from_disk = share < _FROM_MEMORY if share is not None else cold
-        watched = _Watched(connector)
+        if isinstance(connector, BulkConnector):
+            connector.time_objects()
         filling = loader.fill()
         begin_s = time.perf_counter()
         num_tensors, partial = 0, None
@@ -147,8 +148,8 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             "num_tensors": num_tensors,
             "open_s": open_s,
             "wall_s": wall_s,
-            "store": dict(getattr(connector, "counters", dict)()),
-            "objects": _rows(filling, connector, watched.by_object()),
+            "store": counters_of(connector),
+            "objects": _rows(filling, connector),
         }
         sizes = {
             key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
@@ -166,7 +167,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
                     filling.engine.pools[0].num_workers,
                     part_bytes=filling.most_bytes,
                     most_s=_MOST_BARE_S,
-                    around=filling.around,
+                    direct=filling.direct,
                 )
             except KeyboardInterrupt:
                 found["partial"] = "interrupted in the bare read"
@@ -269,33 +270,12 @@ def judge(
     return RestoreVerdict(limit=limit, evidence=evidence, change=change)
 
 
-class _Watched:
-    """How long a store took until the first bytes of an object came, and for the rest, where its connector can tell."""
-
-    def __init__(self, connector: Connector) -> None:
-        while not hasattr(connector, "watch") and (inner := _inside(connector)) is not None:
-            connector = inner
-        self._store: Any = connector if hasattr(connector, "watch") else None
-        if self._store is not None:
-            self._store.watch()
-
-    def by_object(self) -> dict[str, tuple[float, float]]:
-        """By what `describe` calls an object; members of an archive have the times of the archive."""
-        return {} if self._store is None else self._store.watched()
-
-
-def _inside(connector: Connector) -> Connector | None:
-    """The connector that another one stands before."""
-    return getattr(connector, "inner", None) or getattr(connector, "_inner", None)
-
-
-def _rows(
-    filling: TransferSession, connector: Connector, watched: Mapping[str, tuple[float, float]]
-) -> list[ObjectRow]:
+def _rows(filling: TransferSession, connector: Connector) -> list[ObjectRow]:
+    times = connector.object_times() if isinstance(connector, BulkConnector) else {}
     rows = []
     for key, totals in list(filling.totals.objects.items()):  # at once: a read that hangs may come back
         name = connector.describe(key)
-        first_byte_s, body_s = watched.get(name.partition("!")[0], (None, None))
+        first_byte_s, body_s = times.get(name.partition("!")[0], (None, None))  # of an archive
         rows.append(
             ObjectRow(
                 object=name,

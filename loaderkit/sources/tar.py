@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
 from loaderkit.native import kernels
@@ -230,7 +230,7 @@ class TarSource:
 
     @property
     def _num_threads(self) -> int:
-        return _NUM_REMOTE_THREADS if getattr(self._connector, "is_remote", False) else _NUM_THREADS
+        return _NUM_REMOTE_THREADS if traits_of(self._connector).is_remote else _NUM_THREADS
 
     def _loaded(self, load: Callable[[ObjectInfo], TarIndex]) -> Iterator[tuple[ObjectInfo, TarIndex]]:
         """All archives with their indexes, a few loaded ahead."""

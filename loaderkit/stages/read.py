@@ -16,8 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from loaderkit._internal.forks import ending_forks
-from loaderkit.connectors.base import Connector, Ranges
-from loaderkit.connectors.ranges import bulk_method
+from loaderkit.connectors.base import Connector, Ranges, bulk_of
 from loaderkit.engine.work import Chunk
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
 from loaderkit.native import kernels
@@ -80,8 +79,8 @@ def read_ranges(
     of memory, reused from chunk to chunk. `as_bytes`: nobody decodes them, so copies are handed on.
     """
     table_of = getattr(source, "table", None) if fetch is None else None
-    bulk = bulk_method(connector, "read_many")
-    read_many = None if bulk is None else ending_forks(bulk)
+    bulk = bulk_of(connector)
+    read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
     read_into = ending_forks(connector.read_into)
 
     def bring(chunk: Chunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Brought:

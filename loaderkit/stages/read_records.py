@@ -15,8 +15,8 @@ import numpy as np
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.forks import ending_forks
 from loaderkit._internal.lazily import torch
-from loaderkit.connectors.base import Connector
-from loaderkit.connectors.ranges import bulk_method, gather_into
+from loaderkit.connectors.base import Connector, bulk_of
+from loaderkit.connectors.ranges import gather_into
 from loaderkit.engine.work import Chunk
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.sources.base import Records, RecordSource
@@ -37,7 +37,7 @@ def read_records(
     writes over them, else they can be kept.
     """
     records = source.records
-    gather = ending_forks(bulk_method(connector, "gather_into") or partial(gather_into, connector))
+    gather = ending_forks(bulk_of(connector).gather_into or partial(gather_into, connector))
     read_into = ending_forks(connector.read_into)
 
     def run(chunk: Chunk) -> int:

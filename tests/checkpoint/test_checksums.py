@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import loaderkit
 from loaderkit.checkpoint import write_manifest
 from loaderkit.checkpoint.transfer import stages
+from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError
@@ -27,7 +28,7 @@ class Flipping(MemoryConnector):
 
     def __init__(self, folder: Path, coalesce_gap: int, place: int, times: int) -> None:
         super().__init__({path.name: path.read_bytes() for path in folder.iterdir()})
-        self.coalesce_gap = coalesce_gap
+        self.traits = ConnectorTraits(coalesce_gap=coalesce_gap)
         self._place = place
         self.times = times
 
@@ -120,7 +121,7 @@ def test_of_a_store_that_answers_late_no_range_is_divided(
             super().read_into(key, start, buffer, etag=etag)
 
     connector = Counting(tmp_path)
-    connector.coalesce_gap = coalesce_gap
+    connector.traits = ConnectorTraits(coalesce_gap=coalesce_gap)
     found = loaderkit.restore(f"memory://c{'.tar' * is_packed}", connectors={"memory": connector}, verify=True)
     assert torch.equal(found["big"], torch.ones(6_000_000))
     assert (max(lengths) > stages._STEP_BYTES) is is_whole

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 import loaderkit
+from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.memory import MemoryConnector
 
 _NUM_SHARDS = 12
@@ -18,7 +19,7 @@ _NUM_SHARDS = 12
 class Together(MemoryConnector):
     """A store that answers late: no shard's first read is answered until those of all shards have been asked for."""
 
-    coalesce_gap = 2**20
+    traits = ConnectorTraits(coalesce_gap=2**20)
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)

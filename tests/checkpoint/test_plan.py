@@ -21,13 +21,13 @@ from loaderkit.checkpoint.discovery.locate import open_place
 from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, gap_of, limits_of, spread_of
 from loaderkit.checkpoint.transfer.session import access_to, num_workers_of
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, ConnectorTraits
 from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.cache import CacheConnector
-from loaderkit.connectors.layers.read_ahead import AheadConnector
-from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.connectors.page_cache import cached_share
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import CheckpointError
@@ -55,7 +55,7 @@ def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
 @pytest.mark.parametrize(("sizes", "is_small"), [([1000] * 9, True), ([1000] * 9 + [10**7], False), ([2**16], False)])
 def test_small_tensors_in_files_are_restored_by_one_thread(path: Path, sizes: list[int], is_small: bool) -> None:
     class Far(FileConnector):
-        coalesce_gap = 3 * 2**20
+        traits = ConnectorTraits(coalesce_gap=3 * 2**20)
 
     wants = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
     file = FileConnector(str(path.parent))
@@ -71,8 +71,7 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     path: Path, sizes: list[int], num_workers: int
 ) -> None:
     class Spreading(FileConnector):
-        coalesce_gap = 2**20
-        split_read_size = 32 * 2**20
+        traits = ConnectorTraits(part_size=32 * 2**20)
 
     wants = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
     place = Spreading(str(path.parent))
@@ -84,11 +83,11 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
     for part_size, spread in (("auto", 32), ("5MiB", 20), ("10MiB", 30), ("16MiB", 32), ("31MiB", 0), ("64MiB", 0)):
         assert (
-            S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).split_read_size
+            S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).traits.part_size
             == spread * 2**20
         )
     for inner, spread in ((place, 32 * 2**20), (FileConnector(str(path.parent)), 0)):
-        assert spread_of(with_retries(inner, RetryPolicy(1.0, 2))) == spread
+        assert spread_of(RetryConnector(inner, RetryPolicy(1.0, 2))) == spread
 
 
 @pytest.fixture
@@ -240,10 +239,10 @@ def test_a_filesystem_that_refuses_to_read_past_the_page_cache(
 
 def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> None:
     class Far(FileConnector):
-        coalesce_gap = 3 * 2**20
+        traits = ConnectorTraits(coalesce_gap=3 * 2**20)
 
     def ahead(inner: Connector) -> Connector:
-        return AheadConnector(inner, lambda epoch, position: iter(()), memory_bytes=2**20, num_requests=1)
+        return ReadAheadConnector(inner, lambda epoch, position: iter(()), memory_bytes=2**20, num_requests=1)
 
     folder, cached = str(path.parent), StoreArgs(cache=CacheArgs(dir=str(path.parent / "cache")))
     for inner, gap in ((FileConnector(folder), 64 * 2**10), (Far(folder), 3 * 2**20)):

@@ -22,12 +22,11 @@ from hypothesis import strategies as st
 
 import loaderkit
 from loaderkit.connectors.backoff import Retries, RetryPolicy
-from loaderkit.connectors.base import ObjectInfo, Ranges
+from loaderkit.connectors.base import BulkReads, ObjectInfo, Ranges, bulk_of
 from loaderkit.connectors.call_pool import Call, CallPool
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import RetryConnector, with_retries
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.connectors.ranges import bulk_method
 from loaderkit.errors import (
     ChecksumError,
     ClosedError,
@@ -460,7 +459,7 @@ def away() -> None:
 class TestConnector:
     def test_everything_is_tried_again(self) -> None:
         inner = Flaky({f"{number:04}": b"abc" for number in range(2000)})
-        connector = with_retries(inner, RetryPolicy(first_wait_s=0.001))
+        connector = RetryConnector(inner, RetryPolicy(first_wait_s=0.001))
         inner.failures = [away, away]
         assert [info.key for info in connector.list("")] == [f"{number:04}" for number in range(2000)]
         inner.failures = [away]
@@ -473,7 +472,7 @@ class TestConnector:
 
     def test_a_listing_may_take_longer_than_a_read(self) -> None:
         inner = Flaky({f"{number:04}": b"abc" for number in range(2000)})
-        connector = with_retries(inner, RetryPolicy(max_attempts=1), timeout_s=0.1)
+        connector = RetryConnector(inner, RetryPolicy(max_attempts=1), timeout_s=0.1)
 
         def take_long() -> None:
             threading.Event().wait(0.3)
@@ -486,7 +485,7 @@ class TestConnector:
     def test_what_hangs(self) -> None:
         inner = Flaky({"a": b"abc"})
         release = threading.Event()
-        connector = with_retries(inner, RetryPolicy(total_s=30, first_wait_s=0.001), timeout_s=0.05)
+        connector = RetryConnector(inner, RetryPolicy(total_s=30, first_wait_s=0.001), timeout_s=0.05)
 
         def hang() -> None:
             release.wait()
@@ -497,7 +496,7 @@ class TestConnector:
         assert buffer == b"abc"
         assert connector.counters() == {"num_retries": 2, "num_timeouts": 2}
         inner.failures = [hang] * 3
-        short = with_retries(inner, RetryPolicy(total_s=30, max_attempts=2, first_wait_s=0.001), timeout_s=0.05)
+        short = RetryConnector(inner, RetryPolicy(total_s=30, max_attempts=2, first_wait_s=0.001), timeout_s=0.05)
         with pytest.raises(RequestTimeoutError, match=r"memory://a: nothing came for 0.05 s.*tried 2 times"):
             short.read_into("a", 0, memoryview(buffer))
         release.set()
@@ -505,11 +504,11 @@ class TestConnector:
             one.close()
 
     def test_a_files_ways_to_read_many_are_kept(self, tmp_path: Path) -> None:
-        connector = with_retries(FileConnector(tmp_path), RetryPolicy())
-        assert bulk_method(connector, "read_many") is not None
-        assert bulk_method(connector, "gather_into") is not None
-        assert bulk_method(with_retries(FileConnector(tmp_path), RetryPolicy(), 5.0), "read_many") is None
-        assert bulk_method(with_retries(MemoryConnector(), RetryPolicy()), "read_many") is None
+        connector = RetryConnector(FileConnector(tmp_path), RetryPolicy())
+        assert bulk_of(connector).read_many is not None
+        assert bulk_of(connector).gather_into is not None
+        assert bulk_of(RetryConnector(FileConnector(tmp_path), RetryPolicy(), 5.0)).read_many is None
+        assert bulk_of(RetryConnector(MemoryConnector(), RetryPolicy())).read_many is None
         again = pickle.loads(pickle.dumps(connector))
         assert type(again) is type(connector)
 
@@ -536,14 +535,17 @@ class TestConnector:
                 self.read_into(key, 0, memoryview(bytearray(1)))
                 super().gather_into(key, starts, length, buffer, etag=etag)
 
-        connector: Any = with_retries(Disk(tmp_path), RetryPolicy(first_wait_s=0.001))
-        assert type(connector) is not RetryConnector
+            def bulk(self) -> BulkReads:
+                return BulkReads(self.read_many, self.gather_into)
+
+        connector = RetryConnector(Disk(tmp_path), RetryPolicy(first_wait_s=0.001))
+        bulk: Any = connector.bulk()
         buffer = bytearray(7)
-        assert connector.read_many(Ranges(["a", "b"], [0, 0], [3, 4], [None, None]), [0, 3], memoryview(buffer)) == {}
+        assert bulk.read_many(Ranges(["a", "b"], [0, 0], [3, 4], [None, None]), [0, 3], memoryview(buffer)) == {}
         assert buffer == b"abcdefg"
         assert connector.counters()["num_retries"] == 3
         Disk.left = 2
-        connector.gather_into("b", np.array([2, 0]), 2, memoryview(buffer)[:4])
+        bulk.gather_into("b", np.array([2, 0]), 2, memoryview(buffer)[:4])
         assert buffer[:4] == b"fgde"
 
     def test_in_a_pipeline(self, tmp_path: Path) -> None:

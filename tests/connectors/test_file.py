@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from loaderkit._internal.hashing import address_of_hash
 from loaderkit.connectors import file
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import Hashed
+from loaderkit.connectors.base import BulkReads, Hashed
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import with_retries
-from loaderkit.connectors.ranges import bulk_method
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from loaderkit.native import kernels
 
@@ -427,7 +426,7 @@ class TestHashing:
 
     @given(st.binary(max_size=5000), st.integers(0, 6000), st.integers(0, 6000), st.integers(1, 3000), st.booleans())
     def test_as_the_library_hashes(
-        self, content: bytes, start: int, length: int, block_bytes: int, around: bool
+        self, content: bytes, start: int, length: int, block_bytes: int, direct: bool
     ) -> None:
         address = address_of_hash()
         assert address is not None, "the library that is installed for the tests shows its function"
@@ -437,7 +436,7 @@ class TestHashing:
             plain, hashed = bytearray(length), bytearray(length)
 
             def ask() -> Hashed | None:
-                how: dict[str, Any] = {"block_bytes": block_bytes, "address": address, "around": around}
+                how: dict[str, Any] = {"block_bytes": block_bytes, "address": address, "direct": direct}
                 return connector.read_hashed("x", start, memoryview(hashed), **how)
 
             try:
@@ -460,7 +459,7 @@ class TestHashing:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "x").write_bytes(content)
             data = bytearray(size - start)
-            how: dict[str, Any] = {"block_bytes": block_bytes, "address": address_of_hash(), "around": True}
+            how: dict[str, Any] = {"block_bytes": block_bytes, "address": address_of_hash(), "direct": True}
             found = FileConnector(folder).read_hashed("x", start, memoryview(data), **how)
         assert found is not None
         assert data == content[start:]
@@ -472,24 +471,18 @@ class TestHashing:
             def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
                 super().read_into(key, start, buffer, etag=etag)
 
-            def read_many(self, *args: Any) -> Any:
-                return super().read_many(*args)
-
-            def gather_into(self, *args: Any, **more: Any) -> None:
-                super().gather_into(*args, **more)
-
-            def read_hashed(self, key: str, start: int, buffer: memoryview, **how: Any) -> Hashed | None:
-                assert how.keys() == {"block_bytes", "address", "etag"}
-                return super().read_hashed(key, start, buffer, **how)
+            def bulk(self) -> BulkReads:
+                return BulkReads(read_hashed=self.read_hashed)
 
         (tmp_path / "x").write_bytes(b"abc")
-        files = with_retries(Own(tmp_path), RetryPolicy())
+        files = RetryConnector(Own(tmp_path), RetryPolicy())
         data = memoryview(bytearray(3))
-        found = bulk_method(files, "read_hashed")(
-            "x", 0, data, block_bytes=4, address=address_of_hash() or 0, around=True
-        )
+        read_hashed = files.bulk().read_hashed
+        assert read_hashed is not None
+        found = read_hashed("x", 0, data, block_bytes=4, address=address_of_hash() or 0, direct=True)
+        assert found is not None
         assert found.hashes == [xxhash.xxh3_64_intdigest(b"abc")]
-        bulk_method(files, "read_direct")("x", 0, data)
+        assert files.bulk().read_direct is None
         files.close()
 
     def test_other_files_are_refused(self, tmp_path: Path) -> None:
@@ -509,8 +502,11 @@ class TestHashing:
         (tmp_path / "x").write_bytes(b"abc")
         address = address_of_hash()
         assert address is not None
-        files = with_retries(FileConnector(tmp_path), RetryPolicy())
+        files = RetryConnector(FileConnector(tmp_path), RetryPolicy())
         data = memoryview(bytearray(3))
-        found = bulk_method(files, "read_hashed")("x", 0, data, block_bytes=2, address=address)
+        read_hashed = files.bulk().read_hashed
+        assert read_hashed is not None
+        found = read_hashed("x", 0, data, block_bytes=2, address=address)
+        assert found is not None
         assert found.hashes == [xxhash.xxh3_64_intdigest(b"ab"), xxhash.xxh3_64_intdigest(b"c")]
         files.close()

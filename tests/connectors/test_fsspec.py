@@ -110,7 +110,7 @@ def test_what_is_not_below_the_url_is_not_listed(monkeypatch: pytest.MonkeyPatch
 
 def test_users_and_passwords_stay_inside() -> None:
     connector = FsspecConnector("memory://user:secret@place/x")
-    assert "secret" not in connector.describe("a") + connector.store
+    assert "secret" not in connector.describe("a") + connector.traits.store
     with pytest.raises(ObjectNotFoundError) as caught:
         connector.stat("a")
     assert "secret" not in str(caught.value)

@@ -11,9 +11,8 @@ from file_systems import can_be_read_around
 
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
-from loaderkit.connectors.ranges import bulk_method
 from loaderkit.native import kernels
 
 
@@ -123,12 +122,14 @@ class TestAround:
     def test_several_threads_have_memory_of_their_own(self, tmp_path: Path) -> None:
         content = os.urandom(30_000_000)
         (tmp_path / "x").write_bytes(content)
-        connector = with_retries(FileConnector(tmp_path), RetryPolicy())
+        connector = RetryConnector(FileConnector(tmp_path), RetryPolicy())
         found = bytearray(len(content))
+        read_direct = connector.bulk().read_direct
+        assert read_direct is not None
 
         def read(start: int) -> None:
             part = memoryview(found)[start : start + 999_999]
-            bulk_method(connector, "read_direct")("x", start, part)
+            read_direct("x", start, part)
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(read, range(0, len(content), 999_999)))

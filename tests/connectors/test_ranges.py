@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loaderkit.connectors.base import BulkReads
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import gather_into, runs
 
@@ -45,6 +46,9 @@ def test_a_connector_that_can_gather_is_asked_once() -> None:
             self, key: str, starts: object, length: int, buffer: memoryview, *, etag: str | None = None
         ) -> None:
             buffer[:] = b"7" * len(buffer)
+
+        def bulk(self) -> BulkReads:
+            return BulkReads(gather_into=self.gather_into)
 
     connector = Gatherer({"x": bytes(100)})
     buffer = bytearray(8)

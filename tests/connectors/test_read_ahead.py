@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.connectors.layers.read_ahead import AheadConnector
+from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
 from loaderkit.errors import ObjectChangedError, TemporaryError
@@ -21,7 +21,7 @@ from loaderkit.sources.files import FilesArgs, FilesSource
 from loaderkit.sources.forecast import Forecast
 
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
-_MADE: list[AheadConnector] = []
+_MADE: list[ReadAheadConnector] = []
 
 
 class Watched(MemoryConnector):
@@ -42,17 +42,17 @@ class Watched(MemoryConnector):
         super().read_into(key, start, buffer, etag=etag)
 
 
-def read(connector: AheadConnector, key: str, start: int, num_bytes: int, etag: str | None) -> bytes:
+def read(connector: ReadAheadConnector, key: str, start: int, num_bytes: int, etag: str | None) -> bytes:
     buffer = bytearray(num_bytes)
     connector.read_into(key, start, memoryview(buffer), etag=etag)
     return bytes(buffer)
 
 
-def made(inner: Watched, pieces: list[RangeSlice], **more: int) -> AheadConnector:
+def made(inner: Watched, pieces: list[RangeSlice], **more: int) -> ReadAheadConnector:
     def from_place(epoch: int, position: int) -> Iterator[RangeSlice]:
         return iter(pieces[position:])
 
-    connector = AheadConnector(inner, from_place, **{"memory_bytes": 50_000, "num_requests": 3, **more})
+    connector = ReadAheadConnector(inner, from_place, **{"memory_bytes": 50_000, "num_requests": 3, **more})
     _MADE.append(connector)
     return connector
 

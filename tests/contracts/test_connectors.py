@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -21,15 +22,16 @@ from seaweed import Seaweed
 import loaderkit
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import ByteRange, Connector, Ranges
+from loaderkit.connectors.base import BulkReads, ByteRange, Connector, Ranges, bulk_of, traits_of
 from loaderkit.connectors.config import CacheArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.layers.cache import CacheConnector
-from loaderkit.connectors.layers.read_ahead import AheadConnector
-from loaderkit.connectors.layers.retry import with_retries
+from loaderkit.connectors.layers.layer import ConnectorLayer
+from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
+from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.connectors.ranges import RangeSlice, bulk_method, gather_into
+from loaderkit.connectors.ranges import RangeSlice, gather_into
 from loaderkit.connectors.s3 import S3Connector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 from loaderkit.sources.formats.tar_index import scan_tar
@@ -99,6 +101,10 @@ KINDS = [
     "timed-over-file",
     "cache-over-memory",
     "ahead-over-memory",
+    "plain-over-memory",
+    "retry-over-plain-over-memory",
+    "cache-over-plain-over-memory",
+    "ahead-over-plain-over-memory",
     "fsspec-memory",
     "fsspec-file",
     "s3",
@@ -123,13 +129,27 @@ def _keys(s3_keys: None) -> None:
     pass
 
 
-class Passing:
-    """Another connector with writes passed on to the one below it."""
+class Plain:
+    """A connector as others may write it: nothing but what `Connector` asks for."""
 
     def __init__(self, outer: Connector, inner: Writable) -> None:
         self.list, self.stat, self.read_into, self.describe = outer.list, outer.stat, outer.read_into, outer.describe
         self.close = outer.close
         self.write, self.delete = inner.write, inner.delete
+
+
+class Passing(ConnectorLayer):
+    """Another connector with writes passed on to the one below it."""
+
+    def __init__(self, outer: Connector, inner: Writable) -> None:
+        super().__init__(outer)
+        self.write, self.delete = inner.write, inner.delete
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        self.inner.read_into(key, start, buffer, etag=etag)
+
+    def bulk(self) -> BulkReads:
+        return bulk_of(self.inner)
 
 
 def no_pieces(epoch: int, position: int) -> Iterator[RangeSlice]:
@@ -139,10 +159,8 @@ def no_pieces(epoch: int, position: int) -> Iterator[RangeSlice]:
 
 def made(kind: str, directory: str) -> Writable:
     """A connector with nothing in it."""
-    if kind == "file":
-        return FileConnector(directory)
-    if kind == "memory":
-        return MemoryConnector()
+    if kind in ("file", "memory"):
+        return FileConnector(directory) if kind == "file" else MemoryConnector()
     if kind == "fsspec-memory":
         return FsspecConnector(f"memory://{next(NUMBERS)}")
     if kind == "fsspec-file":
@@ -153,12 +171,14 @@ def made(kind: str, directory: str) -> Writable:
         return S3Connector(url, S3Args(endpoint=SERVER[0].endpoint, connections=8))
     outer, _, rest = kind.partition("-over-")
     inner = made(rest, directory)
+    if outer == "plain":
+        return Plain(inner, inner)
     policy = RetryPolicy()
     wrapped: Mapping[str, Callable[[], Connector]] = {
-        "retry": lambda: with_retries(inner, policy),
-        "timed": lambda: with_retries(inner, policy, 20.0),
+        "retry": lambda: RetryConnector(inner, policy),
+        "timed": lambda: RetryConnector(inner, policy, 20.0),
         "cache": lambda: CacheConnector(inner, CacheArgs(dir=f"{directory}.cache", size=10_000_000)),
-        "ahead": lambda: AheadConnector(inner, no_pieces, memory_bytes=1 << 20, num_requests=2),
+        "ahead": lambda: ReadAheadConnector(inner, no_pieces, memory_bytes=1 << 20, num_requests=2),
     }
     return Passing(wrapped[outer](), inner)
 
@@ -364,7 +384,7 @@ def test_reading_many_is_reading_each(
     """Ranges in any order, overlapping or with gaps; what one of them lacks is that one's error, the same as alone."""
     with opened(kind) as factory:
         store = factory({"a": data, "b": data[::-1]})
-        read_many = bulk_method(store.connector, "read_many")
+        read_many = bulk_of(store.connector).read_many
         if read_many is None:
             return
         listed = {key: store.connector.stat(store.place(key)).etag for key in ("a", "b")}
@@ -405,6 +425,23 @@ def test_a_connector_that_reads_in_its_own_way_is_not_passed_by(tmp_path: Path) 
     records = loaderkit.Pipeline.array(tmp_path / "r.bin", dtype="uint8", shape=[4]).read().batch(8)
     with loaderkit.build(records, connectors=shouting) as found:
         assert bytes(next(iter(found))["data"].numpy()) == b"ABCD" * 8
+
+
+def test_layers_pass_traits_on_and_assume_little_of_a_connector_that_declares_nothing(tmp_path: Path) -> None:
+    memory = MemoryConnector()
+    plain = Plain(memory, memory)
+    assert (traits_of(plain).is_remote, traits_of(plain).coalesce_gap, traits_of(plain).part_size) == (False, 2**20, 0)
+    assert bulk_of(plain) == BulkReads()
+    s3 = S3Connector("s3://anywhere")
+    policy, args = RetryPolicy(), CacheArgs(dir=str(tmp_path), size=10_000_000)
+    for inner in (plain, memory, s3):
+        expected = traits_of(inner)
+        assert RetryConnector(inner, policy).traits == expected
+        assert TarConnector(inner, lambda info: []).traits == expected
+        assert ReadAheadConnector(inner, no_pieces, memory_bytes=1, num_requests=1).traits == expected
+        assert CacheConnector(inner, args).traits == replace(expected, part_size=0)
+    assert s3.traits.is_remote
+    assert s3.traits.store != ""
 
 
 def test_many_threads(factory: Factory) -> None:

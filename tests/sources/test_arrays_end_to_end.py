@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.connectors.base import Ranges
+from loaderkit.connectors.base import BulkReads, Ranges
 from loaderkit.connectors.file import FileConnector
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.errors import ConfigError, ConnectorError, StageError, StateError
@@ -50,12 +50,15 @@ class Recording(FileConnector):
         self.reads += zip(ranges.keys, ranges.starts, ranges.lengths, strict=True)
         return super().read_many(ranges, offsets, buffer)
 
+    def bulk(self) -> BulkReads:
+        return BulkReads(self.read_many, self.gather_into)
+
 
 class Plain(FileConnector):
     """A connector that has neither `gather_into` nor `read_many`, as most have none."""
 
-    gather_into = None  # type: ignore[assignment]
-    read_many = None  # type: ignore[assignment]
+    def bulk(self) -> BulkReads:
+        return BulkReads()
 
 
 def recorded(pipeline: Pipeline, root: Path, **more: Any) -> tuple[loaderkit.Loader, Recording]:
@@ -288,6 +291,9 @@ def test_a_file_that_was_cut_costs_the_samples_it_lacks(tmp_path: Path, between:
             self, key: str, starts: Any, length: int, buffer: memoryview, *, etag: str | None = None
         ) -> None:
             super().gather_into(key, starts, length, buffer)
+
+        def bulk(self) -> BulkReads:
+            return BulkReads(gather_into=self.gather_into)
 
     assert times.st_size == size
     for policy in ("skip", "replace", "raise"):

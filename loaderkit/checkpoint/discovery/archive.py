@@ -6,9 +6,10 @@ import heapq
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.connectors.ranges import bulk_method
+from loaderkit.connectors.base import BulkReads, Connector, ObjectInfo, ReadInto, bulk_of
+from loaderkit.connectors.layers.layer import ConnectorLayer
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
 from loaderkit.sources.formats.tar_index.index import Member
 
@@ -22,7 +23,7 @@ class _Shard:
     members: dict[str, Member] | None = None
 
 
-class TarConnector:
+class TarConnector(ConnectorLayer):
     """Objects called "<archive's key>/<member's name>": the regular files inside the `.tar` objects of `inner`.
 
     `members` gives the members of one archive in archive order; it is called once an archive, when that archive is
@@ -31,20 +32,10 @@ class TarConnector:
     """
 
     def __init__(self, inner: Connector, members: Callable[[ObjectInfo], Sequence[Member]]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._members = members
         self._lock = threading.Lock()
         self._shards: dict[str, _Shard] = {}
-
-    @property
-    def coalesce_gap(self) -> int:
-        """That of the connector that holds the archives; see `BulkConnector`."""
-        return int(getattr(self._inner, "coalesce_gap", 2**20))
-
-    @property
-    def split_read_size(self) -> int:
-        """The same."""
-        return int(getattr(self._inner, "split_read_size", 0))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All members whose key starts with `prefix`, ordered by the UTF-8 bytes of the key.
@@ -54,7 +45,7 @@ class TarConnector:
         cut = prefix.find(".tar/")
         infos = [
             info
-            for info in self._inner.list(prefix if cut < 0 else prefix[: cut + 4])
+            for info in self.inner.list(prefix if cut < 0 else prefix[: cut + 4])
             if info.key.endswith(".tar") and ((info.key + "/").startswith(prefix) or prefix.startswith(info.key + "/"))
         ]
         # "a.tar-b.tar/x" comes before "a.tar/x", so the archives' own order is not that of the members.
@@ -77,13 +68,14 @@ class TarConnector:
         An archive replaced since its members were read is an `ObjectChangedError`, with or without `etag`, until
         `list` or `stat` has seen the new one.
         """
-        self._read(self._inner.read_into, key, start, buffer, etag)
+        self._read(self.inner.read_into, key, start, buffer, etag=etag)
 
-    def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """The same past the page cache, if what holds the archives can."""
-        self._read(bulk_method(self._inner, "read_direct") or self._inner.read_into, key, start, buffer, etag)
+    def bulk(self) -> BulkReads:
+        """Reads past the page cache, if `inner` has them."""
+        direct = bulk_of(self.inner).read_direct
+        return BulkReads(read_direct=direct and partial(self._read, direct))
 
-    def _read(self, read: Callable[..., None], key: str, start: int, buffer: memoryview, etag: str | None) -> None:
+    def _read(self, read: ReadInto, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         shard, member = self._find(key)
         if start < 0 or start + len(buffer) > member.size:
             raise ShortReadError(
@@ -96,23 +88,15 @@ class TarConnector:
     def describe(self, key: str) -> str:
         """The archive's name, "!", and the member's name."""
         for shard_key, name in _splits(key):
-            return f"{self._inner.describe(shard_key)}!{name}"
-        return self._inner.describe(key)
-
-    def counters(self) -> dict[str, float]:
-        """What the archives' store counts."""
-        return dict(getattr(self._inner, "counters", dict)())
-
-    def close(self) -> None:
-        """Close the connector that holds the archives."""
-        self._inner.close()
+            return f"{self.inner.describe(shard_key)}!{name}"
+        return self.inner.describe(key)
 
     def _find(self, key: str, afresh: bool = False) -> tuple[_Shard, Member]:
         for shard_key, name in _splits(key):
             shard = None if afresh else self._shards.get(shard_key)
             if shard is None:
                 try:
-                    shard = self._shard(self._inner.stat(shard_key))
+                    shard = self._shard(self.inner.stat(shard_key))
                 except ObjectNotFoundError:
                     continue
             member = self._loaded(shard).get(name)

@@ -267,7 +267,7 @@ class OpenCheckpoint:
     ) -> TransferSession:
         """The engine for `requests`."""
         connector = self.found.connector
-        num_workers, around = access_to(connector, concurrency, requests, self.memory_bytes // self.num_alike)
+        num_workers, direct = access_to(connector, concurrency, requests, self.memory_bytes // self.num_alike)
         return TransferSession(
             requests,
             connector,
@@ -275,7 +275,7 @@ class OpenCheckpoint:
             memory_bytes=self.memory_bytes,
             num_parts=self.num_alike,
             num_workers=num_workers,
-            around=around,
+            direct=direct,
             checksums=self.checksums,
             device=device,
             **settings,

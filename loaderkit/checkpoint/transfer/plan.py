@@ -17,7 +17,7 @@ import numpy as np
 from loaderkit._internal.units import say_bytes
 from loaderkit.checkpoint.checksums import MOST_BLOCK_BYTES
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
-from loaderkit.connectors.base import Connector
+from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.engine.work import Chunk, FieldSpec, WorkItem
 from loaderkit.errors import ConfigError
 
@@ -25,7 +25,6 @@ _CHUNK_BYTES = 8 * 2**20
 _LEAST_CHUNK = 64 * 2**10
 _LEAST_CHECKED_CHUNK = 2**20
 _MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
-_REMOTE_GAP = 2**20
 SMALL_GAP = 256 * 2**10  # connectors with a larger one answer late
 
 Laid = tuple[list[ByteSpan], Callable[[], list[tuple[str, Any]]]]
@@ -114,7 +113,7 @@ class ReadTotals:
 
 def gap_of(connector: Connector) -> int:
     """How many bytes cost less to read than another request: little in a file, much in an object store."""
-    return int(getattr(connector, "coalesce_gap", _REMOTE_GAP))
+    return traits_of(connector).coalesce_gap
 
 
 def chunk_bytes_of(connector: Connector) -> int:
@@ -124,7 +123,7 @@ def chunk_bytes_of(connector: Connector) -> int:
 
 def spread_of(connector: Connector) -> int:
     """From how many bytes on a read is several requests at a time; 0: it never is."""
-    return int(getattr(connector, "split_read_size", 0))
+    return traits_of(connector).part_size
 
 
 def memory_of_worker(connector: Connector) -> int:

@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -23,9 +24,8 @@ from loaderkit.checkpoint.transfer.plan import (
     spread_of,
 )
 from loaderkit.checkpoint.transfer.stages import Shards
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_of
 from loaderkit.connectors.page_cache import cached_share, parts_of
-from loaderkit.connectors.ranges import bulk_method
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics import Stats
@@ -56,7 +56,7 @@ class Access(NamedTuple):
     """How a store is read: by how many threads, and whether past the page cache."""
 
     num_workers: int
-    around: bool = False
+    direct: bool = False
 
 
 def num_workers_of(
@@ -87,15 +87,15 @@ def access_to(
     paths = parts_of(connector, ((*request.first, request.num_bytes) for request in requests))
     share = cached_share(paths) if paths else 1.0
     is_from_disk = share is not None and share < _WORTH_KEEPING
-    around = is_from_disk and bulk_method(connector, "read_direct") is not None and not _may_have_company()
+    direct = is_from_disk and bulk_of(connector).read_direct is not None and not _may_have_company()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
         wanted = _DISK_WORKERS
-        if around:
+        if direct:
             wanted = max(
                 wanted, min(_AROUND_WORKERS, sum(request.num_bytes for request in requests) // _WORTH_A_WORKER)
             )
         num_workers = max(num_workers, min(wanted, memory_bytes // memory_of_worker(connector)))
-    return Access(num_workers, around)
+    return Access(num_workers, direct)
 
 
 def _mean_bytes(requests: Sequence[ReadRequest] | None) -> float | None:
@@ -122,7 +122,7 @@ class TransferSession:
         memory_bytes: int,
         num_parts: int = 1,
         num_workers: int,
-        around: bool = False,
+        direct: bool = False,
         checksums: Mapping[str, Checksums] | None = None,
         device: torch.device = _CPU,
         touched: set[str] | None = None,
@@ -133,7 +133,7 @@ class TransferSession:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`memory_bytes` is divided into `num_parts`, and one is for this. `around`: past the page cache, if the connector can.
+        """`memory_bytes` is divided into `num_parts`, and one is for this. `direct`: past the page cache, if the connector can.
         `touched` is given the names of the tensors that are written to, for the caller whose they are; None: nobody's."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
@@ -147,7 +147,7 @@ class TransferSession:
             counts_made=counts_made,
         )
         self.totals = self.plan.totals
-        self.around = around
+        self.direct = direct
         shards = Shards(
             connector,
             objects,
@@ -155,11 +155,11 @@ class TransferSession:
             checksums=checksums or {},
             device=device,
             touched=set() if touched is None else touched,
-            around=around,
+            direct=direct,
         )
         stages = shards.stages()
         pools = plan_pools(stages, num_workers)
-        counters = getattr(connector, "counters", None)
+        counters = partial(counters_of, connector)
         self.engine: Engine
         if inline:
             self.engine = InlineEngine(self.plan, stages, pools, clock=clock, counters=counters)

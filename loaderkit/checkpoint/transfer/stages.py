@@ -14,8 +14,7 @@ from loaderkit._internal.hashing import address_of_hash
 from loaderkit.checkpoint.checksums import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan
 from loaderkit.checkpoint.transfer.plan import SMALL_GAP, CoalescedRead, ReadChunk, ReadTotals, gap_of
-from loaderkit.connectors.base import Connector, Hashed, ObjectInfo
-from loaderkit.connectors.ranges import bulk_method
+from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, ReadInto, bulk_of
 from loaderkit.engine.work import Chunk, Stage
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 
@@ -89,9 +88,9 @@ class Shards:
         checksums: Mapping[str, Checksums],
         device: torch.device,
         touched: set[str],
-        around: bool = False,
+        direct: bool = False,
     ) -> None:
-        """`touched` is given the names of what is written to. `around`: read past the page cache, if the connector can."""
+        """`touched` is given the names of what is written to. `direct`: read past the page cache, if the connector can."""
         self._connector = connector
         self._objects = objects
         self._totals = totals
@@ -99,10 +98,10 @@ class Shards:
         self._device = device
         self._touched = touched
         self._answers_late = gap_of(connector) >= SMALL_GAP
-        read_direct = bulk_method(connector, "read_direct") if around else None
-        self._read: Callable[..., None] = read_direct or connector.read_into
-        self._how = {"around": True} if read_direct is not None else {}  # for `read_hashed`, which need not know of it
-        self._read_hashed = bulk_method(connector, "read_hashed")
+        bulk = bulk_of(connector)
+        self._direct = direct and bulk.read_direct is not None
+        self._read: ReadInto = bulk.read_direct if direct and bulk.read_direct is not None else connector.read_into
+        self._read_hashed = bulk.read_hashed
         self._address = address_of_hash() if checksums and self._read_hashed is not None else None
 
     def stages(self) -> list[Stage]:
@@ -200,11 +199,9 @@ class Shards:
         """The same of whole blocks, each hashed while it lies in the CPU's cache; None, and nothing is read, where the
         connector cannot do that."""
         address = self._address  # another thread may find that there is none
-        if address is None:
+        if address is None or self._read_hashed is None:
             return None
-        read: Callable[..., Hashed | None] = partial(
-            self._read_hashed, block_bytes=comparison.block_bytes, address=address, **self._how
-        )
+        read = partial(self._read_hashed, block_bytes=comparison.block_bytes, address=address, direct=self._direct)
         begin_s = time.perf_counter()
         found = self._ask(run, start, blocks, read)
         if found is None:

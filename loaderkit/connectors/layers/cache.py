@@ -13,31 +13,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.config import CacheArgs
 from loaderkit.connectors.layers.disk_cache import DiskCache, piece_name
+from loaderkit.connectors.layers.layer import ConnectorLayer
 
 BLOCK_BYTES = 4 << 20
 _MOST_BLOCKS = 16  # fetched at once
 _WAIT_S = 30.0  # for another process that fetches the same; then it is fetched here, too
 
 
-class CacheConnector:
-    """What `inner` has, kept in the folder of `args`. `owns_inner`: whether closing this closes that.
+class CacheConnector(ConnectorLayer):
+    """`inner`, whose objects are kept in the folder of `args`. `owns_inner`: closing this closes `inner`.
 
     Objects without an etag are not kept: nothing would tell when they are replaced.
     """
 
     def __init__(self, inner: Connector, args: CacheArgs, *, owns_inner: bool = True) -> None:
         assert args.dir is not None
-        self.inner = inner
-        self.is_remote = getattr(inner, "is_remote", False)
-        self.coalesce_gap = getattr(inner, "coalesce_gap", 2**20)
+        super().__init__(inner)
+        self.traits = replace(self.traits, part_size=0)  # what is in the cache comes in one read
         self._args = args
         self._owns_inner = owns_inner
-        self._store = str(getattr(inner, "store", ""))
         self._disk = DiskCache(args.dir, args.size, verify=args.verify)
         self._large: dict[str, tuple[int, str]] = {}  # size and etag of the objects that are kept in blocks
         self._lock = threading.Lock()
@@ -76,16 +76,12 @@ class CacheConnector:
         else:
             _Blocks(self, key, etag, size).read(start, buffer)
 
-    def describe(self, key: str) -> str:
-        """Its name in the store."""
-        return self.inner.describe(key)
-
     def counters(self) -> dict[str, float]:
-        """The store's, and what the cache did."""
-        found = dict(getattr(self.inner, "counters", dict)())
-        found["over_read_bytes"] = found.get("over_read_bytes", 0) + self._over_read_bytes
+        """What `inner` counts, and what the cache did."""
+        counts = super().counters()
+        counts["over_read_bytes"] = counts.get("over_read_bytes", 0) + self._over_read_bytes
         disk = self._disk
-        return found | {
+        return counts | {
             "cache_hit_bytes": self._hit_bytes,
             "cache_missed_bytes": self._missed_bytes,
             "num_cache_damaged": disk.num_damaged,
@@ -107,7 +103,7 @@ class CacheConnector:
 
     def name_of(self, key: str, etag: str, start: int, num_bytes: int) -> str:
         """Of a piece in the cache."""
-        return piece_name(self._store, self.inner.describe(key), etag, start, num_bytes)
+        return piece_name(self.traits.store, self.inner.describe(key), etag, start, num_bytes)
 
     def _read_piece(self, key: str, start: int, buffer: memoryview, etag: str) -> None:
         name, num_bytes = self.name_of(key, etag, start, len(buffer)), len(buffer)
@@ -134,11 +130,6 @@ class CacheConnector:
         with self._lock:
             self._missed_bytes += num_wanted
             self._over_read_bytes += len(data) - num_wanted
-
-    @property
-    def uncached(self) -> Connector:
-        """The store itself."""
-        return self.inner
 
     @property
     def disk(self) -> DiskCache:

@@ -13,20 +13,20 @@ import logging
 import threading
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import Connector, ObjectInfo, Ranges
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.layers.layer import ConnectorLayer
 from loaderkit.connectors.ranges import RangeSlice
-from loaderkit.errors import STORE_FAILURES, ChecksumError, ClosedError, ConnectorError, ShortReadError
+from loaderkit.errors import ChecksumError, ClosedError, ConnectorError, ShortReadError
 
 logger = logging.getLogger("loaderkit")
 # In a class with a method `list` that name means the method.
 _Threads = list[threading.Thread]
 _Memories = list[NDArray[np.uint8]]
-_Offsets = list[int]
 _Found = list[RangeSlice]
 _NUM_PLANNED = 256  # pieces at a time
 _JOIN_S = 2.0
@@ -51,14 +51,12 @@ class _Held:
         self.num_readers = 0  # who copy from it just now, or wait for it
 
 
-class AheadConnector:
+class ReadAheadConnector(ConnectorLayer):
     """What `inner` has, read ahead along `pieces`: what is wanted from (epoch, position) on, by first need.
 
     At most `memory_bytes` are held or on their way; a piece of more than half of that is read when it is wanted. The
     `num_requests` threads begin with the first read. Any number of threads may read.
     """
-
-    is_remote = True
 
     def __init__(
         self,
@@ -72,8 +70,7 @@ class AheadConnector:
     ) -> None:
         """`num_samples`: how far is read ahead of the furthest read so far; `slack`: by how many samples reads may be out of
         order."""
-        self.inner = inner
-        self.coalesce_gap = getattr(inner, "coalesce_gap", 2**20)
+        super().__init__(inner)
         self._num_samples = num_samples
         self._slack = slack
         self._pieces_from = pieces
@@ -101,18 +98,6 @@ class AheadConnector:
 
     # --------------------------------------------------------------------------------------------------- the contract
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """What `inner` lists."""
-        return self.inner.list(prefix)
-
-    def stat(self, key: str) -> ObjectInfo:
-        """What `inner` says."""
-        return self.inner.stat(key)
-
-    def describe(self, key: str) -> str:
-        """Its name in the store."""
-        return self.inner.describe(key)
-
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
         held = self._claim(key, start, len(buffer), etag)
@@ -122,25 +107,11 @@ class AheadConnector:
                 self._direct_bytes += len(buffer)
             self.inner.read_into(key, start, buffer, etag=etag)
 
-    def read_many(self, ranges: Ranges, offsets: _Offsets, buffer: memoryview) -> Mapping[int, Exception]:
-        """Read every range to its offset in `buffer`; see `BulkConnector.read_many`."""
-        errors: dict[int, Exception] = {}
-        for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
-            try:
-                if length or start == 0:
-                    part = buffer[offsets[number] : offsets[number] + length]
-                    self.read_into(key, start, part, etag=etag)
-            except Exception as error:
-                errors[number] = error
-                if isinstance(error, STORE_FAILURES):  # the others would take as long to say the same
-                    return errors | dict.fromkeys(range(number + 1, len(offsets)), error)
-        return errors
-
     def counters(self) -> dict[str, float]:
-        """The store's, and what was fetched ahead."""
-        found = dict(getattr(self.inner, "counters", dict)())
-        found["over_read_bytes"] = found.get("over_read_bytes", 0) + self._over_read_bytes
-        return found | {
+        """What `inner` counts, and what was read ahead."""
+        counts = super().counters()
+        counts["over_read_bytes"] = counts.get("over_read_bytes", 0) + self._over_read_bytes
+        return counts | {
             "ahead_bytes": self._ahead_bytes,
             "held_bytes": self._held_bytes,
             "num_direct_reads": self._num_direct,

@@ -1,50 +1,48 @@
 """Another connector's reads tried again: files on a network disk (EIO, ESTALE), filesystems of fsspec, a connector of yours.
 
-With a timeout every read is made by a thread of its own into memory of its own, so that one that hangs can be given up
-without its ever writing to memory that has become another one's. Without one there is no thread and no copy.
+With a timeout a thread of its own makes each read, into memory of its own: a read that hangs is abandoned and never writes
+to the caller's buffer, which may hold other bytes by then. Without a timeout there is no thread and no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loaderkit.connectors.backoff import Retries, RetryPolicy
-from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, Ranges
+from loaderkit.connectors.base import BulkReads, Connector, ObjectInfo, Ranges, ReadMany, bulk_of
 from loaderkit.connectors.call_pool import CallPool
-from loaderkit.connectors.ranges import bulk_method
+from loaderkit.connectors.layers.layer import ConnectorLayer
 from loaderkit.errors import RequestTimeoutError, TemporaryError
 
 T = TypeVar("T")
+_Offsets = list[int]  # in a class with a method `list` that name means the method
 _NUM_HANDS = 64
 _NUM_LISTED = 1000
 _LISTING_PATIENCE = 30  # fsspec lists in one call, however many pages that takes
 
 
-class RetryConnector:
-    """What `inner` has; what it raises as `TemporaryError` is tried again. Use `with_retries` to make one.
+class RetryConnector(ConnectorLayer):
+    """`inner`, whose `TemporaryError`s are tried again.
 
-    `timeout_s` bounds one try; None: it may take as long as it takes.
+    `timeout_s` bounds one attempt; None: no bound. With a bound there are no faster reads, as each read needs a thread.
     """
 
     def __init__(
         self, inner: Connector, policy: RetryPolicy, timeout_s: float | None = None, *, owns_inner: bool = True
     ) -> None:
-        self.inner = inner
-        self.is_remote = getattr(inner, "is_remote", False)
-        self.coalesce_gap = getattr(inner, "coalesce_gap", 2**20)
-        self.split_read_size = getattr(inner, "split_read_size", 0)
-        self.store = getattr(inner, "store", "")
+        super().__init__(inner)
         self._policy, self._timeout_s, self._owns_inner = policy, timeout_s, owns_inner
         self._retries = Retries(policy)
         self._call_pool = CallPool(self, _NUM_HANDS, "loaderkit-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (type(self), self.inner, self._policy, self._timeout_s, self._owns_inner)
+        make = partial(type(self), owns_inner=self._owns_inner)
+        return make, (self.inner, self._policy, self._timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """What `inner` lists; begun again where it failed, without what was given already."""
@@ -91,37 +89,26 @@ class RetryConnector:
         finally:
             call.give_up()  # Ctrl-C: its thread is written off
 
-    def describe(self, key: str) -> str:
-        """Its name in the store."""
-        return self.inner.describe(key)
+    def bulk(self) -> BulkReads:
+        """Those of `inner`, tried again."""
+        if self._timeout_s is not None:
+            return BulkReads()
+        inner = bulk_of(self.inner)
+        return BulkReads(
+            read_many=inner.read_many and partial(self._read_many, inner.read_many),
+            gather_into=inner.gather_into and self._retried(inner.gather_into),
+            read_direct=inner.read_direct and self._retried(inner.read_direct),
+            read_hashed=inner.read_hashed and self._retried(inner.read_hashed),
+        )
 
-    def counters(self) -> dict[str, float]:
-        """The store's, and what was tried again."""
-        found = dict(getattr(self.inner, "counters", dict)())
-        found["num_retries"] = found.get("num_retries", 0) + self._retries.num_retries
-        found["num_timeouts"] = found.get("num_timeouts", 0) + self._call_pool.num_timeouts
-        return found
+    def _retried(self, read: Callable[..., T]) -> Callable[..., T]:
+        return lambda *arguments, **options: self._retries(lambda: read(*arguments, **options))
 
-    def close(self) -> None:
-        """Give up what hangs or waits; close `inner`, if it is this one's."""
-        self._retries.stop()
-        self._call_pool.close()
-        self._retries.resume()
-        if self._owns_inner:
-            self.inner.close()
-
-
-class BulkRetryConnector(RetryConnector):
-    """The same for a connector that reads many ranges together."""
-
-    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
-        super().read_into(key, start, buffer, etag=etag)
-
-    def read_many(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]:
-        """Read every range to its offset; those that failed for the moment are tried again one by one."""
-        inner: Any = self.inner
-        errors = dict(inner.read_many(ranges, offsets, buffer))
+    def _read_many(
+        self, read_many: ReadMany, ranges: Ranges, offsets: _Offsets, buffer: memoryview
+    ) -> Mapping[int, Exception]:
+        """`read_many`; the ranges that failed for the moment are tried again one by one."""
+        errors = dict(read_many(ranges, offsets, buffer))
         for number in [number for number, error in errors.items() if isinstance(error, TemporaryError)]:
             part = buffer[offsets[number] : offsets[number] + ranges.lengths[number]]
             try:
@@ -131,28 +118,20 @@ class BulkRetryConnector(RetryConnector):
                 errors[number] = error
         return errors
 
-    def gather_into(
-        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
-    ) -> None:
-        """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does."""
-        inner: Any = self.inner
-        self._retries(lambda: inner.gather_into(key, starts, length, buffer, etag=etag))
+    def counters(self) -> dict[str, float]:
+        """What `inner` counts, and what was tried again."""
+        counts = super().counters()
+        counts["num_retries"] = counts.get("num_retries", 0) + self._retries.num_retries
+        counts["num_timeouts"] = counts.get("num_timeouts", 0) + self._call_pool.num_timeouts
+        return counts
 
-    def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """`read_into` past the page cache, if `inner` can."""
-        read: Callable[..., None] = bulk_method(self.inner, "read_direct") or self.inner.read_into
-        self._retries(lambda: read(key, start, buffer, etag=etag))
-
-    def read_hashed(
-        self, key: str, start: int, buffer: memoryview, *, etag: str | None = None, **how: Any
-    ) -> Hashed | None:
-        """What `inner` does; None if it has no such method."""
-        read: Callable[..., Hashed | None] | None = bulk_method(self.inner, "read_hashed")
-        if read is None:
-            return None
-        if bulk_method(self.inner, "read_direct") is None:
-            how.pop("around", None)  # it knows no other way, and may not know the word
-        return self._retries(lambda: read(key, start, buffer, etag=etag, **how))
+    def close(self) -> None:
+        """Give up what hangs or waits; close `inner`, if it is this one's."""
+        self._retries.stop()
+        self._call_pool.close()
+        self._retries.resume()
+        if self._owns_inner:
+            self.inner.close()
 
 
 class _Listing:
@@ -180,18 +159,3 @@ class _Listing:
 
 def _order(info: ObjectInfo) -> bytes:
     return info.key.encode("utf-8", "surrogateescape")
-
-
-def with_retries(
-    inner: Connector, policy: RetryPolicy, timeout_s: float | None = None, *, owns_inner: bool = True
-) -> RetryConnector:
-    """`inner` with its temporary failures tried again; its ways to read many ranges together are kept if nothing is timed."""
-    is_bulk = timeout_s is None and all(bulk_method(inner, name) for name in ("read_many", "gather_into"))
-    kind = BulkRetryConnector if is_bulk else RetryConnector
-    return kind(inner, policy, timeout_s, owns_inner=owns_inner)
-
-
-def _remade(
-    kind: type[RetryConnector], inner: Connector, policy: RetryPolicy, timeout_s: float | None, owns_inner: bool
-) -> RetryConnector:
-    return kind(inner, policy, timeout_s, owns_inner=owns_inner)

@@ -17,7 +17,7 @@ from hashlib import md5
 from typing import Any, NamedTuple
 
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import ObjectInfo
+from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
 from loaderkit.connectors.call_pool import Call
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3.client import Client, Page
@@ -73,14 +73,12 @@ class _Part:
         self.has_come = False
 
 
-class S3Connector:
+class S3Connector(BulkConnector):
     """The objects of a bucket whose keys start with a prefix; keys are what follows it.
 
     It holds settings only; the client and its threads are made by the first request in each process, and neither crosses a
     fork nor is pickled. Raises ConfigError for a URL that is none.
     """
-
-    is_remote = True
 
     def __init__(
         self, url: str, s3: S3Args | None = None, retry: RetryArgs | None = None, odd_keys: Iterable[str] = ()
@@ -97,7 +95,12 @@ class S3Connector:
             policy=RetryPolicy(self._retry.total, self._s3.max_attempts),
             timeout_s=self._retry.timeout or _TIMEOUT_S,
         )
-        self.store = self._requests.store
+        num_parts = min(4, _MOST_SPREAD_BYTES // self._most_part_bytes)
+        self.traits = ConnectorTraits(
+            is_remote=True,
+            part_size=num_parts * self._most_part_bytes if num_parts > 1 else 0,
+            store=self._requests.store,
+        )
         self.num_checksum_failures = 0
         self._odd_keys = set(odd_keys)  # listed, so the store does not take "a//b" for "a/b"
         # Buckets of AWS list in the order of the keys' bytes, but for directory buckets; others' do as they like.
@@ -105,12 +108,6 @@ class S3Connector:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return S3Connector, (self._url, self._s3, self._retry, self._odd_keys)
-
-    @property
-    def split_read_size(self) -> int:
-        """So much is read as several requests at a time; see `BulkConnector`."""
-        num_parts = min(4, _MOST_SPREAD_BYTES // self._most_part_bytes)
-        return num_parts * self._most_part_bytes if num_parts > 1 else 0
 
     # ------------------------------------------------------------------------------------------------------ contract
 
@@ -175,11 +172,11 @@ class S3Connector:
             "body_s": requests.body_s,
         }
 
-    def watch(self) -> None:
-        """Note from now on how long reads of each object take, for `watched`."""
+    def time_objects(self) -> None:
+        """Note from now on how long reads of each object take, for `object_times`."""
         self._requests.by_key = {}
 
-    def watched(self) -> dict[str, tuple[float, float]]:
+    def object_times(self) -> dict[str, tuple[float, float]]:
         """By an object's URL: seconds until the first bytes of its reads came, and from then on, all reads together."""
         bucket = self._place.bucket
         known = dict(self._requests.by_key or {})

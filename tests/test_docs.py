@@ -69,6 +69,18 @@ def test_links_lead_somewhere(page: str) -> None:
             assert ((ROOT / page).parent / target).exists(), target
 
 
+def test_the_architecture_names_files_and_rooms_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "loaderkit"
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    named = re.findall(r"[\w/]+\.py", page)
+    assert len(named) > 40
+    assert [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)] == []
+    assert [name for name in re.findall(r"\b(?:\w+/)+(?=\s)", page) if not (package / name).is_dir()] == []
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")} | {"errors"}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == rooms
+
+
 def test_the_reference_is_up_to_date() -> None:
     ran = subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", "--check"])
     assert ran.returncode == 0, "run: python docs/make_reference.py"

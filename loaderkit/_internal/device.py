@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loaderkit._internal.lazily import torch
+import torch
 
 
 def resolve_device(wanted: str) -> torch.device:

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from loaderkit._internal.cgroups import idle_so_far_s
-from loaderkit._internal.lazily import torch
 from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls

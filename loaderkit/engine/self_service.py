@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from loaderkit._internal.lazily import torch
+import torch
+
 from loaderkit.engine.scheduler import Scheduler
 
 # Neither a batch nor what the loop does before it wants the next one may take longer: it might be late by more than a hand-over

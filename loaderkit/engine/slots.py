@@ -6,9 +6,8 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-
-from loaderkit._internal.lazily import torch
 
 _UINT8 = np.dtype(np.uint8)  # to make one of the type takes NumPy 0.3 us
 
@@ -20,8 +19,8 @@ def tensor_over(memory: torch.Tensor, dtype: str, shape: tuple[int, ...], stride
     return found.set_(memory.untyped_storage(), 0, shape, strides)
 
 
-def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor without gaps, in numbers."""
+def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides, in elements, of a tensor without gaps."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -53,7 +52,7 @@ class Slots:
         if tensor is None:
             tensor = torch.from_numpy(self._base)
             if self.array is None:
-                tensor = tensor_over(tensor, self.dtype, self.shape, packed_strides(self.shape))
+                tensor = tensor_over(tensor, self.dtype, self.shape, _packed_strides(self.shape))
             self._tensor = tensor
         return tensor
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from loaderkit._internal.lazily import has_torch, torch
+import torch
 
 ONE_AT_A_TIME = threading.Lock()
 """To be held around `threads_to_come_kept`: what that guards belongs to the process."""
@@ -15,12 +15,8 @@ ONE_AT_A_TIME = threading.Lock()
 @contextmanager
 def threads_to_come_kept() -> Iterator[Callable[[], None]]:
     """Gives a function that threads new to torch call, before the end of the block: torch uses no other thread for what is
-    computed in them. Threads to come are left as they were, though setting one thread's number sets theirs as well. Where
-    nobody has imported torch, nothing is set.
+    computed in them. Threads to come are left as they were, though setting one thread's number sets theirs as well.
     """
-    if not has_torch():
-        yield lambda: None
-        return
     torch.get_num_threads()  # initialises the caller's thread, which else would take over what threads in here set
     found: list[int] = []
     setting = threading.Lock()

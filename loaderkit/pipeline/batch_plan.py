@@ -11,12 +11,11 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from loaderkit._internal.lazily import torch
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.shared_memory import check_room
-from loaderkit.engine.slots import Slots
 from loaderkit.engine.work import Bytes, Chunk, FieldSpec, WorkItem
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.slabs import SlabLayout, SlabPool
@@ -71,13 +70,11 @@ class BatchPlan:
         shard: Shard = WHOLE,
         run: Callable[..., Any] | None = None,
         names_samples: bool = True,
-        gives_tensors: bool = True,
     ) -> None:
         """`on_seek` is told (epoch, position) where the plan goes on, whenever that is not what would have come anyway.
         `num_batches` and `memory_bytes` are those of the share. `pinned_for`: the CUDA device that slabs are copied to.
         `run` calls what puts a batch together: `Lane.run` where stages have left parts of it on a GPU.
-        `names_samples`: somebody wants to know the samples' keys, which take as long to make as numbers take to be stacked.
-        `gives_tensors`: else a finished batch holds `Slots`, for whoever makes tensors of them in another process."""
+        `names_samples`: somebody wants to know the samples' keys, which take as long to make as numbers take to be stacked."""
         self._source = source
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._order = order
@@ -95,7 +92,6 @@ class BatchPlan:
         self._shard = shard
         self._run = run
         self._names_samples = names_samples
-        self._gives_tensors = gives_tensors
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
         self.specs: Mapping[str, FieldSpec] | None = None
@@ -289,7 +285,7 @@ class BatchPlan:
                 field = work_item.fields[name]
                 if slots is not None or num_slots < self._shape.size:
                     field = field.part(slice(num_slots) if slots is None else slots)
-                batch[name] = field.tensor if self._gives_tensors else field
+                batch[name] = field.tensor
                 continue
             values = work_item.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
@@ -304,8 +300,7 @@ class BatchPlan:
         if self._schedule.world_size > 1 and not self._schedule.drop_last:
             wrapped = np.zeros(num_slots, np.bool_) if work_item.wrapped is None else work_item.wrapped
             marks = wrapped if slots is None else wrapped[slots]
-            field = Slots(marks, marks.shape, "bool")
-            batch["__wrapped__"] = field.tensor if self._gives_tensors else field
+            batch["__wrapped__"] = torch.from_numpy(marks)
         work_item.let_go()
         return batch
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.device import resolve_device
-from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit._internal.lazily import torch
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.work import BatchContext, Chunk, FieldSpec, SampleFailure, Stage
@@ -27,7 +27,6 @@ from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
 from loaderkit.stages.image.decode import DecodeArgs, Decoder
 from loaderkit.stages.image.normalize import NormalizeArgs, finish_of, normalize, normalize_slots
 from loaderkit.stages.image.ops import DecodeHint, foresight
-from loaderkit.stages.kernels import can_resample
 from loaderkit.stages.read import read_items, read_ranges
 from loaderkit.stages.read_arrays import DirectRead
 from loaderkit.stages.read_records import read_records
@@ -74,37 +73,6 @@ class Compiler:
     def early_lane(self) -> TransferStream | None:
         """The stream for what is done before `transfer`, where that has tensors on a GPU."""
         return self.lane if self.graph is not None and self.graph.device is not None else None
-
-    @property
-    def needs_torch(self) -> bool:
-        """Whether anything uses torch as a rule: a process that never does need not import it. What uses it against
-        expectation imports it then."""
-        source = self._source
-        if not can_resample() or self.graph is not None or isinstance(source, DatasetSource):
-            return True
-        if _imports_torch(self._connector):
-            return True
-        if isinstance(source, ArraySource) and (self._border > 1 or type_in_numpy(source.records.dtype) is None):
-            return True  # records are tensors for stages before `batch`, and where NumPy has no such numbers
-        return any(map(self._is_for_tensors, self._config.stages))
-
-    @property
-    def changes_batches(self) -> bool:
-        """Whether stages behind `batch` work on the tensors of whole batches."""
-        return any(map(self._is_for_tensors, self._config.stages[self._border + 1 :]))
-
-    def _is_for_tensors(self, stage: StageConfig) -> bool:
-        """Whether a stage works on tensors, and not on bytes and arrays alone."""
-        args = stage.args
-        if isinstance(args, TransferArgs):
-            return self.device is not None or shape(args) is not None
-        if isinstance(args, BatchArgs):
-            return bool(args.ragged)
-        if isinstance(args, DecodeArgs):
-            return args.masks is not None
-        if isinstance(args, NormalizeArgs):
-            return stage is not self._normalized_in_slots
-        return stage.kind in ("call", "color_jitter") or getattr(args, "interpolation", "bilinear") != "bilinear"
 
     @property
     def cropping(self) -> str | None:
@@ -451,17 +419,6 @@ class Compiler:
 def _keeps_values(stage: StageConfig) -> bool:
     """Whether a stage may as well run after `normalize`."""
     return isinstance(stage.args, TransferArgs) and stage.args.dtype is None
-
-
-def _imports_torch(connector: Connector | None) -> bool:
-    """Whether a connector does, or may: ours of S3, by its client, and whatever is not ours. Torch that is imported by halves
-    in one thread while another wants a part of it is broken for good, so none is left to user's code."""
-    while connector is not None:
-        module = type(connector).__module__
-        if not module.startswith("loaderkit.") or module.startswith("loaderkit.connectors.s3"):
-            return True
-        connector = getattr(connector, "inner", None)
-    return False
 
 
 def _batch_error(stage: str, epoch: int, step: int, reason: str, keys: list[str] | None = None) -> StageError:

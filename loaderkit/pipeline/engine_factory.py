@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from loaderkit._internal.lazily import torch
+import torch
+
 from loaderkit.connectors.base import Connector, bulk_of, counters_of, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.file import FileConnector
@@ -81,11 +82,6 @@ class Assembly:
         return self._compiler.device
 
     @property
-    def needs_torch(self) -> bool:
-        """Whether stages work on tensors, and not on bytes and arrays alone."""
-        return self._compiler.needs_torch
-
-    @property
     def lane(self) -> TransferStream | None:
         """The stream on which batches are copied, if that is to CUDA."""
         return self._compiler.lane
@@ -101,7 +97,7 @@ class Assembly:
         return self._compiler.cropping
 
     def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
-        """The plan of the batches; `allocate` gives memory for slabs, which another process will make tensors of."""
+        """The plan of the batches; `allocate` gives memory for slabs."""
         config, source = self._recipe.config, self._recipe.source
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
@@ -124,7 +120,6 @@ class Assembly:
             shard=self._shard,
             run=None if lane is None else lane.run,
             names_samples=self._names_samples(),
-            gives_tensors=allocate is None or self._compiler.changes_batches,
         )
 
     def _names_samples(self) -> bool:

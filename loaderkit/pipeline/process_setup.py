@@ -40,9 +40,7 @@ def in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[di
         pools.append({"stages": late, "workers": prefetch.processes, "process": "trainer"})
     job = WorkerSpec(
         remote,
-        preload=["torch", "loaderkit.pipeline.engine_factory"]
-        if assembly.needs_torch
-        else ["loaderkit.pipeline.engine_factory"],
+        preload="loaderkit.pipeline.engine_factory",
         rows=assembly.rows(),
         pools=[pool["stages"] for pool in assembly.described_pools()],
         num_batches=prefetch.first_batches,

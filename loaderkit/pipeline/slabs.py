@@ -15,9 +15,9 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from loaderkit._internal.dtypes import num_bytes_of, type_in_numpy
-from loaderkit._internal.lazily import torch
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.leases import Lease
 from loaderkit.engine.slots import Slots

@@ -10,11 +10,11 @@ import importlib
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
 from loaderkit._internal.forks import ending_forks
-from loaderkit._internal.lazily import is_tensor
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
 from loaderkit.native.values import type_of_all
@@ -167,7 +167,7 @@ class DatasetSource:
             return dict(zip(self._names(len(items[0])), map(list, zip(*items, strict=True)), strict=True))
         is_single = (
             kind in _SINGLE
-            or (kind is not None and is_tensor(items[0]))
+            or (kind is not None and isinstance(items[0], torch.Tensor))
             or not any(isinstance(item, (dict, tuple)) for item in items)
         )
         return {self._single: items} if is_single and self._single is not None else None

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from loaderkit._internal.lazily import torch
 from loaderkit._internal.settings import Model
 from loaderkit.engine.work import FieldSpec
 

@@ -11,10 +11,10 @@ from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit.engine.slots import Slots
 from loaderkit.engine.work import Chunk, FieldSpec
 from loaderkit.native.values import all_have_dtype, type_of_all
@@ -90,7 +90,7 @@ def dtype_of(tensor: torch.Tensor) -> str:
 def as_tensor(value: Any) -> torch.Tensor:
     """A number, array, tensor or image as a tensor (int64 for int, float64 for float, as torch's default_collate has
     it), or TypeError."""
-    if is_tensor(value):
+    if isinstance(value, torch.Tensor):
         return value
     if type(value) is Image:
         return to_tensor(value)
@@ -241,7 +241,7 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) ->
     """
     kind = type(values[0])
     write = _WRITERS.get(kind)
-    if write is None and is_tensor(values[0]) and kind is torch.Tensor:
+    if write is None and isinstance(values[0], torch.Tensor) and kind is torch.Tensor:
         write = _write_tensors
     if write is None or type_of_all(values) is not kind:
         return False

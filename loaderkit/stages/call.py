@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import Field, field_serializer, field_validator
 
 from loaderkit._internal.forks import ending_forks
-from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit._internal.settings import Duration
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import Encoded, Image, StageArgs
@@ -103,7 +103,7 @@ def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: 
             result[name] = original
     for name, image in images.items():
         value = result.get(name)
-        if is_tensor(value) and value.dtype == torch.uint8 and value.ndim == 3:
+        if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 3:
             after = as_image(value)
             if after is not None:
                 result[name] = after._replace(mask=image.mask)

@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from loaderkit._internal.lazily import torch
 from loaderkit.native import kernels
 
 Pixels = NDArray[np.uint8]

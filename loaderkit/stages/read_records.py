@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.forks import ending_forks
-from loaderkit._internal.lazily import torch
 from loaderkit.connectors.base import Connector, bulk_of
 from loaderkit.connectors.ranges import gather_into
 from loaderkit.engine.work import Chunk

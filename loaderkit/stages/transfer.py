@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
-from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit.stages.base import StageArgs
 
 logger = logging.getLogger("loaderkit")
@@ -54,7 +54,7 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     which nothing changes is returned itself."""
     if isinstance(value, str):  # a batch has more keys than anything else
         return value
-    if is_tensor(value):
+    if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
         changed = {name: _with_tensors(item, change) for name, item in value.items()}

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
+import torch
 
-from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit.native import kernels
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import GpuDecoded, Image
@@ -27,7 +27,7 @@ def as_image(value: Any) -> Image | None:
     """
     if type(value) is Image:
         return value
-    if is_tensor(value):
+    if isinstance(value, torch.Tensor):
         if value.dtype != torch.uint8 or value.ndim not in (2, 3) or value.is_cuda:
             return None
         value = (value.unsqueeze(0) if value.ndim == 2 else value).permute(1, 2, 0).numpy()
@@ -98,7 +98,7 @@ def describe(value: Any) -> str:
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         return f"image uint8 [{channels}, {height}, {width}]"
-    if isinstance(value, GpuDecoded) or is_tensor(value):
+    if isinstance(value, (GpuDecoded, torch.Tensor)):
         what, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
         return f"{what} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):

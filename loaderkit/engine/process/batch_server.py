@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from loaderkit._internal.lazily import has_torch, torch
+import torch
+
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics import trace as tape
 from loaderkit.engine.metrics.stats import Stats
@@ -52,8 +53,7 @@ class BatchSender:
         self._arena = SharedArena(io.FileIO(descriptor, "r+"))
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
         make_engine, self._shard, num_torch_threads = _open_job(job, self._arena)
-        if has_torch():
-            torch.set_num_threads(num_torch_threads)
+        torch.set_num_threads(num_torch_threads)
         self._engine = make_engine(self._allocator.allocate, self._shard)
         self._lock = threading.Lock()
         self._generation = 0  # how many seeks the trainer has asked for

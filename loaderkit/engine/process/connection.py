@@ -136,8 +136,8 @@ def _inherited(descriptor: int) -> int | None:
 class Link:
     """One process that loads. `tell` may be called from any thread, `ask` too; `receive` from one at a time."""
 
-    def __init__(self, arena: SharedArena, allocator: Allocator, preload: Sequence[str]) -> None:
-        """Start the process; it imports the modules `preload` and then waits for its job. Raises ConfigError, OSError."""
+    def __init__(self, arena: SharedArena, allocator: Allocator, preload: str) -> None:
+        """Start the process; it imports the module `preload` and then waits for its job. Raises ConfigError, OSError."""
         if not sys.executable:
             raise ConfigError(
                 "prefetch.executor: process needs a Python interpreter of its own, and sys.executable is empty"
@@ -346,10 +346,10 @@ def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.soc
     return ours.enter_context(end), theirs.enter_context(other_end)
 
 
-def _hand_over(arena: SharedArena, allocator: Allocator, preload: Sequence[str]) -> Block:
+def _hand_over(arena: SharedArena, allocator: Allocator, preload: str) -> Block:
     """Write what the interpreter there needs to be like this one."""
     path = [place for place in sys.path if isinstance(place, str)]
-    text = json.dumps([path, [str(argument) for argument in sys.argv], list(preload)]).encode()
+    text = json.dumps([path, [str(argument) for argument in sys.argv], preload]).encode()
     place = Block(allocator.take(len(text)).start, len(text))
     arena.view(place)[:] = np.frombuffer(text, np.uint8)
     return place

@@ -11,8 +11,8 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+import torch
 
-from loaderkit._internal.lazily import torch
 from loaderkit.engine.process.shared_memory import Block, SharedArena
 from loaderkit.engine.work import Bytes
 

@@ -16,12 +16,12 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.process import error_transport
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
-from loaderkit.engine.slots import Slots, packed_strides, tensor_over
+from loaderkit.engine.slots import tensor_over
 from loaderkit.engine.work import Bytes, FieldSpec, SampleFailure
 from loaderkit.errors import StageError
 
@@ -48,15 +48,8 @@ def _open_storage(memory: Any) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _open_slots(storage: torch.Tensor | None, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    if storage is None:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-    return tensor_over(storage, dtype, shape, packed_strides(shape))
-
-
 class _Pickler(pickle.Pickler):
-    """Tensors by their memory instead of through torch's file format, and slots as tensors; objects that only `__main__` has
-    are refused."""
+    """Tensors by their memory instead of through torch's file format; objects that only `__main__` has are refused."""
 
     def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, 5, buffer_callback=callback)
@@ -67,10 +60,7 @@ class _Pickler(pickle.Pickler):
             if value.__module__ == "__main__":
                 raise pickle.PicklingError(f"{value.__qualname__} is defined in __main__, which is not run again there")
             return NotImplemented
-        if type(value) is Slots:
-            memory = value.memory
-            return _open_slots, (_Storage(memory) if memory.size else None, value.dtype, value.shape)
-        if not is_tensor(value) or type(value) is not torch.Tensor or not _is_plain(value):
+        if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
         # Of the storage only what the tensor spans: a view of something large must not bring all of it along.
         span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from loaderkit._internal.forks import ending_forks
@@ -62,9 +61,9 @@ except BaseException as error:
 may be too long for a command line. What keeps it from starting is sent as a text."""
 
 
-def main(numbers: Sequence[int], preload: Sequence[str]) -> NoReturn:
+def main(numbers: Sequence[int], preload: str) -> NoReturn:
     """Run until told to end. `numbers`: the trainer's pid, then the descriptors of the outbox (batches go there), of
-    the control socket, and of the arena; `preload`: modules to import while the job is on its way."""
+    the control socket, and of the arena; `preload`: the module to import while the job is on its way."""
     parent, outbox, control, arena = numbers
     _bind_to(parent)
     child = WorkerMain(
@@ -109,31 +108,14 @@ def _take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
 
 
-def _import_all(names: Sequence[str]) -> None:
-    """Import modules, and torch only where it is one of them, or when it is needed."""
-    from loaderkit._internal.lazily import put_torch_off
-
-    if "torch" not in names:
-        put_torch_off(_import_torch)
-    for name in names:
-        _import(name)
-
-
-def _import_torch() -> ModuleType:
-    """Import torch in the thread that needs it: workers compute one at a time each, as where torch is there first."""
-    torch = _import("torch")
-    torch.set_num_threads(1)
-    return torch
-
-
-def _import(name: str) -> ModuleType:
-    """Import a module that may bring torch along, in 0.2 s less of 2: without collecting garbage, of which imports make
-    none, and without the plugins for other devices, which this process does not use."""
+def _import(name: str) -> None:
+    """Import a module that brings torch along, in 0.2 s less of 2: without collecting garbage, of which imports make none,
+    and without the plugins for other devices, which this process does not use."""
     given = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     gc.disable()
     try:
-        return importlib.import_module(name)
+        importlib.import_module(name)
     finally:
         gc.enable()
         if given is None:
@@ -154,10 +136,10 @@ class WorkerMain:
         self._sender: BatchSender | None = None
         self._early: list[tuple[Any, ...]] = []  # messages that came before there was a courier
 
-    def run(self, preload: Sequence[str]) -> NoReturn:
+    def run(self, preload: str) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
         try:
-            ending_forks(_import_all)(preload)
+            ending_forks(_import)(preload)
             from loaderkit.engine.process import messages
             from loaderkit.engine.process.batch_server import BatchSender
 

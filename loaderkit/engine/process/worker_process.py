@@ -37,12 +37,12 @@ logger = logging.getLogger("loaderkit")
 @dataclass(frozen=True)
 class WorkerSpec:
     """What every process is to do. `make_engine` makes the engine there: it is pickled, and gets a function that allocates
-    slabs, and its share. `preload`: modules to import first, the last of which it is from. `late_stages` run here, on
+    slabs, and its share. `preload`: the module it is from, imported while the job is on its way. `late_stages` run here, on
     batches that have arrived; `rows` name the stages that run there, with the workers of one process; `pools` which of them
     share theirs."""
 
     make_engine: Any
-    preload: Sequence[str]
+    preload: str
     rows: Sequence[StageStats]
     pools: Sequence[Sequence[str]]
     num_batches: int  # ahead, by all processes together

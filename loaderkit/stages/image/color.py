@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from loaderkit._internal.lazily import torch
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, StageArgs
 from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps

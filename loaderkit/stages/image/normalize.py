@@ -11,9 +11,9 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from loaderkit._internal.lazily import is_tensor, torch
 from loaderkit.engine.work import Chunk
 from loaderkit.stages.base import FieldNames, StageArgs, image_fields
 from loaderkit.stages.image.ops import Finalizer
@@ -97,7 +97,7 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
     def run(batch: dict[str, Any], fields: Iterable[str]) -> None:
         for name in fields:
             images = batch.get(name)
-            if not is_tensor(images) or images.dtype != torch.uint8 or images.ndim != 4:
+            if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
                 what = describe(images) if name in batch else "missing"
                 raise ValueError(f"the field {name!r} is {what}: only uint8 images [B, C, H, W] can be normalised")
             floats = images.to(torch.float32)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-
-from loaderkit._internal.lazily import torch
 
 
 class Crop(NamedTuple):

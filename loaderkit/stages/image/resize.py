@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
-from loaderkit._internal.lazily import torch
 from loaderkit.stages.base import Image
 from loaderkit.stages.kernels import Part, resampled_from
 from loaderkit.stages.values import to_tensor

@@ -37,7 +37,7 @@ def late_engine(
     recipe = Recipe(config, parts.source, None, parts.schedule, 2)
     job = WorkerSpec(
         RemoteEngine.of(recipe),
-        preload=["loaderkit.pipeline.engine_factory"],
+        preload="loaderkit.pipeline.engine_factory",
         rows=Assembly(recipe, Shard(of=num_processes)).rows(),
         pools=[["read", "batch"]],
         num_batches=4,

@@ -1,8 +1,9 @@
-"""What every format is reduced to: tensors as boxes of bytes in objects."""
+"""The contents of a checkpoint, the same for every format: tensors as shards, each a box of elements and its bytes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,15 +11,16 @@ import torch
 from loaderkit.checkpoint.formats.dcp import Layouts
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 
-SMALL_BLOB = 256 * 2**10  # an archive of so many bytes is read whole, at once
+SMALL_ARCHIVE = 256 * 2**10  # bytes; an archive up to this size is read whole, in one read
+ShardId = tuple[str, tuple[int, ...]]  # the tensor's name, and the offsets of the shard in it
 
 
 @dataclass(frozen=True, slots=True)
-class TensorShard:
-    """A box of a tensor (all of it, mostly) and its bytes: `length` of them from `start` on, in the object `key`.
+class Shard:
+    """A box of a tensor, mostly all of it, and the `length` bytes from `start` on of the object `key` that store it.
 
-    They are laid out by `strides` (in elements), the box's first element first. With `is_blob` they are an archive of
-    torch.save that holds the box, and the strides are known when it is read.
+    `strides` (in elements) lay the bytes out, beginning with the first element of the box. With `is_archive` the bytes are an
+    archive of torch.save that holds the box, and the strides are known once it is read.
     """
 
     offsets: tuple[int, ...]
@@ -27,17 +29,17 @@ class TensorShard:
     start: int
     length: int
     strides: tuple[int, ...] = ()
-    is_blob: bool = False
-    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # of archives; one for a checkpoint
+    is_archive: bool = False
+    layouts: Layouts | None = field(default=None, compare=False, repr=False)  # of archives; one for a whole checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a checkpoint. `storage` is the record it is a view of, (key, start, bytes), where tensors may share one."""
+    """A tensor of a checkpoint. `storage` is the record that it is a view of, (key, start, bytes), which several may share."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[TensorShard, ...]
+    shards: tuple[Shard, ...]
     storage: tuple[str, int, int] | None = None
 
     @property
@@ -47,10 +49,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole: every object it needs is there and long enough.
+    """A checkpoint that is whole: every object that it needs is there and long enough.
 
-    `values` are what it holds besides tensors; `pickled` are those that still have to be read, each an archive of its own.
-    `read` are the keys of the objects that were read to learn this.
+    `values` are its plain values; those in `pickled` have not been read yet, and each is an archive of its own.
+    `read` are the keys of the objects that were read to learn the contents.
     """
 
     name: str
@@ -68,6 +70,25 @@ class Checkpoint:
     def describe(self, key: str) -> str:
         """An object's full name."""
         return self.connector.describe(key)
+
+    def shards_of(self, names: Iterable[str]) -> list[tuple[str, Shard]]:
+        """The shards of these tensors, each with its tensor's name."""
+        return [(name, shard) for name in names for shard in self.tensors[name].shards]
+
+    def shards_by_id(self) -> dict[ShardId, Shard]:
+        """All shards by tensor name and offsets."""
+        return {(name, shard.offsets): shard for name, shard in self.shards_of(self.tensors)}
+
+    def with_shards(self, shards: dict[ShardId, Shard]) -> Checkpoint:
+        """The checkpoint with some of its shards replaced."""
+        if not shards:
+            return self
+        tensors = dict(self.tensors)
+        for name in dict.fromkeys(name for name, _ in shards):
+            entry = tensors[name]
+            changed = tuple(shards.get((name, shard.offsets), shard) for shard in entry.shards)
+            tensors[name] = replace(entry, shards=changed)
+        return replace(self, tensors=tensors)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:

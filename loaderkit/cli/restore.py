@@ -13,8 +13,8 @@ from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Debug
 
 if TYPE_CHECKING:
-    from loaderkit.checkpoint.restore.api import OpenCheckpoint
     from loaderkit.checkpoint.restore.progress import Progress
+    from loaderkit.checkpoint.restore.source import OpenCheckpoint
     from loaderkit.checkpoint.transfer.session import TransferSession
     from loaderkit.pipeline.config.model import PipelineConfig
 
@@ -48,22 +48,21 @@ def restore(
     debug: Debug = False,
 ) -> None:
     """Read the checkpoint at URL through, as a training job would, and say how fast that was and what it waited for."""
-    from loaderkit.checkpoint.restore.api import opened
+    from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 
     begin_s = time.perf_counter()
-    with opened(url, None, memory, True if verify_only else "auto") as source:
+    with OpenCheckpoint.open(url, None, memory, True if verify_only else "auto") as source:
         if list_only:
             _tell_list(source, keys, as_json)
             return
-        from loaderkit.checkpoint.restore.api import parse_device
-        from loaderkit.checkpoint.restore.requests import choose
+        from loaderkit.checkpoint.restore.selection import choose
 
-        names, values = choose(source.found, keys)
+        names, values = choose(source.contents, keys)
         source.plain_values(values)
         place = parse_device(device)
         assert place is not None
-        filling = source.fill_new(names, place, dtype, concurrency=concurrency or "auto", counts_made=True)
-        result = _read_through(source, filling, begin_s, len(values))
+        session = source.transfer_new(names, place, dtype, concurrency=concurrency or "auto", counts_made=True)
+        result = _read_through(source, session, begin_s, len(values))
     _tell_result(result, as_json)
 
 
@@ -73,8 +72,8 @@ def run_checkpoint(config: PipelineConfig, as_json: bool) -> None:
 
     begin_s = time.perf_counter()
     with TensorLoader(config, {}, time.perf_counter) as loader:
-        filling = loader.fill()
-        result = _read_through(loader.source, filling, begin_s, len(loader.values))
+        session = loader.fill()
+        result = _read_through(loader.source, session, begin_s, len(loader.values))
     _tell_result({"pipeline": config.name, **result}, as_json)
 
 
@@ -86,8 +85,8 @@ def check_checkpoint(config: PipelineConfig, as_json: bool) -> None:
         name, tensor = next(iter(loader), (None, None))
         found = {
             "pipeline": config.name,
-            "url": loader.source.found.name,
-            "format": loader.source.found.format,
+            "url": loader.source.contents.name,
+            "format": loader.source.contents.format,
             "num_tensors": len(loader),
             "num_values": len(loader.values),
             "verified": bool(loader.source.checksums),
@@ -109,27 +108,27 @@ def _tell_result(result: dict[str, Any], as_json: bool) -> None:
         _tell(result)
 
 
-def _read_through(source: OpenCheckpoint, filling: TransferSession, begin_s: float, num_values: int) -> dict[str, Any]:
+def _read_through(source: OpenCheckpoint, session: TransferSession, begin_s: float, num_values: int) -> dict[str, Any]:
     """Make every tensor and let go of it: what counts is that it can be read, and how fast."""
     from loaderkit.checkpoint.restore.progress import progress_of
 
     num_tensors = 0
-    total = filling.plan.num_bytes
+    total = session.plan.num_bytes
 
     def now() -> Progress:
-        return progress_of(source.found, filling.totals, total, time.perf_counter() - begin_s)
+        return progress_of(source.contents, session.totals, total, time.perf_counter() - begin_s)
 
-    with filling, _progress(now) as show:
-        for given in filling:
+    with session, _progress(now) as show:
+        for given in session:
             num_tensors += len(given)
             del given
             show()
-        stats = filling.stats().to_dict()
+        stats = session.stats().to_dict()
     done = now()
-    totals = filling.totals
+    totals = session.totals
     return {
-        "url": source.found.name,
-        "format": source.found.format,
+        "url": source.contents.name,
+        "format": source.contents.format,
         "verified": bool(source.checksums),
         "num_tensors": num_tensors,
         "num_values": num_values,
@@ -141,7 +140,7 @@ def _read_through(source: OpenCheckpoint, filling: TransferSession, begin_s: flo
         "bytes_per_s": done.bytes_per_s,
         "slowest_object": done.slowest_object,
         "objects": {
-            source.found.describe(key): {"num_bytes": t.num_bytes, "num_reads": t.num_reads, "seconds": t.seconds}
+            source.contents.describe(key): {"num_bytes": t.num_bytes, "num_reads": t.num_reads, "seconds": t.seconds}
             for key, t in totals.objects.items()
         },
         "stats": stats,
@@ -216,9 +215,9 @@ def _tell(result: dict[str, Any]) -> None:
 
 def _tell_list(source: OpenCheckpoint, keys: list[str] | None, as_json: bool) -> None:
     from loaderkit._internal.units import say_size
-    from loaderkit.checkpoint.restore.requests import choose
+    from loaderkit.checkpoint.restore.selection import choose
 
-    found = source.found
+    found = source.contents
     names, values = choose(found, keys)
     rows = [
         {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import torch
 
 from loaderkit.checkpoint.contents import TensorEntry
-from loaderkit.checkpoint.restore.api import OpenCheckpoint, opened, parse_device
-from loaderkit.checkpoint.restore.requests import choose
+from loaderkit.checkpoint.restore.selection import choose
+from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
@@ -39,18 +38,15 @@ class TensorLoader:
         self.config = config
         self._args = args
         self._clock = clock
-        self._filling: TransferSession | None = None
+        self._session: TransferSession | None = None
         self._last: Stats | None = None
         self._run = 0
         moves = [stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)]
         self._device = (parse_device(moves[0].device) if moves else None) or torch.device("cpu")
-        self._stack = ExitStack()
-        self.source: OpenCheckpoint = self._stack.enter_context(
-            opened(args.url, connectors, config.prefetch.memory, args.verify)
-        )
+        self.source = OpenCheckpoint.open(args.url, connectors, config.prefetch.memory, args.verify)
         self._is_closed = False
         try:
-            names, values = choose(self.source.found, args.keys)
+            names, values = choose(self.source.contents, args.keys)
             self._names = [*islice(names, args.limit)]
             self.values: dict[str, Any] = self.source.plain_values(values)
         except BaseException:
@@ -64,7 +60,7 @@ class TensorLoader:
     @property
     def stored(self) -> list[TensorEntry]:
         """Where they lie."""
-        return [self.source.found.tensors[name] for name in self._names]
+        return [self.source.contents.tensors[name] for name in self._names]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All of them, from the first; ends an earlier iteration."""
@@ -75,7 +71,7 @@ class TensorLoader:
         self._check_open()
         self._stop()
         prefetch = self.config.prefetch
-        filling = self._filling = self.source.fill_new(
+        session = self._session = self.source.transfer_new(
             self._names,
             self._device,
             self._args.dtype,
@@ -86,39 +82,39 @@ class TensorLoader:
             inline=prefetch.executor == "inline",
             clock=self._clock,
         )
-        return filling
+        return session
 
-    def _tensors(self, filling: TransferSession) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, session: TransferSession) -> Iterator[tuple[str, torch.Tensor]]:
         try:
-            for given in filling:
+            for given in session:
                 while given:
                     yield given.pop(0)
         finally:
-            if self._filling is filling:
+            if self._session is session:
                 self._stop()
             else:
-                filling.close()
+                session.close()
 
     def stats(self, since: Stats | None = None) -> Stats:
         """The accounts up to now; with `since`, only what happened after that moment."""
-        filling = self._filling
-        now = filling.engine.stats({}, self._run) if filling is not None else self._last
+        session = self._session
+        now = session.engine.stats({}, self._run) if session is not None else self._last
         if now is None:
             now = Stats.empty([], self.config.prefetch.memory)
         return now if since is None else now.since(since)
 
     def _stop(self) -> None:
-        filling, self._filling = self._filling, None
-        if filling is not None:
-            self._last = filling.engine.stats({}, self._run)
+        session, self._session = self._session, None
+        if session is not None:
+            self._last = session.engine.stats({}, self._run)
             self._run += 1
-            filling.close()
+            session.close()
 
     def close(self) -> None:
         """Stop everything. Idempotent; tensors delivered stay."""
         self._is_closed = True
         self._stop()
-        self._stack.close()
+        self.source.close()
 
     def __enter__(self) -> TensorLoader:
         self._check_open()

@@ -118,12 +118,13 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
     begin_s = time.perf_counter()
     with TensorLoader(config, {}, time.perf_counter) as loader:
         open_s = time.perf_counter() - begin_s
-        connector, objects = loader.source.found.connector, loader.source.objects
-        parts = (part for one in loader.stored for part in one.parts)
-        paths = parts_of(connector, ((part.key, part.start, part.length) for part in parts))
+        connector, objects = loader.source.contents.connector, loader.source.objects
+        shards = (shard for entry in loader.stored for shard in entry.shards)
+        paths = parts_of(connector, ((shard.key, shard.start, shard.length) for shard in shards))
         if cold and not paths:
             raise ConfigError(
-                f"--cold: {loader.source.found.name} lies in no files of this machine that could be put out of its page cache"
+                f"--cold: {loader.source.contents.name} lies in no files of this machine that could be put out of its page "
+                "cache"
             )
         if cold:
             evict(paths)
@@ -131,16 +132,16 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
         is_from_disk = share < _FROM_MEMORY if share is not None else cold
         if isinstance(connector, BulkConnector):
             connector.time_objects()
-        filling = loader.fill()
+        session = loader.fill()
         begin_s = time.perf_counter()
         num_tensors, partial = 0, None
         try:
-            for given in filling:
+            for given in session:
                 num_tensors += len(given)
                 del given  # a large tensor must not wait for the next one
         except KeyboardInterrupt:
             partial = "interrupted"
-            filling.close()
+            session.close()
         wall_s = time.perf_counter() - begin_s
         stats = loader.stats()
         found = {
@@ -149,11 +150,11 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             "open_s": open_s,
             "wall_s": wall_s,
             "store": counters_of(connector),
-            "objects": _rows(filling, connector),
+            "objects": _rows(session, connector),
         }
         sizes = {
             key: min(totals.num_bytes, objects[key].size) if key in objects else totals.num_bytes
-            for key, totals in list(filling.totals.objects.items())
+            for key, totals in list(session.totals.objects.items())
         }
         bare = None
         if partial is None:
@@ -164,15 +165,15 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
                     connector,
                     objects,
                     sizes,
-                    filling.engine.pools[0].num_workers,
-                    part_bytes=filling.most_bytes,
+                    session.engine.pools[0].num_workers,
+                    part_bytes=session.most_bytes,
                     most_s=_MOST_BARE_S,
-                    direct=filling.direct,
+                    direct=session.direct,
                 )
             except KeyboardInterrupt:
                 found["partial"] = "interrupted in the bare read"
         note = "" if share is None or bare is None else _where(share)
-        return _report(config, loader, filling, stats, bare, note, found)
+        return _report(config, loader, session, stats, bare, note, found)
 
 
 def _where(share: float) -> str:
@@ -187,13 +188,13 @@ def _where(share: float) -> str:
 def _report(  # noqa: PLR0917
     config: PipelineConfig,
     loader: TensorLoader,
-    filling: TransferSession,
+    session: TransferSession,
     stats: Stats,
     bare: RawRead | None,
     note: str,
     found: dict[str, Any],
 ) -> RestoreReport:
-    totals, wall_s = filling.totals, found["wall_s"]
+    totals, wall_s = session.totals, found["wall_s"]
     bytes_per_s = totals.needed_bytes / max(wall_s, 1e-9)
     percent = 100.0 * bytes_per_s / bare.bytes_per_s if bare is not None and bare.num_bytes else None
     waited = stats.to_dict()["stall"]["by_stage"]
@@ -204,17 +205,17 @@ def _report(  # noqa: PLR0917
         name=config.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine(),
-        url=loader.source.found.name,
-        format=loader.source.found.format,
+        url=loader.source.contents.name,
+        format=loader.source.contents.format,
         verdict=judge(
-            waited, wall_s, percent, filling.engine.pools[0].num_workers, verify_s / max(read_s + verify_s, 1e-9)
+            waited, wall_s, percent, session.engine.pools[0].num_workers, verify_s / max(read_s + verify_s, 1e-9)
         ),
         num_bytes=totals.needed_bytes,
         fetched_bytes=totals.fetched_bytes,
         num_reads=totals.num_reads,
         num_reread=totals.num_reread,
         verified=bool(loader.source.checksums),
-        threads=filling.engine.pools[0].num_workers,
+        threads=session.engine.pools[0].num_workers,
         bytes_per_s=bytes_per_s,
         bare_bytes_per_s=None if bare is None else bare.bytes_per_s,
         percent_of_bare=percent,
@@ -270,10 +271,10 @@ def judge(
     return RestoreVerdict(limit=limit, evidence=evidence, change=change)
 
 
-def _rows(filling: TransferSession, connector: Connector) -> list[ObjectRow]:
+def _rows(session: TransferSession, connector: Connector) -> list[ObjectRow]:
     times = connector.object_times() if isinstance(connector, BulkConnector) else {}
     rows = []
-    for key, totals in list(filling.totals.objects.items()):  # at once: a read that hangs may come back
+    for key, totals in list(session.totals.objects.items()):  # at once: a read that hangs may come back
         name = connector.describe(key)
         first_byte_s, body_s = times.get(name.partition("!")[0], (None, None))  # of an archive
         rows.append(

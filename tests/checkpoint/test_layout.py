@@ -9,9 +9,9 @@ from checkpoint_states import random_tensor, same, saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
-from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, lay, lay_box
-from loaderkit.checkpoint.transfer.plan import joined
+from loaderkit.checkpoint.contents import Shard, TensorEntry, strides_of
+from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, box_spans, tensor_spans
+from loaderkit.checkpoint.transfer.plan import coalesce
 
 
 @st.composite
@@ -25,26 +25,26 @@ def boxes(draw: st.DrawFn) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ..
     return tensor, tuple(offsets), tuple(sizes)
 
 
-def fill(data: bytes, byte_spans: list[ByteSpan], limits: ReadLimits) -> int:
+def fill(data: bytes, spans: list[ByteSpan], limits: ReadLimits) -> int:
     """Do what the stages do; the bytes fetched."""
     fetched = 0
-    for run in joined(byte_spans, limits):
-        assert run.end - run.start <= max(limits.most_bytes, *(byte_span.length for byte_span in run.byte_spans))
-        buffer = memoryview(bytearray(data[run.start : run.end]))
+    for read in coalesce(spans, limits):
+        assert read.end - read.start <= max(limits.most_bytes, *(span.length for span in read.spans))
+        buffer = memoryview(bytearray(data[read.start : read.end]))
         fetched += len(buffer)
-        for byte_span in run.byte_spans:
-            part = buffer[byte_span.start - run.start : byte_span.start - run.start + byte_span.length]
-            if byte_span.target is not None:
-                byte_span.target[:] = part
+        for span in read.spans:
+            part = buffer[span.start - read.start : span.start - read.start + span.length]
+            if span.target is not None:
+                span.target[:] = part
             else:
-                assert byte_span.place is not None
-                byte_span.place(part)
+                assert span.place is not None
+                span.place(part)
     return fetched
 
 
 @given(boxes(), st.booleans(), st.integers(0, 40), st.integers(8, 200), st.sampled_from([torch.float32, None]))
 @settings(max_examples=300)
-def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: torch.dtype | None) -> None:
+def test_any_box(box: Any, is_archive: bool, gap: int, most: int, target_dtype: torch.dtype | None) -> None:
     tensor, offsets, sizes = box
     limits = ReadLimits(most, gap, 16)
     dtype = (target_dtype or tensor.dtype) if tensor.dtype.is_floating_point else tensor.dtype
@@ -52,18 +52,18 @@ def test_any_box(box: Any, is_blob: bool, gap: int, most: int, target_dtype: tor
     item = tensor.element_size()
     zeros = (0,) * len(sizes)
     whole = tuple(tensor.shape)
-    if is_blob:
+    if is_archive:
         data = b"......" + saved(tensor)
-        part = TensorShard(zeros, whole, "x", 6, len(data) - 6, is_blob=True)
+        shard = Shard(zeros, whole, "x", 6, len(data) - 6, is_archive=True)
     else:
         storage = tensor.untyped_storage()
         data = b"......" + torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
-        part = TensorShard(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
-    byte_spans = lay_box("x", tensor.dtype, part, target, limits, offsets=offsets, sizes=sizes)
-    fetched = fill(data, byte_spans, limits)
+        shard = Shard(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
+    spans = box_spans("x", tensor.dtype, shard, target, limits, offsets=offsets, sizes=sizes)
+    fetched = fill(data, spans, limits)
     wanted = tensor[tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))]
     assert same(target, wanted.to(dtype))
-    if not is_blob and gap == 0:
+    if not is_archive and gap == 0:
         assert fetched == wanted.numel() * item  # not a byte too many
 
 
@@ -79,18 +79,16 @@ def test_a_tensor_that_lies_as_it_is_stored(shape: list[int], dtype: torch.dtype
     tensor = random_tensor(dtype, tuple(shape), 1)
     num_bytes = tensor.numel() * tensor.element_size()
     data = bytes(begin) + tensor.flatten().view(torch.uint8).numpy().tobytes() if num_bytes else bytes(begin)
-    part = TensorShard((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
+    shard = Shard((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
     target = torch.zeros(tuple(shape), dtype=dtype)
     limits = ReadLimits(most, 0, 1)
-    byte_spans = lay("x", TensorEntry(dtype, tuple(shape), (part,)), target, limits)
-    assert fill(data, byte_spans, limits) == num_bytes
+    spans = tensor_spans("x", TensorEntry(dtype, tuple(shape), (shard,)), target, limits)
+    assert fill(data, spans, limits) == num_bytes
     assert same(target, tensor)
     item = dtype.itemsize
-    assert all(0 < byte_span.length <= max(most, item) and byte_span.target is not None for byte_span in byte_spans)
+    assert all(0 < span.length <= max(most, item) and span.target is not None for span in spans)
     if most % item == 0:
-        assert all(-(byte_span.start + byte_span.length) % most < item for byte_span in byte_spans[:-1])
+        assert all(-(span.start + span.length) % most < item for span in spans[:-1])
     if num_bytes:
-        as_boxes = lay_box("x", dtype, part, target, limits, offsets=(0,) * len(shape), sizes=tuple(shape))
-        assert [(byte_span.start, byte_span.length) for byte_span in byte_spans] == [
-            (box.start, box.length) for box in as_boxes
-        ]
+        as_boxes = box_spans("x", dtype, shard, target, limits, offsets=(0,) * len(shape), sizes=tuple(shape))
+        assert [(span.start, span.length) for span in spans] == [(box.start, box.length) for box in as_boxes]

@@ -17,9 +17,9 @@ from file_systems import can_be_read_around, is_out_of_the_page_cache
 import loaderkit
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.checkpoint.discovery.archive import TarConnector
-from loaderkit.checkpoint.discovery.locate import open_place
+from loaderkit.checkpoint.discovery.locate import locate
 from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, gap_of, limits_of, spread_of
-from loaderkit.checkpoint.transfer.session import access_to, num_workers_of
+from loaderkit.checkpoint.transfer.session import num_workers_of, plan_access
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import Connector, ConnectorTraits
 from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs
@@ -46,7 +46,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["x.safetensors", "", "x.tar"])
 def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
-    place = open_place(path.parent / name, {})
+    place = locate(path.parent / name, {})
     assert gap_of(place.connector) == 64 * 2**10
     assert num_workers_of(place.connector, "auto") == max(2, num_cpus())
     place.close()
@@ -107,30 +107,30 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     monkeypatch.setattr("loaderkit.checkpoint.transfer.session.num_cpus", lambda: 2)
     safetensors.torch.save_file({"a": torch.ones(10**6)}, path)
     pack([path], path.parent, path.parent / "x.tar")
-    place = open_place(path.parent / name, {})
+    place = locate(path.parent / name, {})
     key = "x.tar/x.safetensors" if name else "x.safetensors"
     wants = [ReadRequest("a", (place.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
-    assert access_to(place.connector, "auto", wants, 2**31) == (2, False)
+    assert plan_access(place.connector, "auto", wants, 2**31) == (2, False)
     if not all(map(is_out_of_the_page_cache, [str(path), str(path.parent / "x.tar")])):
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
-    assert access_to(place.connector, 3, wants, 2**31) == (3, True), "as it was asked for"
-    assert access_to(place.connector, "auto", wants, 2**26) == (4, True), "too little memory for eight"
+    assert plan_access(place.connector, "auto", wants, 2**31) == (8, True)
+    assert plan_access(place.connector, 3, wants, 2**31) == (3, True), "as it was asked for"
+    assert plan_access(place.connector, "auto", wants, 2**26) == (4, True), "too little memory for eight"
     for launcher in LAUNCHERS:
         with monkeypatch.context() as patch:
             patch.setenv(launcher, "1")
-            assert access_to(place.connector, "auto", wants, 2**31) == (8, True)
+            assert plan_access(place.connector, "auto", wants, 2**31) == (8, True)
             patch.setenv(launcher, "2")
-            assert access_to(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
+            assert plan_access(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
     small = [ReadRequest("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
-    assert access_to(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
+    assert plan_access(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
     for share, expected in ((0.09, (8, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
         monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges, share=share: share)
-        assert access_to(place.connector, "auto", wants, 2**31) == expected
+        assert plan_access(place.connector, "auto", wants, 2**31) == expected
     monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges: 0.0)
     for size, memory, num_workers in ((2**29, 2**31, 16), (2**32, 2**31, 24), (2**32, 2**28, 16)):
         wants = [ReadRequest("a", (place.prefix + key, 100), size, 0, lambda _: ([], list))]
-        assert access_to(place.connector, "auto", wants, memory) == (num_workers, True), (
+        assert plan_access(place.connector, "auto", wants, memory) == (num_workers, True), (
             "for each there is enough to do"
         )
     place.close()

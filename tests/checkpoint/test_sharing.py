@@ -14,7 +14,7 @@ from checkpoint_states import save_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.checkpoint.ranks.segments import NeededRange, divided, overlap
+from loaderkit.checkpoint.ranks.ranges import NeededRange, assign_owners, overlap
 from loaderkit.checkpoint.transfer.layout import ReadLimits
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.matrix(1)]
@@ -161,7 +161,7 @@ INTERVALS = st.lists(
 @settings(max_examples=300)
 def test_segments_cover_what_is_needed_once(intervals: list[NeededRange], gap: int) -> None:
     limits = ReadLimits(most_bytes=64, coalesce_gap=gap, least_direct=16)
-    segments = divided(intervals, limits, 4)
+    segments = assign_owners(intervals, limits, 4)
     takers: dict[tuple[str, int], set[int]] = {}
     for key, start, end, _, ranks in intervals:
         for place in range(start, end):
@@ -172,13 +172,13 @@ def test_segments_cover_what_is_needed_once(intervals: list[NeededRange], gap: i
     assert [(s.key, s.start) for s in segments] == sorted((s.key, s.start) for s in segments)
     for segment in segments:
         assert 0 < segment.num_bytes <= limits.most_bytes
-        assert segment.owner in segment.takers
+        assert segment.owner in segment.ranks
         inside = [takers.get((segment.key, place), set()) for place in range(segment.start, segment.end)]
-        assert set().union(*inside) == set(segment.takers)
+        assert set().union(*inside) == set(segment.ranks)
         assert inside[0]
         assert inside[-1]
     for rank in range(4):  # no rank owns much more than the one that owns the least of what it could own
-        if all(len(segment.takers) == 4 for segment in segments):
+        if all(len(segment.ranks) == 4 for segment in segments):
             owned = [sum(s.num_bytes for s in segments if s.owner == r) for r in range(4)]
             assert owned[rank] - min(owned) <= limits.most_bytes
 

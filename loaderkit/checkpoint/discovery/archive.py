@@ -15,7 +15,7 @@ from loaderkit.sources.formats.tar_index.index import Member
 
 
 @dataclass
-class _Shard:
+class _Archive:
     """One archive as it was when its members were read; `lock` is held while they are."""
 
     info: ObjectInfo
@@ -35,7 +35,7 @@ class TarConnector(ConnectorLayer):
         super().__init__(inner)
         self._members = members
         self._lock = threading.Lock()
-        self._shards: dict[str, _Shard] = {}
+        self._archives: dict[str, _Archive] = {}
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All members whose key starts with `prefix`, ordered by the UTF-8 bytes of the key.
@@ -76,58 +76,58 @@ class TarConnector(ConnectorLayer):
         return BulkReads(read_direct=direct and partial(self._read, direct))
 
     def _read(self, read: ReadInto, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        shard, member = self._find(key)
+        archive, member = self._find(key)
         if start < 0 or start + len(buffer) > member.size:
             raise ShortReadError(
                 f"{self.describe(key)} has {member.size} bytes; {len(buffer)} were wanted from byte {start} on"
             )
         # A member's tag is checked through the archive's: what precedes the last "@" must be the archive's tag.
-        shard_etag = shard.info.etag if etag is None else etag.rpartition("@")[0]
-        read(shard.info.key, member.start + start, buffer, etag=shard_etag)
+        archive_etag = archive.info.etag if etag is None else etag.rpartition("@")[0]
+        read(archive.info.key, member.start + start, buffer, etag=archive_etag)
 
     def describe(self, key: str) -> str:
         """The archive's name, "!", and the member's name."""
-        for shard_key, name in _splits(key):
-            return f"{self.inner.describe(shard_key)}!{name}"
+        for archive_key, name in _splits(key):
+            return f"{self.inner.describe(archive_key)}!{name}"
         return self.inner.describe(key)
 
-    def _find(self, key: str, afresh: bool = False) -> tuple[_Shard, Member]:
-        for shard_key, name in _splits(key):
-            shard = None if afresh else self._shards.get(shard_key)
-            if shard is None:
+    def _find(self, key: str, afresh: bool = False) -> tuple[_Archive, Member]:
+        for archive_key, name in _splits(key):
+            archive = None if afresh else self._archives.get(archive_key)
+            if archive is None:
                 try:
-                    shard = self._shard(self.inner.stat(shard_key))
+                    archive = self._archive(self.inner.stat(archive_key))
                 except ObjectNotFoundError:
                     continue
-            member = self._loaded(shard).get(name)
+            member = self._loaded(archive).get(name)
             if member is not None:
-                return shard, member
+                return archive, member
         raise ObjectNotFoundError(f"there is no member {key!r}: a key is '<archive>.tar/<member>'")
 
-    def _shard(self, info: ObjectInfo) -> _Shard:
+    def _archive(self, info: ObjectInfo) -> _Archive:
         """The record of an archive; a new one if the archive was replaced."""
         with self._lock:
-            shard = self._shards.get(info.key)
-            if shard is None or shard.info != info:
-                shard = self._shards[info.key] = _Shard(info)
-            return shard
+            archive = self._archives.get(info.key)
+            if archive is None or archive.info != info:
+                archive = self._archives[info.key] = _Archive(info)
+            return archive
 
-    def _loaded(self, shard: _Shard) -> dict[str, Member]:
-        if shard.members is None:
-            with shard.lock:
-                if shard.members is None:
-                    shard.members = {member.name: member for member in self._members(shard.info)}
-        return shard.members
+    def _loaded(self, archive: _Archive) -> dict[str, Member]:
+        if archive.members is None:
+            with archive.lock:
+                if archive.members is None:
+                    archive.members = {member.name: member for member in self._members(archive.info)}
+        return archive.members
 
     def _listed(self, info: ObjectInfo, prefix: str) -> Iterator[ObjectInfo]:
-        shard = self._shard(info)
-        for name in sorted(self._loaded(shard), key=_order):
+        archive = self._archive(info)
+        for name in sorted(self._loaded(archive), key=_order):
             if f"{info.key}/{name}".startswith(prefix):
-                yield _info(shard, self._loaded(shard)[name])
+                yield _info(archive, self._loaded(archive)[name])
 
 
-def _info(shard: _Shard, member: Member) -> ObjectInfo:
-    return ObjectInfo(f"{shard.info.key}/{member.name}", member.size, f"{shard.info.etag}@{member.start:x}")
+def _info(archive: _Archive, member: Member) -> ObjectInfo:
+    return ObjectInfo(f"{archive.info.key}/{member.name}", member.size, f"{archive.info.etag}@{member.start:x}")
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loaderkit.checkpoint.discovery.locate import CheckpointPlace
+from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import safetensors, torch_zip
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError
@@ -22,20 +22,20 @@ _MOST_HEADS = 2**26  # bytes of all of them
 Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 
 
-def looked_at(place: CheckpointPlace, infos: dict[str, ObjectInfo]) -> list[str]:
+def looked_at(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> list[str]:
     """The files whose beginning is to tell the format."""
-    if METADATA in infos and place.single is None:
+    if METADATA in infos and location.single is None:
         return [name for name in infos if name.endswith(_SUFFIXES)]
     parts = [name for name in infos if name.endswith(".distcp")]
-    if parts and place.single is None:
+    if parts and location.single is None:
         raise CheckpointError(
-            f"{place.url} has {parts[0]} and no {METADATA}: the checkpoint was not committed, so it is not whole"
+            f"{location.url} has {parts[0]} and no {METADATA}: the checkpoint was not committed, so it is not whole"
         )
     indexes = [name for name in infos if name.endswith(INDEX)]
     names = [name for name in infos if name.endswith(_SUFFIXES)] if indexes else _candidates(infos)
     for index in indexes:
         if not any(name.endswith(index.removesuffix(INDEX).rpartition(".")[2]) for name in names):
-            raise CheckpointError(f"{place.connector.describe(infos[index].key)} is there, and none of its files is")
+            raise CheckpointError(f"{location.connector.describe(infos[index].key)} is there, and none of its files is")
     return names
 
 
@@ -47,12 +47,12 @@ def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
 
 
 def kinds_of(
-    place: CheckpointPlace, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
+    location: CheckpointLocation, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
 ) -> dict[str, list[str]]:
     """Format -> the files of it, by what they begin with."""
-    found = {"dcp": [METADATA]} if METADATA in infos and place.single is None else {}
+    found = {"dcp": [METADATA]} if METADATA in infos and location.single is None else {}
     for name in names:
-        kind = _kind_of(place, infos[name], heads[infos[name].key])
+        kind = _kind_of(location, infos[name], heads[infos[name].key])
         if kind is not None:
             found.setdefault(kind, []).append(name)
     return found
@@ -63,7 +63,7 @@ def _candidates(infos: dict[str, ObjectInfo]) -> list[str]:
     return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_LOOKED_AT]
 
 
-def _kind_of(place: CheckpointPlace, info: ObjectInfo, head: bytes) -> str | None:
+def _kind_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> str | None:
     if head.startswith(torch_zip.MAGIC):
         return "torch"
     if torch_zip.is_legacy(head):
@@ -72,6 +72,6 @@ def _kind_of(place: CheckpointPlace, info: ObjectInfo, head: bytes) -> str | Non
         return "safetensors"
     if info.key.endswith((".pt", ".pth")):
         raise CheckpointError(
-            f"{place.connector.describe(info.key)} is no whole torch.save file: it begins with {head[:4]!r}"
+            f"{location.connector.describe(info.key)} is no whole torch.save file: it begins with {head[:4]!r}"
         )
     return None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from loaderkit.checkpoint.discovery.locate import CheckpointPlace, open_place
+from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import NAME, Verify, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
@@ -29,17 +29,17 @@ def latest(
     Those that are not are skipped with a warning that says why. Raises CheckpointError if none is left.
     """
     given = connectors or {}
-    place = open_place(prefix, given)
+    location = locate(prefix, given)
     try:
-        names = _names(place)
+        names = _names(location)
     finally:
-        place.close()
+        location.close()
     skipped = []
     for name in sorted(names, key=_by_number, reverse=True):
         root = os.fspath(prefix)
         url = root + name if root.endswith("/") else f"{root}/{name}"
         try:
-            inside = open_place(url, given)
+            inside = locate(url, given)
             try:
                 fetch = fetch_of(inside.connector)
                 read_manifest(inside, open_checkpoint(inside, fetch), verify, fetch)
@@ -62,12 +62,12 @@ def latest(
     )
 
 
-def _names(place: CheckpointPlace) -> list[str]:
-    """The files and folders directly below a place."""
-    if place.single is not None:
-        raise CheckpointError(f"{place.url} is a file: give the directory that the checkpoints are in")
-    cut = len(place.prefix)
-    found = dict.fromkeys(info.key[cut:].partition("/")[0] for info in place.connector.list(place.prefix))
+def _names(location: CheckpointLocation) -> list[str]:
+    """The files and folders directly below a location."""
+    if location.single is not None:
+        raise CheckpointError(f"{location.url} is a file: give the directory that the checkpoints are in")
+    cut = len(location.prefix)
+    found = dict.fromkeys(info.key[cut:].partition("/")[0] for info in location.connector.list(location.prefix))
     return [name for name in found if not name.endswith((NAME, ".tmp"))]  # .tmp: on its way to another name
 
 

@@ -18,7 +18,7 @@ from loaderkit.sources.formats.tar_index import default_cache_dir, load_index
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-class CheckpointPlace(NamedTuple):
+class CheckpointLocation(NamedTuple):
     """Where a checkpoint is. `single` is its one object; without it, it is the directory `prefix` ("" or "name/")."""
 
     url: str
@@ -40,7 +40,7 @@ class CheckpointPlace(NamedTuple):
         return [info for info in self.connector.list(self.prefix) if "/" not in info.key[cut:]]
 
 
-def open_place(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> CheckpointPlace:
+def locate(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> CheckpointLocation:
     """Find what a URL or path means. Raises CheckpointError if nothing is there, and what the connector raises."""
     url = os.fspath(url)
     root, key, given = _split(url, connectors)
@@ -71,21 +71,21 @@ def _split(url: str, connectors: Mapping[str, Connector]) -> tuple[str, str, Con
     return root if scheme == "file" else f"{scheme}://{root}", "/".join(parts[cut:]), None
 
 
-def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointPlace:
+def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLocation:
     info = _stat(connector, key) if key else None
     if info is not None and not key.endswith(".tar"):
-        return CheckpointPlace(url, connector, "", info, owned)
+        return CheckpointLocation(url, connector, "", info, owned)
     cut = _archive_in(connector, key) if info is None else len(key)
     if cut:
         archives = TarConnector(connector, partial(_members, connector))
         inside = _stat(archives, key) if cut < len(key) else None
         if inside is not None:
-            return CheckpointPlace(url, archives, "", inside, owned)
+            return CheckpointLocation(url, archives, "", inside, owned)
         prefix = key.rstrip("/") + "/"
         found = next(iter(archives.list(prefix)), None)
         if found is None:
             raise CheckpointError(f"{url}: nothing of this name is in the archive {connector.describe(key[:cut])}")
-        return CheckpointPlace(url, archives, _descend(archives, prefix), None, owned)
+        return CheckpointLocation(url, archives, _descend(archives, prefix), None, owned)
     prefix = f"{key}/" if key else ""
     try:
         found = next(iter(connector.list(prefix)), None)
@@ -93,7 +93,7 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointPl
         found = None
     if found is None:
         raise CheckpointError(f"{url}: there is no such file, and no directory with files; check the path")
-    return CheckpointPlace(url, connector, prefix, None, owned)
+    return CheckpointLocation(url, connector, prefix, None, owned)
 
 
 def _members(connector: Connector, info: ObjectInfo) -> list:  # type: ignore[type-arg]

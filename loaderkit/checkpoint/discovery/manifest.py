@@ -15,11 +15,11 @@ from typing import Any, Literal
 import xxhash
 
 from loaderkit._internal import hashing
-from loaderkit.checkpoint.checksums import MOST_BLOCK_BYTES, Checksums
+from loaderkit.checkpoint.checksums import MAX_BLOCK_BYTES, Checksums
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.detect import Fetch
-from loaderkit.checkpoint.discovery.locate import CheckpointPlace, open_place
+from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.open import open_checkpoint
 from loaderkit.checkpoint.transfer.fetch import fetch_of
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
@@ -42,53 +42,53 @@ Verify = Literal["auto"] | bool
 logger = logging.getLogger("loaderkit")
 
 
-def manifest_key(place: CheckpointPlace) -> str:
+def manifest_key(location: CheckpointLocation) -> str:
     """Where the manifest of a checkpoint lies: in its directory, or beside its one file."""
-    if place.single is not None:
-        return f"{place.single.key}.{NAME}"
-    return f"{place.prefix}{NAME}"
+    if location.single is not None:
+        return f"{location.single.key}.{NAME}"
+    return f"{location.prefix}{NAME}"
 
 
-def needed_objects(found: Checkpoint) -> list[ObjectInfo]:
+def needed_objects(checkpoint: Checkpoint) -> list[ObjectInfo]:
     """The objects a checkpoint consists of, manifests and strangers left out."""
-    keys = {part.key for stored in found.tensors.values() for part in stored.parts}
-    keys |= {item.key for item in found.pickled.values()} | found.read
-    return [info for info in found.objects.values() if info.key in keys]
+    keys = {shard.key for entry in checkpoint.tensors.values() for shard in entry.shards}
+    keys |= {item.key for item in checkpoint.pickled.values()} | checkpoint.read
+    return [info for info in checkpoint.objects.values() if info.key in keys]
 
 
 def write_manifest(
     url: str | os.PathLike[str],
     *,
     connectors: Mapping[str, Connector] | None = None,
-    block_bytes: int = MOST_BLOCK_BYTES,
+    block_bytes: int = MAX_BLOCK_BYTES,
 ) -> dict[str, Any]:
     """Read a checkpoint once and write the checksums of its blocks beside it; what was written.
 
     Raises CheckpointError for one that is not whole, or that lies where nothing can be written; ConfigError.
     """
-    if not 4096 <= block_bytes <= MOST_BLOCK_BYTES:
-        raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MOST_BLOCK_BYTES}")
-    place = open_place(url, connectors or {})
+    if not 4096 <= block_bytes <= MAX_BLOCK_BYTES:
+        raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MAX_BLOCK_BYTES}")
+    location = locate(url, connectors or {})
     try:
         # A try that failed in the middle is nobody's to repeat: writing goes past the retries.
-        inner = place.connector.inner if isinstance(place.connector, RetryConnector) else place.connector
+        inner = location.connector.inner if isinstance(location.connector, RetryConnector) else location.connector
         write = getattr(inner, "write", None)
-        if write is None or isinstance(place.connector, TarConnector):
+        if write is None or isinstance(location.connector, TarConnector):
             raise CheckpointError(
-                f"{place.url}: no manifest can be written there: write it before packing or uploading"
+                f"{location.url}: no manifest can be written there: write it before packing or uploading"
             )
-        found = open_checkpoint(place, fetch_of(place.connector))
+        checkpoint = open_checkpoint(location, fetch_of(location.connector))
         objects = {}
-        for info in needed_objects(found):
-            objects[info.key[len(place.prefix) :]] = {
+        for info in needed_objects(checkpoint):
+            objects[info.key[len(location.prefix) :]] = {
                 "num_bytes": info.size,
-                "hashes": _hashes(place.connector, info, block_bytes),
+                "hashes": _hashes(location.connector, info, block_bytes),
             }
         manifest = {"version": _VERSION, "hash": hashing.NAME, "block_bytes": block_bytes, "objects": objects}
-        write(manifest_key(place), json.dumps(manifest).encode())
+        write(manifest_key(location), json.dumps(manifest).encode())
         return manifest
     finally:
-        place.close()
+        location.close()
 
 
 def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[str]:
@@ -102,7 +102,9 @@ def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[st
     return found
 
 
-def read_manifest(place: CheckpointPlace, found: Checkpoint, verify: Verify, fetch: Fetch) -> dict[str, Checksums]:
+def read_manifest(
+    location: CheckpointLocation, checkpoint: Checkpoint, verify: Verify, fetch: Fetch
+) -> dict[str, Checksums]:
     """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest, or with "auto" where
     the store does not say whether there is one.
 
@@ -112,42 +114,44 @@ def read_manifest(place: CheckpointPlace, found: Checkpoint, verify: Verify, fet
         raise ConfigError(f"verify {verify!r}: expected 'auto', True or False")
     if verify is False:
         return {}
-    key = manifest_key(place)
+    key = manifest_key(location)
     try:
-        info = place.connector.stat(key)
+        info = location.connector.stat(key)
     except ObjectNotFoundError:
         if verify is True:
             raise CheckpointError(
-                f"{place.url} has no manifest ({key}), and verify is True: write one with `loaderkit manifest`"
+                f"{location.url} has no manifest ({key}), and verify is True: write one with `loaderkit manifest`"
             ) from None
         return {}
     except AccessDeniedError as error:
         # S3 answers so for what does not exist, where one may read and not list.
-        is_there = any(item.key == key for item in found.objects.values())
+        is_there = any(item.key == key for item in checkpoint.objects.values())
         if verify is True or is_there or isinstance(error, ExpiredCredentialsError):
             raise
-        logger.warning("%s is taken to have no manifest, so nothing is compared: %s", printable(place.url), error)
+        logger.warning("%s is taken to have no manifest, so nothing is compared: %s", printable(location.url), error)
         return {}
     if info.size > _MAX_MANIFEST:
-        raise FormatError(f"{place.connector.describe(key)}: {info.size} bytes are too many for a manifest")
+        raise FormatError(f"{location.connector.describe(key)}: {info.size} bytes are too many for a manifest")
     data = bytearray(info.size)
-    place.connector.read_into(key, 0, memoryview(data), etag=info.etag)
-    checksums = {place.prefix + name: found for name, found in _parse(place.connector.describe(key), data).items()}
-    if gone := sorted(checksums.keys() - {item.key for item in found.objects.values()}):
+    location.connector.read_into(key, 0, memoryview(data), etag=info.etag)
+    checksums = {
+        location.prefix + name: found for name, found in _parse(location.connector.describe(key), data).items()
+    }
+    if gone := sorted(checksums.keys() - {item.key for item in checkpoint.objects.values()}):
         raise CheckpointError(
-            f"{place.url} is not whole: its manifest has {', '.join(map(repr, gone[:5]))}"
+            f"{location.url} is not whole: its manifest has {', '.join(map(repr, gone[:5]))}"
             f"{f' and {len(gone) - 5} more' if len(gone) > 5 else ''}, and there is no such file; if it was removed on "
             "purpose, write the manifest again"
         )
-    for item in needed_objects(found):
+    for item in needed_objects(checkpoint):
         known = checksums.get(item.key)
         if known is None or known.num_bytes != item.size:
             said = "does not have it" if known is None else f"says {known.num_bytes}"
             raise CheckpointError(
-                f"{found.describe(item.key)} has {item.size} bytes, and the manifest {said}: the file is cut short, or was "
-                "replaced; if that was on purpose, write the manifest again"
+                f"{checkpoint.describe(item.key)} has {item.size} bytes, and the manifest {said}: the file is cut short, or "
+                "was replaced; if that was on purpose, write the manifest again"
             )
-    _check_descriptions(found, checksums, fetch)
+    _check_descriptions(checkpoint, checksums, fetch)
     return checksums
 
 
@@ -157,7 +161,7 @@ def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
         if manifest["version"] != _VERSION or manifest["hash"] != hashing.NAME:
             raise ValueError(f"version {manifest['version']!r}, hash {manifest['hash']!r}")
         block = manifest["block_bytes"]
-        if type(block) is not int or not 4096 <= block <= MOST_BLOCK_BYTES:
+        if type(block) is not int or not 4096 <= block <= MAX_BLOCK_BYTES:
             raise ValueError(f"block_bytes {block!r}")
         found = {}
         for key, item in manifest["objects"].items():
@@ -170,16 +174,16 @@ def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
     return found
 
 
-def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums], fetch: Fetch) -> None:
+def _check_descriptions(checkpoint: Checkpoint, checksums: Mapping[str, Checksums], fetch: Fetch) -> None:
     """What was read already to learn what lies where is compared, too: all that stands before and after the tensors."""
     places: dict[str, list[tuple[int, int]]] = {}
-    for stored in found.tensors.values():
-        for part in stored.parts:
-            places.setdefault(part.key, []).append((part.start, part.start + part.length))
-    for item in found.pickled.values():
+    for entry in checkpoint.tensors.values():
+        for shard in entry.shards:
+            places.setdefault(shard.key, []).append((shard.start, shard.start + shard.length))
+    for item in checkpoint.pickled.values():
         places.setdefault(item.key, []).append((item.start, item.start + item.length))
     ranges: list[ByteRange] = []
-    for info in needed_objects(found):
+    for info in needed_objects(checkpoint):
         known = checksums[info.key]
         inside = places.get(info.key, [(info.size, info.size)])
         first, last = min(inside)[0], max(end for _, end in inside)
@@ -194,6 +198,6 @@ def _check_descriptions(found: Checkpoint, checksums: Mapping[str, Checksums], f
             known = checksums[key]
             if xxhash.xxh3_64_hexdigest(data) != known.hashes[lo // known.block_bytes]:
                 raise CheckpointError(
-                    f"{found.describe(key)} is damaged: its bytes {lo} to {lo + length}, which hold its description, are not "
-                    "those of its manifest"
+                    f"{checkpoint.describe(key)} is damaged: its bytes {lo} to {lo + length}, which hold its description, are "
+                    "not those of its manifest"
                 )

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
-from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, strides_of
+from loaderkit.checkpoint.contents import Checkpoint, Shard, TensorEntry, strides_of
 from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, heads_of, kinds_of, looked_at
-from loaderkit.checkpoint.discovery.locate import CheckpointPlace
+from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
 from loaderkit.checkpoint.names import Index, Leaf, flatten
 from loaderkit.connectors.base import ByteRange, ObjectInfo
@@ -34,79 +34,79 @@ _FORMATS = {
 }
 
 
-def open_checkpoint(place: CheckpointPlace, fetch: Fetch) -> Checkpoint:
+def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
     """What is at a place. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
-    infos = {info.key[len(place.prefix) :]: info for info in place.children()}
-    looked = looked_at(place, infos)
+    infos = {info.key[len(location.prefix) :]: info for info in location.children()}
+    looked = looked_at(location, infos)
     heads = heads_of([infos[name] for name in looked], fetch)
-    kinds = kinds_of(place, infos, looked, heads)
+    kinds = kinds_of(location, infos, looked, heads)
     if len(kinds) > 1:
         (first, some), (second, others), *_ = kinds.items()
         raise CheckpointError(
-            f"{place.url} holds two formats, {_FORMATS[first]} ({some[0]}) and {_FORMATS[second]} ({others[0]}): name the "
+            f"{location.url} holds two formats, {_FORMATS[first]} ({some[0]}) and {_FORMATS[second]} ({others[0]}): name the "
             "file that is meant"
         )
     if not kinds:
         names = ", ".join(list(infos)[:3]) or "nothing"
         raise CheckpointError(
-            f"{place.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
+            f"{location.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
             f"{names}"
         )
     ((kind, files),) = kinds.items()
     if kind == "legacy":
         raise CheckpointError(
-            f"{place.connector.describe(infos[files[0]].key)} is {_FORMATS[kind]}, which can only be read by running it: load "
-            "it with torch.load(weights_only=True) and save it again"
+            f"{location.connector.describe(infos[files[0]].key)} is {_FORMATS[kind]}, which can only be read by running it: "
+            "load it with torch.load(weights_only=True) and save it again"
         )
-    found = Checkpoint(place.url, kind, place.connector, place.prefix, infos)
-    if place.single is None and not any(name.endswith(INDEX) for name in infos):
-        _check_numbered(found, files)
+    checkpoint = Checkpoint(location.url, kind, location.connector, location.prefix, infos)
+    if location.single is None and not any(name.endswith(INDEX) for name in infos):
+        _check_numbered(checkpoint, files)
     readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_dcp}
-    readers[kind](found, files, fetch, heads)
-    return found
+    readers[kind](checkpoint, files, fetch, heads)
+    return checkpoint
 
 
-def _reader(found: Checkpoint, info: ObjectInfo, head: bytes) -> Callable[[int, memoryview], None]:
+def _reader(checkpoint: Checkpoint, info: ObjectInfo, head: bytes) -> Callable[[int, memoryview], None]:
     """Reads in an object whose beginning is there already."""
 
     def read(start: int, buffer: memoryview) -> None:
         known = head[start : start + len(buffer)]
         buffer[: len(known)] = known
         if len(known) < len(buffer):
-            found.connector.read_into(info.key, start + len(known), buffer[len(known) :], etag=info.etag)
+            checkpoint.connector.read_into(info.key, start + len(known), buffer[len(known) :], etag=info.etag)
 
     return read
 
 
-def _named(found: Checkpoint, info: ObjectInfo, error: Exception) -> FormatError:
-    return FormatError(f"{found.describe(info.key)}: {error}")
+def _named(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> FormatError:
+    return FormatError(f"{checkpoint.describe(info.key)}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------ safetensors
 
 
-def _open_safetensors(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    wanted = _indexed(found, files, ".safetensors")
-    infos = [found.objects[name] for name in (files if wanted is None else wanted)]
+def _open_safetensors(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
+    wanted = _indexed(checkpoint, files, ".safetensors")
+    infos = [checkpoint.objects[name] for name in (files if wanted is None else wanted)]
     for number, info in enumerate(infos):
         if number % _MOST_RESTS == 0:
             _complete(infos[number : number + _MOST_RESTS], fetch, heads)
-        found.read.add(info.key)
+        checkpoint.read.add(info.key)
         try:
-            entries, _ = safetensors.read_header(_reader(found, info, heads.pop(info.key)), info.size)
+            entries, _ = safetensors.read_header(_reader(checkpoint, info, heads.pop(info.key)), info.size)
         except FormatError as error:
-            raise _named(found, info, error) from None
-        _add_entries(found, info, entries)
-    _check_index(found, wanted)
+            raise _named(checkpoint, info, error) from None
+        _add_entries(checkpoint, info, entries)
+    _check_index(checkpoint, wanted)
 
 
 @collected_later
-def _add_entries(found: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry]) -> None:
+def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry]) -> None:
     for entry in entries:
-        _require_new(found, entry.name, info)
+        _require_new(checkpoint, entry.name, info)
         shape = entry.shape
-        part = TensorShard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
-        found.tensors[entry.name] = TensorEntry(entry.dtype, shape, (part,))
+        shard = Shard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
+        checkpoint.tensors[entry.name] = TensorEntry(entry.dtype, shape, (shard,))
 
 
 def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) -> None:
@@ -121,50 +121,52 @@ def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) ->
         heads[item.key] += rest
 
 
-def _require_new(found: Checkpoint, name: str, info: ObjectInfo) -> None:
-    if name in found.tensors or name in found.values:
+def _require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
+    if name in checkpoint.tensors or name in checkpoint.values:
         raise CheckpointError(
-            f"{found.describe(info.key)}: {name!r} is in another file of {found.name}, too: name one file"
+            f"{checkpoint.describe(info.key)}: {name!r} is in another file of {checkpoint.name}, too: name one file"
         )
 
 
-def _indexed(found: Checkpoint, files: list[str], suffix: str) -> dict[str, list[str]] | None:
+def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str, list[str]] | None:
     """File -> the names that the directory's index says are in it; None without an index."""
-    indexes = [name for name in found.objects if name.endswith(suffix + INDEX)]
+    indexes = [name for name in checkpoint.objects if name.endswith(suffix + INDEX)]
     if not indexes:
         return None
     if len(indexes) > 1:
         raise CheckpointError(
-            f"{found.name} has two indexes, {indexes[0]} and {indexes[1]}: name the file that is meant"
+            f"{checkpoint.name} has two indexes, {indexes[0]} and {indexes[1]}: name the file that is meant"
         )
-    info = found.objects[indexes[0]]
+    info = checkpoint.objects[indexes[0]]
     if info.size > _MAX_INDEX:
-        raise _named(found, info, FormatError(f"{info.size} bytes are too many for an index"))
+        raise _named(checkpoint, info, FormatError(f"{info.size} bytes are too many for an index"))
     data = bytearray(info.size)
-    found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
-    found.read.add(info.key)
+    checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    checkpoint.read.add(info.key)
     try:
         names = json.loads(data)["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise TypeError("its weight_map is no table of file names")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _named(found, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
+        raise _named(checkpoint, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
     wanted: dict[str, list[str]] = {}
     for name, file in names.items():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise _named(found, info, FormatError(f"it places {name!r} in {file!r}, which is no file beside it"))
+            raise _named(checkpoint, info, FormatError(f"it places {name!r} in {file!r}, which is no file beside it"))
         wanted.setdefault(file, []).append(name)
-    if missing := [file for file in wanted if file not in found.objects]:
+    if missing := [file for file in wanted if file not in checkpoint.objects]:
         raise CheckpointError(
-            f"{found.name} is not whole: {len(missing)} of {len(wanted)} shards are missing, such as {missing[0]!r}, which "
-            f"{indexes[0]} names"
+            f"{checkpoint.name} is not whole: {len(missing)} of {len(wanted)} shards are missing, such as {missing[0]!r}, "
+            f"which {indexes[0]} names"
         )
     if other := [file for file in wanted if file not in files]:
-        raise _named(found, found.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it"))
+        raise _named(
+            checkpoint, checkpoint.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it")
+        )
     return wanted
 
 
-def _check_numbered(found: Checkpoint, files: list[str]) -> None:
+def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
     """Raise CheckpointError if a shard is missing of those whose names say how many there are: the index is written last."""
     numbers: dict[tuple[str, str, str], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
@@ -174,55 +176,55 @@ def _check_numbered(found: Checkpoint, files: list[str]) -> None:
         missing = next((n for n in range(first, first + num_shards) if n not in there), None)
         if missing is not None:
             raise CheckpointError(
-                f"{found.name} is not whole: it has no index and {len(there)} of {num_shards} shards; "
+                f"{checkpoint.name} is not whole: it has no index and {len(there)} of {num_shards} shards; "
                 f"'{stem}-{missing:0{len(count)}}-of-{count}{suffix}' is missing. Name a shard to restore what is in it alone"
             )
 
 
-def _check_index(found: Checkpoint, wanted: dict[str, list[str]] | None) -> None:
+def _check_index(checkpoint: Checkpoint, wanted: dict[str, list[str]] | None) -> None:
     for file, names in (wanted or {}).items():
         for name in names:
-            if name not in found.tensors and name not in found.values:
+            if name not in checkpoint.tensors and name not in checkpoint.values:
                 raise CheckpointError(
-                    f"{found.name} is not whole: {file} has no tensor {name!r}, and the index says it has"
+                    f"{checkpoint.name} is not whole: {file} has no tensor {name!r}, and the index says it has"
                 )
 
 
 # ------------------------------------------------------------------------------------------------------- torch.save
 
 
-def _open_torch(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    wanted = _indexed(found, files, ".bin")
+def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
+    wanted = _indexed(checkpoint, files, ".bin")
     if wanted is None and len(files) > 1:
         raise CheckpointError(
-            f"{found.name} holds {len(files)} torch.save files ({', '.join(files[:4])}) and no index that says how they belong "
-            "together: name the one that is meant"
+            f"{checkpoint.name} holds {len(files)} torch.save files ({', '.join(files[:4])}) and no index that says how they "
+            "belong together: name the one that is meant"
         )
     for name in files if wanted is None else wanted:
-        info = found.objects[name]
-        found.read.add(info.key)
+        info = checkpoint.objects[name]
+        checkpoint.read.add(info.key)
 
         def fetch_here(ranges: Sequence[tuple[int, int]], info: ObjectInfo = info) -> list[bytes]:
             return fetch([ByteRange(info.key, start, length, info.etag) for start, length in ranges])
 
         try:
-            archive = torch_zip.read_archive(_reader(found, info, heads.pop(info.key)), info.size, fetch_here)
-            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=found.empty)
+            archive = torch_zip.read_archive(_reader(checkpoint, info, heads.pop(info.key)), info.size, fetch_here)
+            leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), empty=checkpoint.empty)
         except (FormatError, CheckpointError) as error:
-            raise type(error)(f"{found.describe(info.key)}: {error}") from None
-        _add_leaves(found, info, leaves, archive.starts)
-    _check_index(found, wanted)
+            raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
+        _add_leaves(checkpoint, info, leaves, archive.starts)
+    _check_index(checkpoint, wanted)
 
 
 @collected_later
-def _add_leaves(found: Checkpoint, info: ObjectInfo, leaves: dict[str, Leaf], starts: dict[str, int]) -> None:
+def _add_leaves(checkpoint: Checkpoint, info: ObjectInfo, leaves: dict[str, Leaf], starts: dict[str, int]) -> None:
     for name, leaf in leaves.items():
-        _require_new(found, name, info)
-        found.paths[name] = leaf.path
+        _require_new(checkpoint, name, info)
+        checkpoint.paths[name] = leaf.path
         if _is_view(leaf.value):
-            found.tensors[name] = _stored(leaf.value, starts, info.key)
+            checkpoint.tensors[name] = _stored(leaf.value, starts, info.key)
         else:
-            found.values[name] = leaf.value
+            checkpoint.values[name] = leaf.value
 
 
 def _is_view(value: Any) -> bool:
@@ -231,83 +233,88 @@ def _is_view(value: Any) -> bool:
 
 def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntry:
     base, item = starts[view.storage.key], view.dtype.itemsize
-    part = TensorShard(
+    shard = Shard(
         (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides
     )
     storage = (key, base, view.storage.num_elements * view.storage.dtype.itemsize)
-    return TensorEntry(view.dtype, view.shape, (part,), storage)
+    return TensorEntry(view.dtype, view.shape, (shard,), storage)
 
 
 # ------------------------------------------------------------------------------------- torch.distributed.checkpoint
 
 
-def _open_dcp(found: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    info = found.objects[METADATA]
+def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
+    info = checkpoint.objects[METADATA]
     if info.size > _MAXMETADATA:
-        raise _named(found, info, FormatError(f"{info.size} bytes are too many for it"))
+        raise _named(checkpoint, info, FormatError(f"{info.size} bytes are too many for it"))
     data = bytearray(info.size)
-    found.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
-    found.read.add(info.key)
+    checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
+    checkpoint.read.add(info.key)
     try:
         contents = dcp.read_metadata(bytes(data))
     except FormatError as error:
-        raise _named(found, info, error) from None
-    _check_files(found, contents)
-    _add_contents(found, contents)
+        raise _named(checkpoint, info, error) from None
+    _check_files(checkpoint, contents)
+    _add_contents(checkpoint, contents)
 
 
 @collected_later
-def _add_contents(found: Checkpoint, contents: dcp.Contents) -> None:
+def _add_contents(checkpoint: Checkpoint, contents: dcp.Contents) -> None:
     layouts = dcp.Layouts()
     for name, path in contents.paths.items():
-        found.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
+        checkpoint.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
     for name, tensor in contents.tensors.items():
-        parts = tuple(
-            TensorShard(
+        shards = tuple(
+            Shard(
                 piece.offsets,
                 piece.sizes,
-                found.prefix + piece.place.path,
+                checkpoint.prefix + piece.place.path,
                 piece.place.start,
                 piece.place.length,
-                is_blob=True,
+                is_archive=True,
                 layouts=layouts,
             )
             for piece in tensor.pieces
             if prod(piece.sizes)
         )
-        found.tensors[name] = TensorEntry(tensor.dtype, tensor.shape, parts)
+        checkpoint.tensors[name] = TensorEntry(tensor.dtype, tensor.shape, shards)
     for name, place in contents.values.items():
-        key = found.prefix + place.path
-        found.pickled[name] = ByteRange(key, place.start, place.length, found.objects[place.path].etag)
+        key = checkpoint.prefix + place.path
+        checkpoint.pickled[name] = ByteRange(key, place.start, place.length, checkpoint.objects[place.path].etag)
 
 
-def _places(contents: dcp.Contents) -> Iterable[tuple[str, dcp.DcpPlace]]:
+def _places(contents: dcp.Contents) -> Iterable[tuple[str, dcp.DcpLocation]]:
     for name, tensor in contents.tensors.items():
         for piece in tensor.pieces:
             yield name, piece.place
     yield from contents.values.items()
 
 
-def _check_files(found: Checkpoint, contents: dcp.Contents) -> None:
+def _check_files(checkpoint: Checkpoint, contents: dcp.Contents) -> None:
     """Every file named is there and long enough; else the checkpoint is refused, naming what is missing."""
     missing: dict[str, str] = {}
     for name, place in _places(contents):
-        info = found.objects.get(place.path)
+        info = checkpoint.objects.get(place.path)
         if info is None and "/" in place.path:
             info = next(
-                (i for i in found.connector.list(found.prefix + place.path) if i.key == found.prefix + place.path), None
+                (
+                    i
+                    for i in checkpoint.connector.list(checkpoint.prefix + place.path)
+                    if i.key == checkpoint.prefix + place.path
+                ),
+                None,
             )
             if info is not None:
-                found.objects[place.path] = info
+                checkpoint.objects[place.path] = info
         if info is None:
             missing.setdefault(place.path, name)
         elif place.start + place.length > info.size:
             raise CheckpointError(
-                f"{found.name} is not whole: {place.path} has {info.size} bytes, and {name!r} ends at byte "
+                f"{checkpoint.name} is not whole: {place.path} has {info.size} bytes, and {name!r} ends at byte "
                 f"{place.start + place.length}"
             )
     if missing:
         file, name = next(iter(missing.items()))
         raise CheckpointError(
-            f"{found.name} is not whole: {len(missing)} of its files are missing, such as {file!r} with {name!r}"
+            f"{checkpoint.name} is not whole: {len(missing)} of its files are missing, such as {file!r} with {name!r}"
         )

@@ -28,7 +28,7 @@ _MAX_CUT = 8  # dimensions along which a tensor is cut into pieces
 _MOST_CORNERS = 2**24  # of the pieces of a tensor: two million pieces by rows and columns
 
 
-class DcpPlace(NamedTuple):
+class DcpLocation(NamedTuple):
     """Where torch.save's archive of one piece, or one value, lies: bytes [start, start + length) of a file."""
 
     path: str
@@ -41,7 +41,7 @@ class DcpPiece(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: DcpPlace
+    place: DcpLocation
 
 
 class Described(NamedTuple):
@@ -56,7 +56,7 @@ class Contents(NamedTuple):
     """What the checkpoint holds, by name: tensors, and values pickled by themselves; and the paths that the names stand for."""
 
     tensors: dict[str, Described]
-    values: dict[str, DcpPlace]
+    values: dict[str, DcpLocation]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -106,7 +106,7 @@ def _is(value: Any, name: str) -> bool:
     return isinstance(value, Record) and type(value).__name__ == name
 
 
-def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, DcpPlace]]:
+def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, DcpLocation]]:
     for index, info in stored.items():
         if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
             raise FormatError("its storage_data is not that of files: was it written by a storage of another kind?")
@@ -124,10 +124,10 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | Non
             raise FormatError(f"{fqn!r} lies in {path!r}, which leads out of the checkpoint's directory")
         if offsets is not None and not _are_sizes(offsets):
             raise FormatError(f"it places a piece of {fqn!r} at {shown(offsets)} in the tensor: that is no place")
-        yield fqn, None if offsets is None else tuple(offsets), DcpPlace(path, start, length)
+        yield fqn, None if offsets is None else tuple(offsets), DcpLocation(path, start, length)
 
 
-def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | None], DcpPlace]) -> Described:
+def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | None], DcpLocation]) -> Described:
     properties, shape, chunks = what.get("properties"), what.get("size"), what.get("chunks")
     state = properties.state if _is(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None

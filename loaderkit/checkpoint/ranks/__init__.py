@@ -1,1 +1,1 @@
-"""Several ranks: how they meet, who owns which range, how they exchange bytes."""
+"""Several ranks: their connections, which of them reads which byte range, and how they exchange the bytes."""

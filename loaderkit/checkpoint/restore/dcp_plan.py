@@ -1,6 +1,6 @@
-"""What ranks that load together tell one another through torch's plan: which parts several of them need, and which bytes.
+"""What ranks that load together tell one another through torch's plan: the shards that several of them need.
 
-Every rank's plan comes to the coordinator, which looks at all of them, and goes back to the ranks with what concerns them.
+Every rank's plan goes to the coordinator, which compares all of them, and comes back to the ranks with a `SharePlan`.
 """
 
 from __future__ import annotations
@@ -14,146 +14,146 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from loaderkit.checkpoint.contents import SMALL_BLOB, Checkpoint, TensorShard, strides_of
+from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Shard, ShardId, strides_of
 from loaderkit.checkpoint.ranks.group import machine
-from loaderkit.checkpoint.ranks.segments import NeededRange, Ranks, overlap
-from loaderkit.checkpoint.transfer.layout import ReadLimits, lay_box
+from loaderkit.checkpoint.ranks.ranges import NeededRange, Ranks, overlap
+from loaderkit.checkpoint.transfer.layout import ReadLimits, box_spans
 
 Shape = tuple[int, ...]
-PartId = tuple[str, Shape]  # a tensor's name, and the offsets of the part
 
 
-class Local(NamedTuple):
-    """What a rank says with its own plan."""
+class RankInfo(NamedTuple):
+    """What a rank adds to its own plan."""
 
     machine: str
 
 
-class Box(NamedTuple):
-    """A box in a part, and the ranks that need it; None: all."""
+class SharedBox(NamedTuple):
+    """A box in a shard, and the ranks that need it; None: all."""
 
     offsets: Shape
     sizes: Shape
-    takers: Ranks | None
+    ranks: Ranks | None
 
 
-class Common(NamedTuple):
-    """A part that several ranks need. `boxes` are empty if no two of them need the same bytes: then each reads its own."""
+class SharedShard(NamedTuple):
+    """A shard that several ranks need. Without `boxes` no two of them need the same bytes: each reads its own."""
 
-    part: PartId
-    boxes: tuple[Box, ...]
+    shard_id: ShardId
+    boxes: tuple[SharedBox, ...]
 
 
-class Value(NamedTuple):
+class SharedValue(NamedTuple):
     """A plain value that several ranks need; None: all."""
 
     name: str
-    takers: Ranks | None
+    ranks: Ranks | None
 
 
-class Division(NamedTuple):
-    """What comes back to the rank at place `me`; `common` and `values` are the same for all."""
+class SharePlan(NamedTuple):
+    """What comes back to `rank`, counted within the group; `shards` and `values` are the same for all ranks."""
 
     load_id: str
-    me: int
+    rank: int
     num_ranks: int
-    num_local: int  # ranks on this machine, which share its memory
-    common: tuple[Common, ...]
-    values: tuple[Value, ...]
+    num_local: int  # ranks that share the memory of this machine
+    shards: tuple[SharedShard, ...]
+    values: tuple[SharedValue, ...]
 
-    def ranks(self, takers: Ranks | None) -> Ranks:
-        """Those of a box or value, all if it says None."""
-        return tuple(range(self.num_ranks)) if takers is None else takers
+    def ranks(self, ranks: Ranks | None) -> Ranks:
+        """The ranks that a box or value names; all if it says None."""
+        return tuple(range(self.num_ranks)) if ranks is None else ranks
 
 
 def with_machine(plan: LoadPlan) -> LoadPlan:
     """A rank's own plan, with what the coordinator needs to know."""
-    return replace(plan, storage_data=Local(machine()))
+    return replace(plan, storage_data=RankInfo(machine()))
 
 
-def with_division(plans: Sequence[LoadPlan], found: Checkpoint, *, share: bool) -> list[LoadPlan]:
-    """All ranks' plans, each with its `Division`."""
+def with_share_plans(plans: Sequence[LoadPlan], contents: Checkpoint, *, share: bool) -> list[LoadPlan]:
+    """All ranks' plans, each with its `SharePlan`."""
     machines = [
-        plan.storage_data.machine if isinstance(plan.storage_data, Local) else str(n) for n, plan in enumerate(plans)
+        plan.storage_data.machine if isinstance(plan.storage_data, RankInfo) else str(rank)
+        for rank, plan in enumerate(plans)
     ]
     num_local = Counter(machines)
     share = share and len(plans) > 1
-    common = common_parts(plans, found) if share else ()
-    values = common_values(plans, found) if share else ()
+    shards = _shared_shards(plans, contents) if share else ()
+    values = _shared_values(plans, contents) if share else ()
     load_id = uuid.uuid4().hex
     return [
-        replace(plan, storage_data=Division(load_id, me, len(plans), num_local[machines[me]], common, values))
-        for me, plan in enumerate(plans)
+        replace(plan, storage_data=SharePlan(load_id, rank, len(plans), num_local[machines[rank]], shards, values))
+        for rank, plan in enumerate(plans)
     ]
 
 
-def common_parts(plans: Sequence[LoadPlan], found: Checkpoint) -> tuple[Common, ...]:
-    """The parts that several of the plans need."""
-    parts = {(name, part.offsets): part for name, stored in found.tensors.items() for part in stored.parts}
-    needed: dict[PartId, dict[tuple[Shape, Shape], list[int]]] = {}
+def _shared_shards(plans: Sequence[LoadPlan], contents: Checkpoint) -> tuple[SharedShard, ...]:
+    """The shards that several of the plans need."""
+    shards = contents.shards_by_id()
+    needed: dict[ShardId, dict[tuple[Shape, Shape], list[int]]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            part_id = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
-            if item.type == LoadItemType.TENSOR and part_id in parts and 0 not in item.lengths:
+            shard_id = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
+            if item.type == LoadItemType.TENSOR and shard_id in shards and 0 not in item.lengths:
                 box = (tuple(item.storage_offsets), tuple(item.lengths))
-                takers = needed.setdefault(part_id, {}).setdefault(box, [])
-                if not takers or takers[-1] != rank:
-                    takers.append(rank)
-    common = []
-    for part_id, boxes in needed.items():
-        if len({rank for takers in boxes.values() for rank in takers}) > 1:
-            shared = boxes if _meet(parts[part_id], boxes) else {}
-            common.append(
-                Common(
-                    part_id,
-                    tuple(
-                        Box(*box, None if len(takers) == len(plans) else tuple(takers))
-                        for box, takers in shared.items()
-                    ),
+                ranks = needed.setdefault(shard_id, {}).setdefault(box, [])
+                if not ranks or ranks[-1] != rank:
+                    ranks.append(rank)
+    shared = []
+    for shard_id, boxes in needed.items():
+        if len({rank for ranks in boxes.values() for rank in ranks}) > 1:
+            common = boxes if _share_bytes(shards[shard_id], boxes) else {}
+            shared.append(
+                SharedShard(
+                    shard_id, tuple(SharedBox(*box, _or_all(ranks, len(plans))) for box, ranks in common.items())
                 )
             )
-    return tuple(common)
+    return tuple(shared)
 
 
-def common_values(plans: Sequence[LoadPlan], found: Checkpoint) -> tuple[Value, ...]:
+def _shared_values(plans: Sequence[LoadPlan], contents: Checkpoint) -> tuple[SharedValue, ...]:
     """The values that lie in archives of their own and that several of the plans need."""
     needed: dict[str, list[int]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
             name = item.storage_index.fqn
-            if item.type == LoadItemType.BYTE_IO and name in found.pickled and rank not in needed.setdefault(name, []):
+            if (
+                item.type == LoadItemType.BYTE_IO
+                and name in contents.pickled
+                and rank not in needed.setdefault(name, [])
+            ):
                 needed[name].append(rank)
-    return tuple(
-        Value(name, None if len(takers) == len(plans) else tuple(takers))
-        for name, takers in needed.items()
-        if len(takers) > 1
-    )
+    return tuple(SharedValue(name, _or_all(ranks, len(plans))) for name, ranks in needed.items() if len(ranks) > 1)
 
 
-def _meet(part: TensorShard, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
-    """Whether different ranks need the same bytes, or bytes so mixed up that reading the ones reads the others."""
-    if part.is_blob and part.length <= SMALL_BLOB:
-        return True  # read in one piece
-    strides = part.strides or strides_of(part.sizes)  # those of an archive are not known yet: as good as always these
-    spans = []
-    for (offsets, sizes), takers in boxes.items():
-        if len(takers) > 1:
+def _or_all(ranks: Sequence[int], num_ranks: int) -> Ranks | None:
+    return None if len(ranks) == num_ranks else tuple(ranks)
+
+
+def _share_bytes(shard: Shard, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
+    """True if different ranks need the same bytes, or bytes so interleaved that reading the ones reads the others."""
+    if shard.is_archive and shard.length <= SMALL_ARCHIVE:
+        return True  # it is read whole
+    strides = shard.strides or strides_of(shard.sizes)  # those of an archive are not known yet, and nearly always these
+    extents = []
+    for (offsets, sizes), ranks in boxes.items():
+        if len(ranks) > 1:
             return True
         start = sum(o * s for o, s in zip(offsets, strides, strict=True))
         end = start + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        spans.append((start, end, takers[0]))
-    return overlap(spans)
+        extents.append((start, end, ranks[0]))
+    return overlap(extents)
 
 
-def intervals_of(division: Division, found: Checkpoint, limits: ReadLimits) -> list[NeededRange]:
-    """The bytes of tensors that are shared, once the layout of all common parts is known: the same on every rank."""
-    intervals = []
-    parts = {(name, part.offsets): part for name, stored in found.tensors.items() for part in stored.parts}
-    for (name, offsets), boxes in division.common:
-        stored, part = found.tensors[name], parts[name, offsets]
+def shared_ranges(plan: SharePlan, contents: Checkpoint, limits: ReadLimits) -> list[NeededRange]:
+    """The ranges of the shared boxes, once the layouts of all shared shards are known: the same on every rank."""
+    ranges = []
+    shards = contents.shards_by_id()
+    for (name, offsets), boxes in plan.shards:
+        dtype, shard = contents.tensors[name].dtype, shards[name, offsets]
         for box in boxes:
-            like = torch.empty(box.sizes, dtype=stored.dtype, device="meta")
-            pieces = lay_box(name, stored.dtype, part, like, limits, offsets=box.offsets, sizes=box.sizes)
-            takers = division.ranks(box.takers)
-            intervals += [NeededRange(p.key, p.start, p.start + p.length, name, takers) for p in pieces]
-    return intervals
+            like = torch.empty(box.sizes, dtype=dtype, device="meta")
+            ranks = plan.ranks(box.ranks)
+            spans = box_spans(name, dtype, shard, like, limits, offsets=box.offsets, sizes=box.sizes)
+            ranges += [NeededRange(span.key, span.start, span.start + span.length, name, ranks) for span in spans]
+    return ranges

@@ -1,4 +1,9 @@
-"""What ranks agree on before they share a checkpoint, and `loaderkit.restore` for several ranks."""
+"""Restores on several ranks: what several of them need is read by one and sent to the others.
+
+A `RestoreSession` is one such restore, of `loaderkit.restore` or of `StreamReader`:
+
+    agree (the same checkpoint, layouts, limits) ─> exchange of plain values ─> exchange of tensors
+"""
 
 from __future__ import annotations
 
@@ -7,117 +12,43 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from loaderkit.checkpoint.contents import Checkpoint, TensorShard
+from loaderkit.checkpoint.contents import Checkpoint, Shard
 from loaderkit.checkpoint.discovery.manifest import needed_objects
-from loaderkit.checkpoint.ranks.exchange import RankExchange, agreed, run_beside
-from loaderkit.checkpoint.ranks.group import Group, check_same, default_store, machine
-from loaderkit.checkpoint.ranks.segments import NeededRange, Ranks
-from loaderkit.checkpoint.restore.api import OpenCheckpoint
+from loaderkit.checkpoint.ranks.exchange import RankExchange, common_limits, run_in_thread
+from loaderkit.checkpoint.ranks.group import RankGroup, check_same, default_store, machine
+from loaderkit.checkpoint.ranks.ranges import NeededRange, Ranks
 from loaderkit.checkpoint.restore.progress import Progress, slowest_object
 from loaderkit.checkpoint.restore.requests import new_tensors
+from loaderkit.checkpoint.restore.source import OpenCheckpoint
+from loaderkit.checkpoint.restore.task import Restored, RestoreTask
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
-from loaderkit.checkpoint.transfer.plan import ReadRequest, limits_of
+from loaderkit.checkpoint.transfer.plan import limits_of
 from loaderkit.checkpoint.transfer.session import num_workers_of
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ConfigError
 
-_HALVES = 2  # of a rank's memory: one is for reading, the other for what is received
-
-
-class Agreed(NamedTuple):
-    """The checkpoint with the layouts of the parts that were asked for, and how ranges are cut; the same on all ranks."""
-
-    found: Checkpoint
-    limits: ReadLimits
-
-
-def agree(
-    group: Group, source: OpenCheckpoint, parts: Sequence[tuple[str, TensorShard]], *, num_workers: int, about: str = ""
-) -> Agreed:
-    """Find the layouts of `parts`, each by one rank, and compare what the ranks see; `about` must be the same for all.
-
-    Raises CheckpointError where ranks see different checkpoints, and PeerError.
-    """
-    mine = source.layouts(parts[group.me :: len(group)])
-    said = {
-        "checkpoint": _digest(source.found, source.checksums),
-        "about": about,
-        "limits": limits_of(
-            source.found.connector,
-            source.memory_bytes,
-            num_workers,
-            is_checked=bool(source.checksums),
-            num_parts=_HALVES * source.num_alike,
-        ),
-        "layouts": [[name, part.offsets, part.start, part.length, part.strides] for (name, _), part in mine.items()],
-    }
-    heard = [json.loads(data) for data in group.exchange(json.dumps(said).encode())]
-    check_same(group, "what the checkpoint is", [item["checkpoint"] for item in heard])
-    check_same(group, "what is to be restored", [item["about"] for item in heard])
-    known = {(name, part.offsets): part for name, part in parts}
-    layouts = {}
-    for item in heard:
-        for name, offsets, start, length, strides in item["layouts"]:
-            place = (name, tuple(offsets))
-            layouts[place] = replace(known[place], start=start, length=length, strides=tuple(strides), is_blob=False)
-    return Agreed(source.with_layouts(layouts), agreed([item["limits"] for item in heard]))
-
-
-def _digest(found: Checkpoint, checksums: Any) -> str:
-    """Of the names and sizes of its files; tags differ where every machine has a copy of its own. Logs beside them may grow."""
-    sizes = sorted((info.key[len(found.prefix) :], info.size) for info in needed_objects(found))
-    return hashlib.sha256(json.dumps([found.format, sizes, bool(checksums)]).encode()).hexdigest()
-
-
-def values_shared(
-    found: Checkpoint, takers: Mapping[str, Ranks], me: int
-) -> tuple[list[NeededRange], list[ByteSpan], dict[str, bytearray]]:
-    """Which bytes the archives of plain values are, what reads those that rank `me` takes, and the memory they come to."""
-    intervals, pieces, archives = [], [], {}
-    for name, ranks in takers.items():
-        place = found.pickled[name]
-        intervals.append(NeededRange(place.key, place.start, place.start + place.length, name, ranks))
-        if me in ranks:
-            data = archives[name] = bytearray(place.length)
-            pieces.append(ByteSpan(name, place.key, place.start, place.length, memoryview(data), None))
-    return intervals, pieces, archives
-
-
-def sharing_of(
-    group: Group, source: OpenCheckpoint, limits: ReadLimits, *, num_workers: int, device: torch.device
-) -> Callable[..., RankExchange]:
-    """What makes a `RankExchange` of `intervals`, `pieces` and `touched`."""
-    return partial(
-        RankExchange,
-        group,
-        source.found.connector,
-        source.objects,
-        limits=limits,
-        memory_bytes=source.memory_bytes,
-        num_parts=_HALVES * source.num_alike,
-        num_workers=num_workers,
-        checksums=source.checksums,
-        device=device,
-    )
+TIMEOUT_S = 300.0  # for which a rank waits for another
+_HALVES = 2  # of a rank's memory: one for reading, one for what is received
+_META = torch.device("meta")
 
 
 @contextmanager
-def joined(rank: int, world_size: int, timeout_s: float) -> Iterator[Group]:
-    """The group of all ranks of torch.distributed; an error in between is told to the others. Raises ConfigError, PeerError."""
+def rank_group(rank: int, world_size: int, timeout_s: float) -> Iterator[RankGroup]:
+    """The group of all ranks of torch.distributed; an error inside is told to the others. Raises ConfigError, PeerError."""
     store = default_store()
     if (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
         raise ConfigError(
             f"rank {rank} of {world_size} is given, and torch.distributed says {dist.get_rank()} of {dist.get_world_size()}: "
             "all of its ranks restore together, or each for itself without `rank` and `world_size`"
         )
-    number = store.add(f"loaderkit/restores/{rank}", 1)  # all ranks count alike, as they all restore together
-    group = Group(store, f"restore-{number}", range(world_size), rank, timeout_s=timeout_s)
+    number = store.add(f"loaderkit/restores/{rank}", 1)  # equal on all ranks, as all of them call every restore
+    group = RankGroup(store, f"restore-{number}", range(world_size), rank, timeout_s=timeout_s)
     try:
         yield group
     except BaseException as error:
@@ -125,71 +56,198 @@ def joined(rank: int, world_size: int, timeout_s: float) -> Iterator[Group]:
         raise
 
 
-def bring(
-    source: OpenCheckpoint,
-    group: Group,
-    names: Sequence[str],
-    values: Sequence[str],
-    wants_of: Callable[[Checkpoint], list[ReadRequest]],
-    *,
-    device: torch.device,
-    progress: Callable[[Progress], None] | None,
-    concurrency: int | Literal["auto"],
-    touched: set[str],
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Fill what `wants_of` makes of the tensors `names`, each byte read by one rank: (tensors, plain values), by name.
+class RestoreSession:
+    """One restore by the ranks of `group`. `run` it; inside, `agree` and then `exchange`, both on its thread."""
 
-    No tensor is written to on any rank before every rank has its plain values, and everything fits on all of them.
-    """
-    begin_s = time.perf_counter()
-    made: dict[str, torch.Tensor] = {}
-    given: dict[str, Any] = {}
-    running: list[RankExchange] = []
-    everyone = tuple(range(len(group)))
-    num_workers = num_workers_of(source.found.connector, concurrency)
+    def __init__(
+        self,
+        group: RankGroup,
+        source: OpenCheckpoint,
+        *,
+        num_workers: int,
+        device: torch.device,
+        touched: set[str],
+        num_local: int | None = None,
+    ) -> None:
+        """`num_local` ranks share the memory of this machine; None: `agree` counts them."""
+        self.contents = source.contents
+        self._group = group
+        self._source = source
+        self._num_workers = num_workers
+        self._device = device
+        self._touched = touched
+        self._num_local = num_local
+        self._exchanges: list[RankExchange] = []
 
-    def work() -> None:
-        source.num_alike = group.num_alike(machine())
-        parts = [(name, part) for name in names for part in source.found.tensors[name].parts]
-        about = hashlib.sha256(json.dumps([*names, 0, *values]).encode()).hexdigest()
-        found, limits = agree(group, source, parts, num_workers=num_workers, about=about)
-        laid = [request.lay(limits) for request in wants_of(found)]
-        pickled = {name: everyone for name in values if name in found.pickled}
-        intervals, pieces, archives = values_shared(found, pickled, group.me)
-        sharing = sharing_of(group, source, limits, num_workers=num_workers, device=device)
-        first = sharing(intervals=intervals, pieces=pieces, touched=set())
-        second = sharing(
-            intervals=_whole(found, names, limits, everyone),
-            pieces=[piece for some, _ in laid for piece in some],
+    def run(self, work: Callable[[], None], tick: Callable[[], None] = lambda: None) -> None:
+        """Do `work` on a thread of its own; this thread calls `tick` now and then. Raises what `work` raises."""
+        run_in_thread(self._group, work, stop=self._stop, tick=tick)
+
+    def _stop(self, error: BaseException) -> None:
+        for exchange in self._exchanges:
+            exchange.stop(error)
+
+    # ------------------------------------------------------------------------------------------ on the thread of `run`
+
+    def agree(self, shards: Sequence[tuple[str, Shard]], about: str = "") -> tuple[Checkpoint, ReadLimits]:
+        """(the contents with the layouts of `shards`, the limits to reads), the same on all ranks; so must be `about`.
+
+        The layout of each shard is read by one rank. Raises CheckpointError where ranks see different checkpoints; PeerError.
+        """
+        group, source = self._group, self._source
+        if self._num_local is None:
+            self._num_local = group.count_equal(machine())
+        mine = source.layouts(shards[group.rank :: len(group)], self._num_local)
+        sent = {
+            "checkpoint": _digest(source),
+            "about": about,
+            "limits": limits_of(
+                source.contents.connector,
+                source.memory_bytes,
+                self._num_workers,
+                is_checked=bool(source.checksums),
+                num_parts=_HALVES * self._num_local,
+            ),
+            "layouts": [[name, s.offsets, s.start, s.length, s.strides] for (name, _), s in mine.items()],
+        }
+        received = [json.loads(data) for data in group.exchange(json.dumps(sent).encode())]
+        check_same(group, "what the checkpoint is", [item["checkpoint"] for item in received])
+        check_same(group, "what is to be restored", [item["about"] for item in received])
+        archives = {(name, shard.offsets): shard for name, shard in shards}
+        plain = {}
+        for item in received:
+            for name, offsets, start, length, strides in item["layouts"]:
+                shard_id = (name, tuple(offsets))
+                plain[shard_id] = replace(
+                    archives[shard_id], start=start, length=length, strides=tuple(strides), is_archive=False
+                )
+        self.contents = source.contents.with_shards(plain)
+        return self.contents, common_limits([item["limits"] for item in received])
+
+    def exchange(
+        self,
+        names: list[str],
+        pickled: Mapping[str, Ranks],
+        ranges: Sequence[NeededRange],
+        spans: Sequence[ByteSpan],
+        limits: ReadLimits,
+    ) -> dict[str, Any]:
+        """Fill `spans`, this rank's part of `ranges`; the plain values `names`, of which `pickled` are needed by those ranks.
+
+        No tensor is written to on any rank before all ranks have their plain values.
+        """
+        num_local = self._num_local or 1
+        pickled_ranges, pickled_spans, archives = self._archives(pickled)
+        values_exchange = self._exchange_of(pickled_ranges, pickled_spans, limits, set())
+        tensors_exchange = self._exchange_of(ranges, spans, limits, self._touched)
+        self._exchanges += (values_exchange, tensors_exchange)
+        values_exchange.run()
+        values = self._source.plain_values(names, archives, num_local)
+        self._group.exchange(b"")
+        tensors_exchange.run()
+        return values
+
+    def _archives(self, pickled: Mapping[str, Ranks]) -> tuple[list[NeededRange], list[ByteSpan], dict[str, bytearray]]:
+        """The ranges of the archives of plain values; the spans and the memory of those that this rank needs."""
+        ranges, spans, archives = [], [], {}
+        for name, ranks in pickled.items():
+            stored = self.contents.pickled[name]
+            ranges.append(NeededRange(stored.key, stored.start, stored.start + stored.length, name, ranks))
+            if self._group.rank in ranks:
+                data = archives[name] = bytearray(stored.length)
+                spans.append(ByteSpan(name, stored.key, stored.start, stored.length, memoryview(data), None))
+        return ranges, spans, archives
+
+    def _exchange_of(
+        self, ranges: Sequence[NeededRange], spans: Sequence[ByteSpan], limits: ReadLimits, touched: set[str]
+    ) -> RankExchange:
+        source = self._source
+        return RankExchange(
+            self._group,
+            source.contents.connector,
+            source.objects,
+            ranges=ranges,
+            spans=spans,
+            limits=limits,
+            memory_bytes=source.memory_bytes,
+            num_parts=_HALVES * (self._num_local or 1),
+            num_workers=self._num_workers,
+            checksums=source.checksums,
+            device=self._device,
             touched=touched,
         )
-        running.extend((first, second))
-        first.run()
-        given.update(source.plain_values([*values], archives))
-        group.exchange(b"")
-        second.run()
-        for _, give in laid:
-            made.update(give())
+
+    # ----------------------------------------------------------------------------------------------- for any thread
+
+    def progress(self, seconds: float) -> Progress | None:
+        """How far both exchanges are; None before they begin."""
+        if not self._exchanges:
+            return None
+        totals = [exchange.totals for exchange in self._exchanges]
+        return Progress(
+            sum(one.num_bytes for one in totals),
+            sum(exchange.num_bytes for exchange in self._exchanges),
+            sum(one.read_bytes for one in totals),
+            seconds,
+            slowest_object(self.contents, [reads for exchange in self._exchanges for reads in exchange.reads]),
+        )
+
+    def totals(self) -> dict[str, Any]:
+        """The totals of both exchanges."""
+        totals = [asdict(exchange.totals) for exchange in self._exchanges]
+        return {key: sum(one[key] for one in totals) for key in totals[0]}
+
+    @property
+    def reading(self) -> Stats | None:
+        """The engine's stats of reading tensors for this rank and others, once that is done."""
+        return self._exchanges[-1].stats
+
+
+def transfer(group: RankGroup, source: OpenCheckpoint, task: RestoreTask) -> Restored:
+    """Read what `task` names on all ranks of `group`. See `single_rank.transfer`, which has the same task and result."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    all_ranks = tuple(range(len(group)))
+    session = RestoreSession(
+        group,
+        source,
+        num_workers=num_workers_of(source.contents.connector, task.concurrency),
+        device=task.device,
+        touched=task.touched,
+    )
+
+    def work() -> None:
+        about = hashlib.sha256(json.dumps([*task.tensors, 0, *task.values]).encode()).hexdigest()
+        contents, limits = session.agree(source.contents.shards_of(task.tensors), about)
+        prepared = [request.prepare(limits) for request in task.make_requests(contents)]
+        pickled = {name: all_ranks for name in task.values if name in contents.pickled}
+        ranges = _whole_ranges(contents, task.tensors, limits, all_ranks)
+        spans = [span for spans, _ in prepared for span in spans]
+        values.update(session.exchange(task.values, pickled, ranges, spans, limits))
+        for _, deliver in prepared:
+            tensors.update(deliver())
+
+    begin_s = time.perf_counter()
 
     def tick() -> None:
-        if progress is not None and running:
-            totals = [sharing.totals for sharing in running]
-            num_bytes, read_bytes = sum(one.num_bytes for one in totals), sum(one.read_bytes for one in totals)
-            needed, seconds = sum(sharing.num_bytes for sharing in running), time.perf_counter() - begin_s
-            slowest = slowest_object(source.found, [reads for sharing in running for reads in sharing.reads])
-            progress(Progress(num_bytes, needed, read_bytes, seconds, slowest))
+        progress = session.progress(time.perf_counter() - begin_s)
+        if task.progress is not None and progress is not None:
+            task.progress(progress)
 
-    def stop(error: BaseException) -> None:
-        for sharing in running:
-            sharing.stop(error)
-
-    run_beside(group, work, stop=stop, tick=tick)
+    session.run(work, tick)
     tick()
-    return made, given
+    return tensors, values
 
 
-def _whole(found: Checkpoint, names: Sequence[str], limits: ReadLimits, takers: Ranks) -> list[NeededRange]:
-    """The bytes of these tensors, wherever a rank puts them."""
-    requests = new_tensors(found, names, torch.device("meta"), None)
-    pieces = [piece for request in requests for piece in request.lay(limits)[0]]
-    return [NeededRange(p.key, p.start, p.start + p.length, p.label, takers) for p in pieces]
+def _whole_ranges(contents: Checkpoint, names: Sequence[str], limits: ReadLimits, ranks: Ranks) -> list[NeededRange]:
+    """The ranges of these tensors, whatever the memory that a rank reads them into."""
+    requests = new_tensors(contents, names, _META, None)
+    spans = [span for request in requests for span in request.prepare(limits)[0]]
+    return [NeededRange(span.key, span.start, span.start + span.length, span.label, ranks) for span in spans]
+
+
+def _digest(source: OpenCheckpoint) -> str:
+    """Of the names and sizes of the files; etags differ where every machine has its own copy. A log beside them may grow."""
+    contents = source.contents
+    sizes = sorted((info.key[len(contents.prefix) :], info.size) for info in needed_objects(contents))
+    return hashlib.sha256(json.dumps([contents.format, sizes, bool(source.checksums)]).encode()).hexdigest()

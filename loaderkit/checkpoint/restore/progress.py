@@ -10,31 +10,31 @@ from loaderkit.checkpoint.transfer.plan import ReadTotals
 
 
 class Progress(NamedTuple):
-    """How far a restore is. `fetched_bytes` can be more than `num_bytes` where gaps were read over."""
+    """How far a restore is. `fetched_bytes` exceed `num_bytes` where gaps between tensors were read, too."""
 
     num_bytes: int
     total_bytes: int
     fetched_bytes: int
     seconds: float
-    slowest_object: str  # that with the most time in reads
+    slowest_object: str  # the object with the most time in reads
 
     @property
     def bytes_per_s(self) -> float:
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
-def progress_of(found: Checkpoint, totals: ReadTotals, total_bytes: int, seconds: float) -> Progress:
-    """How far it is at this moment; for any thread."""
+def progress_of(checkpoint: Checkpoint, totals: ReadTotals, total_bytes: int, seconds: float) -> Progress:
+    """How far it is now; for any thread."""
     with totals.lock:
         needed, fetched = totals.needed_bytes, totals.fetched_bytes
-    return Progress(needed, total_bytes, fetched, seconds, slowest_object(found, [totals]))
+    return Progress(needed, total_bytes, fetched, seconds, slowest_object(checkpoint, [totals]))
 
 
-def slowest_object(found: Checkpoint, reads: Iterable[ReadTotals]) -> str:
-    """The object with the most time in reads, by its full name; "" before the first read is done."""
+def slowest_object(checkpoint: Checkpoint, reads: Iterable[ReadTotals]) -> str:
+    """The full name of the object with the most time in reads; "" before the first read is done."""
     seconds: dict[str, float] = {}
     for totals in reads:
         with totals.lock:
             for key, item in totals.objects.items():
                 seconds[key] = seconds.get(key, 0.0) + item.seconds
-    return found.describe(max(seconds, key=seconds.__getitem__)) if seconds else ""
+    return checkpoint.describe(max(seconds, key=seconds.__getitem__)) if seconds else ""

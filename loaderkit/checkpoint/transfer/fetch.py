@@ -1,4 +1,4 @@
-"""Several byte ranges at once, into memory of their own."""
+"""Reads of several byte ranges at once, into memory of their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
-from loaderkit.checkpoint.transfer.plan import Laid, ReadRequest
+from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
 from loaderkit.checkpoint.transfer.session import TransferSession, num_workers_of
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 
-_FEW = 4
-
-
-_LEAST_MEMORY = 128 * 2**10  # of a worker that reads descriptions
+_FEW = 4  # ranges, for which an engine is not worth its start
+_LEAST_MEMORY = 128 * 2**10  # bytes of a worker that reads descriptions
+_LABEL = "its description"
 
 
 def fetch_ranges(
@@ -24,38 +23,40 @@ def fetch_ranges(
     memory_bytes: int,
     num_parts: int = 1,
 ) -> list[bytes]:
-    """The bytes of many ranges, at once: read by the engine where there are more than a few. Memory: see `TransferSession`."""
-    found = [bytearray(item.length) for item in ranges]
+    """The bytes of `ranges`, read by an engine where there are more than a few. Memory: see `TransferSession`."""
+    if not ranges:
+        return []
+    buffers = [bytearray(item.length) for item in ranges]
     if len(ranges) <= _FEW:
-        for item, data in zip(ranges, found, strict=True):
+        for item, data in zip(ranges, buffers, strict=True):
             connector.read_into(item.key, item.start, memoryview(data), etag=item.etag)
-        return [bytes(data) for data in found]
+        return [bytes(data) for data in buffers]
     requests = [
-        ReadRequest("its description", (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
-        for item, data in zip(ranges, found, strict=True)
+        ReadRequest(_LABEL, (item.key, item.start), item.length, 0, _into(item, memoryview(data)))
+        for item, data in zip(ranges, buffers, strict=True)
     ]
     workers = max(1, min(num_workers_of(connector, "auto"), memory_bytes // num_parts // _LEAST_MEMORY))
     objects = {**objects, **{item.key: ObjectInfo(item.key, 0, item.etag) for item in ranges if item.etag is not None}}
     with TransferSession(
         requests, connector, objects, memory_bytes=memory_bytes, num_parts=num_parts, num_workers=workers
-    ) as filling:
-        for _ in filling:
+    ) as session:
+        for _ in session:
             pass
-    return [bytes(data) for data in found]
+    return [bytes(data) for data in buffers]
 
 
 def fetch_of(connector: Connector, memory_bytes: int = 2**28) -> Callable[[Sequence[ByteRange]], list[bytes]]:
-    """What reads the descriptions of a checkpoint: `fetch_ranges`, for one connector."""
+    """`fetch_ranges` for one connector, to read the descriptions of a checkpoint."""
     return partial(fetch_ranges, connector, {}, memory_bytes=memory_bytes)
 
 
-def _into(item: ByteRange, target: memoryview) -> Callable[[ReadLimits], Laid]:
-    def lay(limits: ReadLimits) -> Laid:
-        pieces = [
-            ByteSpan("its description", item.key, item.start + lo, min(limits.most_bytes, item.length - lo), part, None)
+def _into(item: ByteRange, target: memoryview) -> Callable[[ReadLimits], PreparedRead]:
+    def prepare(limits: ReadLimits) -> PreparedRead:
+        spans = [
+            ByteSpan(_LABEL, item.key, item.start + lo, min(limits.most_bytes, item.length - lo), part, None)
             for lo in range(0, item.length, limits.most_bytes)
             for part in (target[lo : lo + limits.most_bytes],)
         ]
-        return pieces, list
+        return spans, list
 
-    return lay
+    return prepare

@@ -1,7 +1,7 @@
-"""The plan of tensors: what `prefetch.plan.BatchPlan` is for batches. One destination is a large tensor, or some small ones.
+"""The engine's plan for tensors. One work item is a large tensor, or several small ones.
 
-Destinations come in the order in which their first bytes lie. When one is opened, its pieces are sorted by object and place,
-neighbours are joined to runs, and runs are dealt to chunks of at most `chunk_bytes`: so no staging memory is larger.
+Work items come in the order of their first bytes. When one is opened, its byte spans are sorted by object and start,
+neighbours are coalesced to one read, and reads are put into chunks of at most `limits.most_bytes`, the size of staging memory.
 """
 
 from __future__ import annotations
@@ -9,81 +9,82 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from loaderkit._internal.units import say_bytes
-from loaderkit.checkpoint.checksums import MOST_BLOCK_BYTES
+from loaderkit.checkpoint.checksums import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.engine.work import Chunk, FieldSpec, WorkItem
 from loaderkit.errors import ConfigError
 
 _CHUNK_BYTES = 8 * 2**20
-_LEAST_CHUNK = 64 * 2**10
-_LEAST_CHECKED_CHUNK = 2**20
-_MOST_IN_GROUP = 256  # small tensors in one destination: their memory is made under the engine's lock, 10 us each
-SMALL_GAP = 256 * 2**10  # connectors with a larger one answer late
+_MIN_CHUNK = 64 * 2**10
+_MIN_CHECKED_CHUNK = 2**20
+_MAX_GROUP = 256  # small tensors in one work item: their memory is made under the engine's lock, 10 us each
+SMALL_GAP = 256 * 2**10  # connectors with a larger gap have latency
 
-Laid = tuple[list[ByteSpan], Callable[[], list[tuple[str, Any]]]]
+PreparedRead = tuple[list[ByteSpan], Callable[[], list[tuple[str, Any]]]]
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Something to be filled. `lay` makes its memory, if it has none, and its pieces; what it then returns is called when all
-    of them have landed, and says what to deliver: names with their tensors."""
+    """A tensor, or several views of one storage, to be read. `prepare` makes its memory, unless the caller has, and returns
+    its byte spans and `deliver`, which is called once all of them are read and returns names with their tensors."""
 
     label: str
-    first: tuple[str, int]  # where its bytes begin
-    num_bytes: int  # that are needed of the checkpoint
-    made_bytes: int  # of memory that is made for it
-    lay: Callable[[ReadLimits], Laid]
+    start: tuple[str, int]  # (key, offset) of its first byte
+    num_bytes: int  # needed of the checkpoint
+    new_bytes: int  # of memory that `prepare` makes
+    prepare: Callable[[ReadLimits], PreparedRead]
 
 
 class CoalescedRead(NamedTuple):
-    """Neighbouring pieces that are read at once: bytes [start, end) of an object. `is_direct`: one piece, to its target."""
+    """Neighbouring spans that are read at once: bytes [start, end) of an object. `is_direct`: one span, to its target."""
 
     key: str
     start: int
     end: int
-    byte_spans: tuple[ByteSpan, ...]
+    spans: tuple[ByteSpan, ...]
     is_direct: bool
 
 
 class ReadChunk(Chunk):
-    """Some runs of one destination."""
+    """Some reads of one work item."""
 
-    __slots__ = ("buffers", "runs")
-    runs: tuple[CoalescedRead, ...]
+    __slots__ = ("buffers", "reads")
+    reads: tuple[CoalescedRead, ...]
     buffers: list[memoryview]
 
 
 class TensorWork(WorkItem):
-    """Some tensors being filled. `gives` are called for what to deliver."""
+    """Tensors being filled. `deliver` are those of their requests."""
 
-    __slots__ = ("gives", "made_bytes", "num_bytes")
-    gives: list[Callable[[], list[tuple[str, Any]]]]
-    made_bytes: int
+    __slots__ = ("deliver", "new_bytes", "num_bytes")
+    deliver: list[Callable[[], list[tuple[str, Any]]]]
+    new_bytes: int
     num_bytes: int
 
 
 @dataclass
 class ObjectTotals:
-    """What was read of one object, and how long that and what came after took, over all threads together."""
+    """Reads of one object, and the seconds that they and the work on their bytes took, of all threads together."""
 
     num_bytes: int = 0
     num_reads: int = 0
     seconds: float = 0.0  # in reads
     verify_s: float = 0.0
-    copy_s: float = 0.0  # of bytes as they are
-    cast_s: float = 0.0  # to another type, to strides, out of an archive, or to a GPU
+    copy_s: float = 0.0  # copies of bytes as they are
+    cast_s: float = 0.0  # copies to another dtype, to strides, out of an archive, or to a GPU
 
 
 @dataclass
 class ReadTotals:
-    """What has happened so far; for any thread."""
+    """All reads so far; for any thread."""
 
     needed_bytes: int = 0
     fetched_bytes: int = 0
@@ -92,8 +93,8 @@ class ReadTotals:
     objects: dict[str, ObjectTotals] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, key: str, num_bytes: int, seconds: float) -> None:
-        """One read of an object is done."""
+    def add_read(self, key: str, num_bytes: int, seconds: float) -> None:
+        """Count one read of an object."""
         with self.lock:
             totals = self.objects.setdefault(key, ObjectTotals())
             totals.num_bytes += num_bytes
@@ -102,8 +103,8 @@ class ReadTotals:
             self.fetched_bytes += num_bytes
             self.num_reads += 1
 
-    def note_work(self, key: str, *, verify_s: float = 0.0, copy_s: float = 0.0, cast_s: float = 0.0) -> None:
-        """What was read of an object has been worked on."""
+    def add_work(self, key: str, *, verify_s: float = 0.0, copy_s: float = 0.0, cast_s: float = 0.0) -> None:
+        """Count work on the bytes of an object."""
         with self.lock:
             totals = self.objects.setdefault(key, ObjectTotals())
             totals.verify_s += verify_s
@@ -112,47 +113,47 @@ class ReadTotals:
 
 
 def gap_of(connector: Connector) -> int:
-    """How many bytes cost less to read than another request: little in a file, much in an object store."""
+    """The gap, in bytes, that is read faster than a further request: small in a file, large in an object store."""
     return traits_of(connector).coalesce_gap
 
 
 def chunk_bytes_of(connector: Connector) -> int:
-    """How much is read at once where memory allows."""
+    """Bytes that are read at once where memory allows."""
     return max(_CHUNK_BYTES, spread_of(connector))
 
 
 def spread_of(connector: Connector) -> int:
-    """From how many bytes on a read is several requests at a time; 0: it never is."""
+    """Bytes from which on the connector splits a read into parallel requests; 0: it never does."""
     return traits_of(connector).part_size
 
 
 def memory_of_worker(connector: Connector) -> int:
-    """Staging memory, in bytes, of each worker that reads as much at once as it likes."""
+    """Staging memory, in bytes, of a worker whose reads memory does not limit."""
     return 2 * chunk_bytes_of(connector)
 
 
 def limits_of(
     connector: Connector, memory_bytes: int, num_workers: int, *, is_checked: bool, num_parts: int = 1
 ) -> ReadLimits:
-    """How ranges are cut so that all workers' staging memory stays within one of `num_parts` equal parts of the bound.
+    """The limits with which all workers' staging memory stays within one of `num_parts` equal parts of `memory_bytes`.
 
-    `is_checked`: there are checksums, of blocks, and a range is read up to the borders of its blocks. Raises ConfigError.
+    `is_checked`: blocks have checksums, so a read extends to the borders of its blocks. Raises ConfigError.
     """
-    # Each worker has one staging buffer, which may be a quarter larger than what was asked for, and copies within it.
-    unit = MOST_BLOCK_BYTES if is_checked else 4096  # so that cuts are at borders of blocks
-    found = min(chunk_bytes_of(connector), memory_bytes // (2 * num_workers * num_parts) // unit * unit)
-    least = _LEAST_CHECKED_CHUNK if is_checked else _LEAST_CHUNK
-    if found < least:
+    # Each worker has one staging buffer, which may be a quarter larger than requested, and copies within it.
+    unit = MAX_BLOCK_BYTES if is_checked else 4096  # so that cuts are at borders of blocks
+    most_bytes = min(chunk_bytes_of(connector), memory_bytes // (2 * num_workers * num_parts) // unit * unit)
+    least = _MIN_CHECKED_CHUNK if is_checked else _MIN_CHUNK
+    if most_bytes < least:
         raise ConfigError(
             f"memory is {say_bytes(memory_bytes)}, and the least is {say_bytes(2 * num_workers * num_parts * least)} with "
             f"{num_workers} workers{' on every rank of this machine' if num_parts > 1 else ''}: allow that much"
         )
-    # With checksums the rest of the two blocks in which a run ends is read to staging memory, too.
-    return ReadLimits(found, gap_of(connector), found // 16, 2 * MOST_BLOCK_BYTES if is_checked else 0)
+    # With checksums, the rest of the two blocks at a read's ends is read to staging memory, too.
+    return ReadLimits(most_bytes, gap_of(connector), most_bytes // 16, 2 * MAX_BLOCK_BYTES if is_checked else 0)
 
 
 class TensorPlan:
-    """Fills `requests` once, from the first to the last. Implements `prefetch.plan.Plan`."""
+    """Reads `requests` once, in the order of their first bytes. Implements the engine's `Plan`."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class TensorPlan:
         depth: int,
         counts_made: bool,
     ) -> None:
-        """`counts_made`: the tensors made count as memory until they are delivered, because the consumer may drop them."""
+        """`counts_made`: new tensors count as memory until they are delivered, because the consumer may then drop them."""
         self.specs: Mapping[str, FieldSpec] | None = MappingProxyType({})
         self.memory_bytes = memory_bytes
         self.totals = ReadTotals()
@@ -172,18 +173,18 @@ class TensorPlan:
         self._staging_bytes = staging_bytes
         self._depth = depth
         self._counts_made = counts_made
-        self._groups = _grouped(sorted(requests, key=lambda request: request.first), limits.most_bytes)
+        self._groups = _grouped(sorted(requests, key=attrgetter("start")), limits.most_bytes)
         self._next = 0
         self._made_bytes = 0
         self._labels: list[str] = []  # of chunks, by number
 
     def __len__(self) -> int:
-        """Destinations in all."""
+        """The number of work items."""
         return len(self._groups)
 
     @property
     def num_bytes(self) -> int:
-        """That are needed of the checkpoint."""
+        """Bytes needed of the checkpoint."""
         return sum(request.num_bytes for group in self._groups for request in group)
 
     @property
@@ -198,8 +199,8 @@ class TensorPlan:
     def room(self) -> tuple[int, bool]:
         if not self._counts_made or self._made_bytes == 0 or self._next >= len(self._groups):
             return self._depth, False
-        wanted = sum(request.made_bytes for request in self._groups[self._next])
-        fits = self._staging_bytes + self._made_bytes + wanted <= self.memory_bytes
+        new_bytes = sum(request.new_bytes for request in self._groups[self._next])
+        fits = self._staging_bytes + self._made_bytes + new_bytes <= self.memory_bytes
         return (self._depth, False) if fits else (0, True)
 
     def prepare(self) -> None:
@@ -236,49 +237,48 @@ class TensorPlan:
             epoch=0, step=self._next, positions=numbers, indices=numbers, begin=self._next, end=self._next + 1
         )
         self._next += 1
-        byte_spans: list[ByteSpan] = []
-        work_item.gives = []
+        spans: list[ByteSpan] = []
+        work_item.deliver = []
         for request in group:
-            laid, give = request.lay(self._limits)
-            byte_spans += laid
-            work_item.gives.append(give)
-        work_item.made_bytes = sum(request.made_bytes for request in group)
+            prepared, deliver = request.prepare(self._limits)
+            spans += prepared
+            work_item.deliver.append(deliver)
+        work_item.new_bytes = sum(request.new_bytes for request in group)
         work_item.num_bytes = sum(request.num_bytes for request in group)
-        self._made_bytes += work_item.made_bytes
-        runs = joined(byte_spans, self._limits)
-        for dealt in _dealt(runs, self._limits) or [[]]:
-            work_item.chunks.append(self._chunk(work_item, dealt))
+        self._made_bytes += work_item.new_bytes
+        for reads in _in_chunks(coalesce(spans, self._limits), self._limits) or [[]]:
+            work_item.chunks.append(self._chunk(work_item, reads))
         work_item.num_pending = len(work_item.chunks)
         return work_item
 
-    def _chunk(self, work_item: TensorWork, runs: Sequence[CoalescedRead]) -> ReadChunk:
+    def _chunk(self, work_item: TensorWork, reads: Sequence[CoalescedRead]) -> ReadChunk:
         number = len(self._labels)
-        self._labels.append(_label(runs))
+        self._labels.append(_label(reads))
         place = len(work_item.chunks)
         chunk = ReadChunk(work_item, place, place + 1, 0, np.array([number], np.int64))
-        chunk.runs = tuple(runs)
+        chunk.reads = tuple(reads)
         chunk.buffers = []
         return chunk
 
     def finish(self, work_item: WorkItem) -> list[tuple[str, Any]]:
         assert isinstance(work_item, TensorWork)
-        found = [item for give in work_item.gives for item in give()]
-        work_item.gives = []
+        delivered = [item for deliver in work_item.deliver for item in deliver()]
+        work_item.deliver = []
         with self.totals.lock:
             self.totals.needed_bytes += work_item.num_bytes
-        return found
+        return delivered
 
     def release(self, work_item: WorkItem) -> None:
         assert isinstance(work_item, TensorWork)
-        self._made_bytes -= work_item.made_bytes
+        self._made_bytes -= work_item.new_bytes
 
 
 def _grouped(requests: Sequence[ReadRequest], most_bytes: int) -> list[list[ReadRequest]]:
-    """Neighbours together until they are a chunk's worth."""
+    """Neighbours in one group until it has a chunk's bytes."""
     groups: list[list[ReadRequest]] = []
     size = most_bytes
     for request in requests:
-        if not groups or size + request.num_bytes > most_bytes or len(groups[-1]) >= _MOST_IN_GROUP:
+        if not groups or size + request.num_bytes > most_bytes or len(groups[-1]) >= _MAX_GROUP:
             groups.append([])
             size = 0
         groups[-1].append(request)
@@ -286,57 +286,57 @@ def _grouped(requests: Sequence[ReadRequest], most_bytes: int) -> list[list[Read
     return groups
 
 
-def joined(byte_spans: Sequence[ByteSpan], limits: ReadLimits) -> list[CoalescedRead]:
-    """Neighbouring pieces as runs: gaps are read over, up to the bound; large pieces with a target stay by themselves."""
-    found: list[list[ByteSpan]] = []
+def coalesce(spans: Sequence[ByteSpan], limits: ReadLimits) -> list[CoalescedRead]:
+    """The reads of all `spans`: gaps up to the limit are read over; large spans with a target are read by themselves."""
+    reads: list[list[ByteSpan]] = []
     end = 0
-    for byte_span in sorted(byte_spans, key=lambda byte_span: (byte_span.key, byte_span.start)):
-        stays = byte_span.target is not None and byte_span.length >= limits.least_direct
-        run = found[-1] if found else None
+    for span in sorted(spans, key=attrgetter("key", "start")):
+        current = reads[-1] if reads else None
         if (
-            run is None
-            or stays
-            or run[0].key != byte_span.key
-            or (run[0].target is not None and run[0].length >= limits.least_direct)
-            or byte_span.start - end > limits.coalesce_gap
-            or max(end, byte_span.start + byte_span.length) - run[0].start > limits.most_bytes
+            current is None
+            or current[0].key != span.key
+            or span.start - end > limits.coalesce_gap
+            or max(end, span.start + span.length) - current[0].start > limits.most_bytes
+            or (span.target is not None and span.length >= limits.least_direct)
+            or (current[0].target is not None and current[0].length >= limits.least_direct)
         ):
-            found.append([byte_span])
-            end = byte_span.start + byte_span.length
+            reads.append([span])
+            end = span.start + span.length
         else:
-            run.append(byte_span)
-            end = max(end, byte_span.start + byte_span.length)
-    return [_run(run) for run in found]
+            current.append(span)
+            end = max(end, span.start + span.length)
+    return [_read_of(neighbours) for neighbours in reads]
 
 
-def _run(byte_spans: list[ByteSpan]) -> CoalescedRead:
-    end = max(byte_span.start + byte_span.length for byte_span in byte_spans)
-    is_direct = len(byte_spans) == 1 and byte_spans[0].target is not None
-    return CoalescedRead(byte_spans[0].key, byte_spans[0].start, end, tuple(byte_spans), is_direct)
+def _read_of(spans: list[ByteSpan]) -> CoalescedRead:
+    first = spans[0]
+    if len(spans) == 1:
+        return CoalescedRead(first.key, first.start, first.start + first.length, (first,), first.target is not None)
+    return CoalescedRead(first.key, first.start, max(s.start + s.length for s in spans), tuple(spans), False)
 
 
-def _dealt(runs: Sequence[CoalescedRead], limits: ReadLimits) -> list[list[CoalescedRead]]:
-    """Runs in chunks of at most so many bytes, with what is read besides them, or one run.
+def _in_chunks(reads: Sequence[CoalescedRead], limits: ReadLimits) -> list[list[CoalescedRead]]:
+    """Reads in chunks of at most `limits.most_bytes`, or of one read.
 
-    A store that answers late is asked for each run by itself: a chunk's runs are read one after the other.
+    For a store with latency each read is a chunk: the reads of one chunk follow one another.
     """
     if limits.coalesce_gap >= SMALL_GAP:
-        return [[run] for run in runs]
+        return [[read] for read in reads]
     chunks: list[list[CoalescedRead]] = []
     size = 0
-    for run in runs:
-        length = run.end - run.start + limits.edge_bytes
+    for read in reads:
+        length = read.end - read.start + limits.edge_bytes
         if not chunks or size + length > limits.most_bytes:
             chunks.append([])
             size = 0
-        chunks[-1].append(run)
+        chunks[-1].append(read)
         size += length
     return chunks
 
 
-def _label(runs: Sequence[CoalescedRead]) -> str:
-    if not runs:
+def _label(reads: Sequence[CoalescedRead]) -> str:
+    if not reads:
         return "nothing"
-    names = [byte_span.label for run in runs for byte_span in run.byte_spans]
+    names = [span.label for read in reads for span in read.spans]
     more = f" and {len(set(names)) - 1} more" if len(set(names)) > 1 else ""
-    return f"{names[0]}{more}, bytes {runs[0].start} to {runs[-1].end} of {runs[0].key}"
+    return f"{names[0]}{more}, bytes {reads[0].start} to {reads[-1].end} of {reads[0].key}"

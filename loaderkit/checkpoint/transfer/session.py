@@ -1,4 +1,4 @@
-"""Run a plan of tensors through the engine: the same workers, accounts and watchdog that make batches."""
+"""Reads of tensors by the engine, with the workers, accounts and watchdog that make batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from loaderkit.checkpoint.transfer.plan import (
     memory_of_worker,
     spread_of,
 )
-from loaderkit.checkpoint.transfer.stages import Shards
+from loaderkit.checkpoint.transfer.stages import TransferStages
 from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_of
 from loaderkit.connectors.page_cache import cached_share, parts_of
 from loaderkit.engine.base import Engine
@@ -35,25 +35,24 @@ from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import CheckpointError, ConfigError
 
 _REMOTE_WORKERS = 16
-_SPREADING_WORKERS = 8  # each of which has several requests under way
-# A tensor takes Python 60 us and more, and so many bytes on average 10 to read, whichever they are in. 4,000 of one size, one
-# thread and two, in ms: of 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595, 272 and 276; of 64 KiB
-# 520 and 605, 342 and 325.
+_SPLITTING_WORKERS = 8  # each has several requests in flight
+# Tensors of this size take 60 us and more of Python, and 10 us to read. 4,000 tensors, with one thread and with two, in ms: of
+# 1 KiB 461 and 635 (dcp), 257 and 290 (safetensors); of 16 KiB 492 and 595, 272 and 276; of 64 KiB 520 and 605, 342 and 325.
 _SMALL_BYTES = 64 * 2**10
-# On two CPUs two threads read what lies in the page cache as fast as eight. From a disk eight are faster, and past the page
-# cache up to 24, since some are busy with copies; each takes 0.3 ms to start, and has to have enough to do.
+# On two CPUs, two threads read from the page cache as fast as eight. From a disk eight are faster, and past the page cache up
+# to 24, because some are busy with copies. A thread takes 0.3 ms to start, and must have enough to do.
 _DISK_WORKERS = 8
-_AROUND_WORKERS = 24
+_DIRECT_WORKERS = 24
 _WORTH_A_WORKER = 32 * 2**20
-_FROM_MEMORY = 0.9  # so much of it, and the disk does not count
-_WORTH_KEEPING = 0.1  # so much of it, and the rest is read through the page cache as well
-# As launchers say it: torchrun and most others, Slurm, Open MPI, MPICH.
+_FROM_MEMORY = 0.9  # share in the page cache from which on the disk does not matter
+_WORTH_KEEPING = 0.1  # share in the page cache from which on the rest is read through it, too
+# Of torchrun and most other launchers, Slurm, Open MPI, MPICH.
 _NUMBERS_OF_PROCESSES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _CPU = torch.device("cpu")
 
 
 class Access(NamedTuple):
-    """How a store is read: by how many threads, and whether past the page cache."""
+    """The number of threads that read a store, and whether they read past the page cache."""
 
     num_workers: int
     direct: bool = False
@@ -62,39 +61,40 @@ class Access(NamedTuple):
 def num_workers_of(
     connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest] | None = None
 ) -> int:
-    """Threads: one a CPU for files; one in all where `requests` are small on average: that costs more than reading.
-    Most for a store that answers late, fewer where `requests` are long on average and each is several requests at a time.
-    Raises ConfigError for a number that is none."""
+    """Threads that read: one a CPU for files, and one in all where `requests` are small on average, because Python then takes
+    longer than reading. Most for a store with latency, fewer where the connector splits long `requests` itself.
+
+    Raises ConfigError for a `concurrency` that is no such number.
+    """
     if concurrency != "auto":
         if type(concurrency) is not int or concurrency < 1:
             raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
     mean = _mean_bytes(requests)
     if gap_of(connector) >= SMALL_GAP:
-        is_spread = mean is not None and mean >= spread_of(connector) // 4 > 0
-        return _SPREADING_WORKERS if is_spread else _REMOTE_WORKERS
+        is_split = mean is not None and mean >= spread_of(connector) // 4 > 0
+        return _SPLITTING_WORKERS if is_split else _REMOTE_WORKERS
     return 1 if mean is not None and mean < _SMALL_BYTES else max(2, num_cpus())
 
 
-def access_to(
+def plan_access(
     connector: Connector, concurrency: int | Literal["auto"], requests: Sequence[ReadRequest], memory_bytes: int
 ) -> Access:
-    """How a process that restores by itself reads `requests`: what is not in the page cache by more threads than there are
-    CPUs, as far as memory allows, and past it. Raises ConfigError as `num_workers_of`."""
+    """How a rank that shares nothing reads `requests`: from a disk with more threads than CPUs, as far as memory allows, and
+    past the page cache. Raises ConfigError as `num_workers_of`."""
     num_workers = num_workers_of(connector, concurrency, requests)
     if gap_of(connector) >= SMALL_GAP or (_mean_bytes(requests) or 0) < _SMALL_BYTES:
         return Access(num_workers)
-    paths = parts_of(connector, ((*request.first, request.num_bytes) for request in requests))
+    paths = parts_of(connector, ((*request.start, request.num_bytes) for request in requests))
     share = cached_share(paths) if paths else 1.0
     is_from_disk = share is not None and share < _WORTH_KEEPING
-    direct = is_from_disk and bulk_of(connector).read_direct is not None and not _may_have_company()
+    direct = is_from_disk and bulk_of(connector).read_direct is not None and not _has_other_processes()
     if concurrency == "auto" and (share is None or share < _FROM_MEMORY):
-        wanted = _DISK_WORKERS
+        useful = _DISK_WORKERS
         if direct:
-            wanted = max(
-                wanted, min(_AROUND_WORKERS, sum(request.num_bytes for request in requests) // _WORTH_A_WORKER)
-            )
-        num_workers = max(num_workers, min(wanted, memory_bytes // memory_of_worker(connector)))
+            num_bytes = sum(request.num_bytes for request in requests)
+            useful = max(useful, min(_DIRECT_WORKERS, num_bytes // _WORTH_A_WORKER))
+        num_workers = max(num_workers, min(useful, memory_bytes // memory_of_worker(connector)))
     return Access(num_workers, direct)
 
 
@@ -102,8 +102,8 @@ def _mean_bytes(requests: Sequence[ReadRequest] | None) -> float | None:
     return sum(request.num_bytes for request in requests) / len(requests) if requests else None
 
 
-def _may_have_company() -> bool:
-    """Whether other processes may be about to read the same: then one should find in the page cache what another has read."""
+def _has_other_processes() -> bool:
+    """True if other processes may read the same: they should find it in the page cache."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return True
@@ -111,7 +111,7 @@ def _may_have_company() -> bool:
 
 
 class TransferSession:
-    """Fills what `requests` name, and iterates over what has become whole. Close it; it is a context manager."""
+    """Reads `requests`, and iterates over the tensors as they become whole. Close it; it is a context manager."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class TransferSession:
         depth: int | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
-        """`memory_bytes` is divided into `num_parts`, and one is for this. `direct`: past the page cache, if the connector can.
-        `touched` is given the names of the tensors that are written to, for the caller whose they are; None: nobody's."""
+        """`memory_bytes` is divided into `num_parts`, one of which is for this session. `direct`: read past the page cache, if
+        the connector can. `touched` is given the names of the tensors that are written to, if the caller needs them."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
-        self.most_bytes = limits.most_bytes  # of a range that is read at once
+        self.most_bytes = limits.most_bytes  # of one read
         self.plan = TensorPlan(
             requests,
             limits=limits,
@@ -148,7 +148,7 @@ class TransferSession:
         )
         self.totals = self.plan.totals
         self.direct = direct
-        shards = Shards(
+        stages = TransferStages(
             connector,
             objects,
             self.totals,
@@ -156,8 +156,7 @@ class TransferSession:
             device=device,
             touched=set() if touched is None else touched,
             direct=direct,
-        )
-        stages = shards.stages()
+        ).stages()
         pools = plan_pools(stages, num_workers)
         counters = partial(counters_of, connector)
         self.engine: Engine
@@ -174,13 +173,10 @@ class TransferSession:
                 clock=clock,
                 counters=counters,
             )
-        self._finalizer = weakref.finalize(self, self.engine.abandon)  # where Ctrl-C keeps `close` from its end
+        self._finalizer = weakref.finalize(self, self.engine.abandon)  # if Ctrl-C interrupts `close`
 
     def __iter__(self) -> Iterator[list[tuple[str, Any]]]:
-        """What every destination gave, as it became whole: names with their tensors.
-
-        An error stops everything.
-        """
+        """Names with their tensors, of one work item after the other. An error stops the engine."""
         try:
             for _ in range(len(self.plan)):
                 work_item = self.engine.next()
@@ -192,7 +188,7 @@ class TransferSession:
             raise
 
     def stats(self) -> Stats:
-        """The engine's accounts."""
+        """The engine's accounts so far."""
         return self.engine.stats({}, 0)
 
     def close(self) -> None:
@@ -210,8 +206,8 @@ class TransferSession:
 
 
 def name_touched(error: BaseException, names: set[str]) -> None:
-    """Say with an error which of the caller's tensors were written to before it."""
-    touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to it
+    """Add to an error the names of the caller's tensors that were written to before it."""
+    touched = tuple(sorted(names.copy()))  # a worker that hangs may still add to the set
     if isinstance(error, CheckpointError):
         error.touched = touched
     if touched:

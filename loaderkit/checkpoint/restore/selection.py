@@ -1,0 +1,132 @@
+"""Which names of a checkpoint are restored: chosen by globs, and compared with the names of `into`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from loaderkit.checkpoint.contents import Checkpoint
+from loaderkit.checkpoint.names import Leaf, flatten
+from loaderkit.checkpoint.restore.requests import identity
+from loaderkit.errors import CheckpointError, ConfigError
+
+_NUM_LISTED = 8
+_MAX_LEAVES = 100_000_000
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn", "half": "float16"}
+Dtype = torch.dtype | str | None
+
+
+def parse_dtype(dtype: Dtype) -> torch.dtype | str | None:
+    """A dtype by object or name; "target": the dtype of each tensor to be filled. Raises ConfigError."""
+    if dtype is None or dtype == "target":
+        return dtype
+    name = _SHORT_DTYPES.get(str(dtype), str(dtype)).removeprefix("torch.")
+    parsed = dtype if isinstance(dtype, torch.dtype) else getattr(torch, name, None)
+    if not isinstance(parsed, torch.dtype):
+        raise ConfigError(f"dtype {dtype!r} is no type of torch's: give torch.bfloat16, 'float16', 'target'")
+    if not parsed.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r}: only floating-point tensors are cast, to a floating-point type")
+    return parsed
+
+
+def parse_keys(keys: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """The globs in `keys`; None: all names. Raises ConfigError if there are none."""
+    if keys is None:
+        return None
+    globs = (keys,) if isinstance(keys, str) else tuple(keys)
+    if not globs:
+        raise ConfigError("keys is empty, so nothing would be restored: leave it out to restore everything")
+    return globs
+
+
+def choose(checkpoint: Checkpoint, keys: str | Iterable[str] | None) -> tuple[list[str], list[str]]:
+    """(names of tensors, names of plain values) that match one of the globs `keys`; None: all.
+
+    Upper and lower case differ. Raises CheckpointError if a glob matches nothing.
+    """
+    tensors, values = [*checkpoint.tensors], [*checkpoint.values, *checkpoint.pickled]
+    if keys is None:
+        return tensors, values
+    globs = [keys] if isinstance(keys, str) else [*keys]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in (*tensors, *values)):
+            near = get_close_matches(glob, [*tensors, *values], 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed([*tensors, *values])}"
+            raise CheckpointError(f"{checkpoint.name} has no name that matches {glob!r}: {hint}")
+    return [name for name in tensors if _matches(name, globs)], [name for name in values if _matches(name, globs)]
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def match_names(
+    checkpoint: Checkpoint, into: Any, keys: Sequence[str] | None, *, strict: bool
+) -> tuple[dict[str, Leaf], list[str], list[str]]:
+    """(leaves of `into` by name, names of tensors to fill, names of plain values to set).
+
+    Raises CheckpointError if the names do not fit, or a tensor meets a plain value; ConfigError.
+    """
+    if not isinstance(into, (dict, list)):
+        raise ConfigError(
+            f"into: expected a state dict, possibly nested, not {type(into).__name__}; of a module give module.state_dict()"
+        )
+    leaves = flatten(into, _is_tensor, _MAX_LEAVES)
+    if keys is not None:
+        leaves = {name: leaf for name, leaf in leaves.items() if _matches(name, keys)}
+    tensors, values = choose(checkpoint, keys)
+    _compare_names(checkpoint, leaves, [*tensors, *values], strict=strict)
+    tensors = [name for name in tensors if name in leaves]
+    values = [name for name in values if name in leaves]
+    for name in tensors:
+        if not isinstance(leaves[name].value, torch.Tensor):
+            raise CheckpointError(
+                f"{checkpoint.name}: {name!r} is a tensor, and a {type(leaves[name].value).__name__} in `into`; nothing "
+                "was written"
+            )
+    for name in values:
+        if isinstance(leaves[name].value, torch.Tensor):
+            raise CheckpointError(f"{checkpoint.name}: {name!r} is no tensor, but one in `into`; nothing was written")
+        if isinstance(leaves[name].container, tuple):
+            raise CheckpointError(
+                f"{checkpoint.name}: {name!r} stands in a tuple of `into`, which cannot be changed; nothing was written"
+            )
+    return leaves, tensors, values
+
+
+def _compare_names(checkpoint: Checkpoint, leaves: Mapping[str, Leaf], chosen: Sequence[str], *, strict: bool) -> None:
+    """Raise CheckpointError that lists names missing in the checkpoint and, with `strict`, names missing in `into`."""
+    present = set(chosen)
+    missing = [name for name in leaves if name not in present]
+    if missing:  # a tensor that is the same memory as one in the checkpoint is filled with it
+        tied = {identity(leaf.value) for name, leaf in leaves.items() if name in present and _is_tensor(leaf.value)}
+        missing = [n for n in missing if not _is_tensor(leaves[n].value) or identity(leaves[n].value) not in tied]
+    unexpected = [name for name in chosen if name not in leaves] if strict else []
+    if not missing and not unexpected:
+        return
+    lines = [f"{checkpoint.name} does not have the names that are to be filled; nothing was read or written."]
+    if missing:
+        lines.append(f"  missing in the checkpoint ({len(missing)}): {_listed(missing)}")
+    if unexpected:
+        lines.append(
+            f"  only in the checkpoint ({len(unexpected)}): {_listed(unexpected)}; strict=False leaves them out"
+        )
+    if any(".state." in f".{name}" for name in unexpected):
+        lines.append(
+            "  An optimizer has no state before its first step: take torch.distributed's get_optimizer_state_dict, or"
+        )
+        lines.append("  restore without `into` and give the result to load_state_dict.")
+    raise CheckpointError("\n".join(lines), missing=tuple(missing), unexpected=tuple(unexpected))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _NUM_LISTED} more" if len(names) > _NUM_LISTED else ""
+    return ", ".join(names[:_NUM_LISTED]) + more

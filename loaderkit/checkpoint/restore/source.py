@@ -1,0 +1,243 @@
+"""An open checkpoint: its contents, its checksums, and sessions that read its tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal
+
+import torch
+
+from loaderkit._internal.device import resolve_device
+from loaderkit._internal.units import parse_bytes
+from loaderkit.checkpoint.checksums import Checksums
+from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Shard, ShardId
+from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
+from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
+from loaderkit.checkpoint.discovery.open import open_checkpoint
+from loaderkit.checkpoint.formats import dcp, torch_zip
+from loaderkit.checkpoint.names import opaque_in, settle
+from loaderkit.checkpoint.restore.requests import new_tensors
+from loaderkit.checkpoint.restore.selection import Dtype, parse_dtype
+from loaderkit.checkpoint.transfer.fetch import fetch_of, fetch_ranges
+from loaderkit.checkpoint.transfer.layout import as_tensor, unpacked
+from loaderkit.checkpoint.transfer.plan import ReadRequest
+from loaderkit.checkpoint.transfer.session import TransferSession, plan_access
+from loaderkit.connectors.base import ByteRange, Connector
+from loaderkit.errors import CheckpointError, ConfigError, FormatError
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_ARCHIVE_HEAD = 4096  # bytes of a shard's archive that hold its pickle and its record's header
+_ARCHIVE_TAIL = 4096  # bytes that hold its directory
+_MAX_ARCHIVES = 1024  # whose heads and tails are read at once, in 8 MiB
+
+
+class OpenCheckpoint:
+    """The contents of a checkpoint, the checksums of its objects by key, and the bound on staging memory.
+
+    Where several ranks share a machine's memory, `num_parts` says into how many equal parts it is divided; one is used.
+    Close it; it is a context manager.
+    """
+
+    def __init__(
+        self, location: CheckpointLocation, contents: Checkpoint, checksums: Mapping[str, Checksums], memory_bytes: int
+    ) -> None:
+        self.contents = contents
+        self.checksums = checksums
+        self.memory_bytes = memory_bytes
+        self.objects = {info.key: info for info in contents.objects.values()}
+        self._location = location
+
+    @classmethod
+    def open(
+        cls,
+        url: str | os.PathLike[str],
+        connectors: Mapping[str, Connector] | None,
+        memory: int | str,
+        verify: Verify,
+    ) -> OpenCheckpoint:
+        """Find the checkpoint and read its description. Raises as `loaderkit.restore`."""
+        try:
+            memory_bytes = parse_bytes(memory)
+        except ValueError as error:
+            raise ConfigError(f"memory: expected {error}") from None
+        location = locate(url, connectors or {})
+        try:
+            fetch = fetch_of(location.connector, memory_bytes)
+            contents = open_checkpoint(location, fetch)
+            return cls(location, contents, read_manifest(location, contents, verify, fetch), memory_bytes)
+        except BaseException:
+            location.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connector, unless the caller gave it. Idempotent."""
+        self._location.close()
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------------- sessions
+
+    def transfer(
+        self,
+        requests: list[ReadRequest],
+        device: torch.device,
+        concurrency: int | Literal["auto"] = "auto",
+        *,
+        num_parts: int = 1,
+        **settings: Any,
+    ) -> TransferSession:
+        """A session that reads `requests`; `settings` are those of `TransferSession`."""
+        connector = self.contents.connector
+        access = plan_access(connector, concurrency, requests, self.memory_bytes // num_parts)
+        return TransferSession(
+            requests,
+            connector,
+            self.objects,
+            memory_bytes=self.memory_bytes,
+            num_parts=num_parts,
+            num_workers=access.num_workers,
+            direct=access.direct,
+            checksums=self.checksums,
+            device=device,
+            **settings,
+        )
+
+    def transfer_new(self, names: list[str], device: torch.device, dtype: Dtype, **settings: Any) -> TransferSession:
+        """A session that makes these tensors and delivers them as they become whole."""
+        parsed = parse_dtype(dtype)
+        if parsed == "target":
+            raise ConfigError("dtype 'target' needs tensors to be filled: see loaderkit.restore(url, into=...)")
+        return self.transfer(new_tensors(self.resolved(names), names, device, parsed), device, **settings)
+
+    def _fetch(self, ranges: Sequence[ByteRange], num_parts: int) -> list[bytes]:
+        return fetch_ranges(
+            self.contents.connector, self.objects, ranges, memory_bytes=self.memory_bytes, num_parts=num_parts
+        )
+
+    # ------------------------------------------------------------------------------------- archives inside of files
+
+    def resolved(self, names: Iterable[str]) -> Checkpoint:
+        """The contents with the layouts of these tensors' large archives."""
+        return self.contents.with_shards(self.layouts(self.contents.shards_of(names)))
+
+    def layouts(self, shards: Iterable[tuple[str, Shard]], num_parts: int = 1) -> dict[ShardId, Shard]:
+        """The shards in large archives as plain bytes. It takes two small reads a shard."""
+        archives = [(name, shard) for name, shard in shards if shard.is_archive and shard.length > SMALL_ARCHIVE]
+        plain = {}
+        for lo in range(0, len(archives), _MAX_ARCHIVES):
+            plain.update(self._layouts(archives[lo : lo + _MAX_ARCHIVES], num_parts))
+        return plain
+
+    def _layouts(self, archives: Sequence[tuple[str, Shard]], num_parts: int) -> dict[ShardId, Shard]:
+        ranges = []
+        for _, shard in archives:
+            etag = self.objects[shard.key].etag
+            ranges.append(ByteRange(shard.key, shard.start, _ARCHIVE_HEAD, etag))
+            ranges.append(ByteRange(shard.key, shard.start + shard.length - _ARCHIVE_TAIL, _ARCHIVE_TAIL, etag))
+        read = self._fetch(ranges, num_parts)
+        plain = {}
+        for (name, shard), head, tail in zip(archives, read[::2], read[1::2], strict=True):
+            try:
+                blob = dcp.read_blob(self._reader_inside(shard, head, tail), shard.length)
+                plain[name, shard.offsets] = unpacked(shard, self.contents.tensors[name].dtype, blob)
+            except FormatError as error:
+                raise FormatError(
+                    f"{self.contents.describe(shard.key)}: {name!r} from byte {shard.start} on: {error}"
+                ) from None
+        return plain
+
+    def _reader_inside(self, shard: Shard, head: bytes, tail: bytes) -> torch_zip.Read:
+        """Reads in an archive whose head and tail are in memory already."""
+        tail_start = shard.length - len(tail)
+
+        def read(start: int, buffer: memoryview) -> None:
+            end = start + len(buffer)
+            if end <= len(head):
+                buffer[:] = head[start:end]
+            elif start >= tail_start:
+                buffer[:] = tail[start - tail_start : end - tail_start]
+            else:
+                etag = self.objects[shard.key].etag
+                self.contents.connector.read_into(shard.key, shard.start + start, buffer, etag=etag)
+
+        return read
+
+    # ------------------------------------------------------------------------------------------------- plain values
+
+    def plain_values(
+        self, names: list[str], archives: Mapping[str, bytes | bytearray] = MappingProxyType({}), num_parts: int = 1
+    ) -> dict[str, Any]:
+        """Plain values by name. Their archives are read, except those given in `archives`.
+
+        Raises CheckpointError for a value that only code from the file could make.
+        """
+        if not names:
+            return {}
+        pickled = {n: self.contents.pickled[n] for n in names if n in self.contents.pickled and n not in archives}
+        read = self._fetch([*pickled.values()], num_parts)
+        archives = {**archives, **dict(zip(pickled, read, strict=True))}
+        values: dict[str, Any] = {}
+        for name in names:
+            value = self.contents.values.get(name)
+            tensor: Callable[[Any], Any] = _unchanged
+            if name in archives:
+                value, tensor = self._unpickled(name, archives[name])
+            if (unknown := opaque_in(value)) is not None:
+                raise CheckpointError(
+                    f"{self.contents.name}: {name!r} holds an object of {unknown.what}, which only code from the file could "
+                    "make: leave it out with `keys`, or save it as numbers, text and containers"
+                )
+            values[name] = settle(value, tensor)
+        return values
+
+    def _unpickled(self, name: str, data: bytes | bytearray) -> tuple[Any, Callable[[Any], Any]]:
+        """(the value in an archive, what makes a tensor of a `View` in it)."""
+        view = memoryview(data)
+
+        def read(start: int, buffer: memoryview) -> None:
+            buffer[:] = view[start : start + len(buffer)]
+
+        try:
+            archive = torch_zip.read_archive(read, len(data))
+        except FormatError as error:
+            raise FormatError(f"{self.contents.name}: the value {name!r}: {error}") from None
+
+        def tensor(item: Any) -> Any:
+            if not isinstance(item, torch_zip.View):
+                return item
+            if not item.num_spanned:
+                return torch.empty(item.shape, dtype=item.dtype)
+            start = archive.starts[item.storage.key] + item.offset * item.dtype.itemsize
+            spanned = view[start : start + item.num_spanned * item.dtype.itemsize]
+            # The bytes are copied, not the elements: an expanded tensor may have any number of elements.
+            return as_tensor(memoryview(bytearray(spanned)), item.dtype, item.shape, item.strides)
+
+        return archive.value, tensor
+
+
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """The device of this name; "auto": a GPU if there is one. Raises ConfigError."""
+    if device is None:
+        return None
+    try:
+        if isinstance(device, str) and not _DEVICE.fullmatch(device):
+            raise ValueError(f"expected auto, cpu, cuda or cuda:N, not {device!r}")
+        parsed = device if isinstance(device, torch.device) else resolve_device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"device: {error}") from error
+    if str(parsed) == "cuda":  # the current device of this thread: a worker thread has one of its own
+        return torch.device("cuda", torch.cuda.current_device())
+    return parsed
+
+
+def _unchanged(value: Any) -> Any:
+    return value

@@ -73,7 +73,6 @@ to 15 where functions there hold Python's lock; one that does not answer within 
 |---|---|
 | `wall_s` | since the first wait for a batch, or since the earlier moment |
 | `num_batches`, `num_samples` | delivered |
-| `num_self_served` | batches that the loop made itself, where that is faster than to be handed them by a worker |
 | `stall.total_s`, `stall.percent` | time inside `next()` that ended in a batch, and its share of `wall_s` |
 | `stall.by_stage` | the same time by what was waited for: a stage; `start` (before the first chunk could run); `memory` (waiting for budget); `wakeup` (delivered, the loop not yet running) |
 | `stages[]` | `workers`, `num_items`, `num_bytes`, `num_failed`; `busy_s`, of it `cpu_s` on a CPU and `delayed_s` ready to run while no CPU was free (the rest waiting for I/O, a lock or the GIL); `starved_s` (no input), `blocked_s` (no room downstream), `idle_s`; `slot_s`, their sum; `p50_s`, `p99_s` per item; `num_queued`, chunks that wait for its pool just now |
@@ -84,7 +83,7 @@ to 15 where functions there hold Python's lock; one that does not answer within 
 | `store` | what connectors count; below |
 | `transfer` | copies to a GPU: `num_bytes`, `copy_s` by the GPU's own clock, `bytes_per_s`, `overlap`: the share of `copy_s` in which the loop did not wait for `transfer`; empty where batches stay on the CPU |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |
-| `tuning` | `executor`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
+| `tuning` | `executor` that runs, and where that is not the one asked for its `executor_reason`, `cpus` (that this process may use), `concurrency`, `batches`, `pools`: which stages share how many workers; with `executor: process` also `processes` and their `pids`; where a crop comes next to `decode`, `jpeg`: how much of one is decoded, `whole` or `crop of` that stage; with `auto`: the sizes that are measured, whether they are `settled`, and the last 100 `decisions` (`at_s`, `knob`, `before`, `after`, `reason`, `effect`, `kept`) |
 
 `loader.series()` is a list of dicts, one for each step of time: `at_s`, `seconds`; shares of it in `stall` (by cause) and `throttled`;
 busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `bytes_per_s`, `page_cache_hits`; at its end `workers`,

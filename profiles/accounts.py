@@ -26,7 +26,7 @@ from profiles.bottlenecks import CASES, Case, run
 
 FOLDER = Path(__file__).parent.parent / "tests" / "engine" / "metrics" / "recorded"
 _SIDE_BY_SIDE = ("CPU-bound decode", "batch assembly")
-_PLAIN = ("wall_s", "num_batches", "num_samples", "num_self_served", "stall_s", "memory", "tuning")
+_PLAIN = ("wall_s", "num_batches", "num_samples", "stall_s", "memory", "tuning")
 
 
 def to_json(stats: Stats) -> dict[str, Any]:

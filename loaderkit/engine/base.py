@@ -100,7 +100,6 @@ class Engine(ABC):
         self.slow_items = SlowItems(len(stages))
         self.num_delivered = 0
         self.num_samples = 0
-        self.num_self_served = 0  # made in the loop's thread, in a worker's place
         self.first_wait_s: float | None = None
         self.first_idle_s: float | None = None  # for how long CPUs had been idle then
         self._tape_length = 0  # of what is recorded of each worker

@@ -52,8 +52,6 @@ class Scheduler:
         self._queue: deque[WorkItem] = deque()  # open destinations in order, complete or not
         self._chunks: deque[Chunk] = deque()  # of open destinations, taken by nobody yet
         self._resting: list[WorkerClock] = []  # of the first pool's workers that wait for room or work
-        self._lent: WorkerClock | None = None  # one of theirs, while the consumer works in that worker's place
-        self.is_self_service = False  # the consumer makes its batches itself: workers rest
         self._scratches: list[dict[str, Any]] = []
         self._chunk_sizer = ChunkSizer()
         self._at_end = False
@@ -76,13 +74,12 @@ class Scheduler:
             return self._first(keep=keep)
 
     def wait_for_first(self, timeout_s: float) -> tuple[WorkItem | None, float]:
-        """The same after waiting for it, and what is left of `timeout_s`; None when that has passed, or when there is something
-        to `borrow` for."""
+        """The same after waiting for it, and what is left of `timeout_s`; None when that has passed."""
         with self._lock:
             ends_s = time.monotonic() + timeout_s
             while True:
                 found, left_s = self._first(), ends_s - time.monotonic()
-                if found is not None or left_s <= 0 or self.can_lend:
+                if found is not None or left_s <= 0:
                     return found, left_s
                 assert not (self._at_end and not self._queue), "the loader asks for no batch past the last"
                 self._sleep(min(left_s, _LOOK_S) if self._is_quick() else left_s)
@@ -94,7 +91,7 @@ class Scheduler:
                 self._sleep(_LOOK_S if self._is_quick() else None)
 
     def _sleep(self, wait_s: float | None) -> None:
-        """Wait to be told that the first destination is complete, or that there is something to borrow for."""
+        """Wait to be told that the first destination is complete."""
         self._is_asleep = wait_s is None or wait_s > _LOOK_S
         try:
             self._ready.wait(wait_s)
@@ -119,7 +116,7 @@ class Scheduler:
         if not keep:
             self.num_open -= 1
             self._plan.release(self._queue[0])
-            if self._resting and not self.is_self_service and self._is_worth_waking():
+            if self._resting and self._is_worth_waking():
                 self._room.notify()
         return self._queue.popleft()
 
@@ -127,12 +124,6 @@ class Scheduler:
     def num_queued(self) -> int:
         """Chunks that nobody has taken yet; for any thread."""
         return len(self._chunks)
-
-    @property
-    def batch_s(self) -> float | None:
-        """How long one worker takes for a batch, as far as is known."""
-        sample_s = self._chunk_sizer.sample_s
-        return None if sample_s is None else sample_s * self._plan.batch_size
 
     def _is_quick(self) -> bool:
         # Only where workers announce what is complete before they wait, so that no complete batch goes unannounced.
@@ -148,34 +139,6 @@ class Scheduler:
         meanwhile; all of it where only one thread can run anyway."""
         room = self._plan.room[0]
         return room if self._one_works() else -(-room // 2)
-
-    def set_self_service(self, is_on: bool) -> None:
-        """Whether the consumer makes its batches itself from now on, with `borrow`; workers rest meanwhile."""
-        with self._lock:
-            self.is_self_service = is_on
-            self._room.notify_all()  # those that rest do so for another reason now
-
-    @property
-    def can_lend(self) -> bool:
-        """Whether the consumer has something to do itself, in the place of a worker that rests."""
-        return self.is_self_service and bool(self._resting) and (bool(self._chunks) or not self._queue)
-
-    def borrow(self) -> WorkerClock | None:
-        """The account of a worker at rest, for the consumer to `take` with in its place until `give_back`.
-
-        None if a worker has begun with the awaited batch, or none rests yet: the consumer is to wait until that is done, or
-        one does.
-        """
-        with self._lock:
-            self._lent = self._resting[-1] if self.can_lend else None
-            return self._lent
-
-    def give_back(self) -> None:
-        """The consumer has done what it borrowed the account for."""
-        with self._lock:
-            self._lent = None
-            if self._is_closed or not self.is_self_service:
-                self._room.notify_all()  # that worker may have been woken while it had to go on sleeping
 
     def head(self) -> WorkItem | None:
         """The awaited destination, for reports."""
@@ -241,9 +204,7 @@ class Scheduler:
                     if self._plan.specs is None and not self._is_preparing:
                         self._is_preparing = True
                         break
-                    if self._plan.specs is None or not self._may_open(worker_clock) or not self._open_next():
-                        if worker_clock is self._lent:
-                            return None
+                    if self._plan.specs is None or not self._open_next():
                         self._rest(worker_clock)
                 else:
                     if self._resting and not worker_clock.is_wanted:
@@ -268,21 +229,14 @@ class Scheduler:
             self._plan.set_depth(num_batches, memory_bytes)
             self._room.notify_all()
 
-    def _may_open(self, worker_clock: WorkerClock) -> bool:
-        return not self.is_self_service or worker_clock is self._lent
-
     def _rest(self, worker_clock: WorkerClock) -> None:
         """Let a worker wait for room or work. Under the lock."""
         states = self._states
         has_work = self.num_open and not self._at_end
-        worker_clock.enter(states.idle if self.is_self_service else states.blocked if has_work else states.starved)
+        worker_clock.enter(states.blocked if has_work else states.starved)
         self._announce()
         self._resting.append(worker_clock)
-        if self.is_self_service:
-            self._ready.notify()  # it may have waited for somebody to rest
         self._room.wait()
-        while worker_clock is self._lent:  # the consumer writes it just now
-            self._room.wait()
         self._resting.remove(worker_clock)
 
     def wake_worker(self) -> None:

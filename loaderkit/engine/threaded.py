@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _thread
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 from loaderkit.engine.pools import PoolPlan
 from loaderkit.engine.scheduler import Scheduler
-from loaderkit.engine.self_service import SelfService
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME, threads_to_come_kept
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
@@ -38,13 +36,11 @@ class ThreadEngine(Engine):
         *,
         timeout_s: float,
         raises: bool = False,
-        self_service: bool = False,
         takes_turns: bool = True,
         clock: Clock = time.perf_counter,
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. `self_service`: the consumer may make
-        batches itself. The rest: of every `Engine`."""
+        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. The rest: of every `Engine`."""
         super().__init__(plan, stages, pools, takes_turns=takes_turns, clock=clock, counters=counters)
         self._timeout_s = timeout_s
         self._raises = raises
@@ -58,7 +54,6 @@ class ThreadEngine(Engine):
         )
         self._sizing = threading.RLock()  # of pools
         self._resized = threading.Condition(self._sizing)  # workers that are not wanted wait on it
-        self._self_service = SelfService(self.scheduler) if self_service and len(pools) == 1 else None
         self._is_started = False
 
     # ------------------------------------------------------------------------------------------------ the consumer
@@ -97,8 +92,6 @@ class ThreadEngine(Engine):
                     f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
                 ) from error
         self.scheduler.resize(sum(pool.num_workers for pool in self.pools))
-        if self._self_service is not None:
-            self._self_service.forget()
         if pool.buffer is not None:
             pool.buffer.resize(2 * num_workers)
 
@@ -159,33 +152,12 @@ class ThreadEngine(Engine):
         self.scheduler.seek(epoch, position)
 
     def _wait(self, begin_s: float) -> WorkItem:
-        service = self._self_service
-        try:
-            work_item = self._first(service is not None and service.comes(begin_s))
-            if service is not None:
-                service.leaves(self.clock())
-            return work_item
-        except BaseException:
-            if os.getpid() == self._pid:  # in a fork's child its lock may never open
-                self.scheduler.give_back()  # Ctrl-C may have come right after borrowing
-            raise
-
-    def _first(self, works_itself: bool) -> WorkItem:
-        """The next destination, when it is complete; `works_itself`: the consumer makes it itself if it can."""
-        patience, left_s = None, 0.0
+        patience = watchdog.Patience(self._timeout_s, self._raises)
+        left_s = patience.next_s
         while True:
-            while works_itself:
-                found = self.scheduler.first() if self.scheduler.num_ready else None
-                if found is not None:
-                    return found
-                if not self._work_for_a_worker():
-                    break
-            if patience is None:
-                patience = watchdog.Patience(self._timeout_s, self._raises)
-                left_s = patience.next_s
-            found, left_s = self.scheduler.wait_for_first(left_s)
-            if found is not None:
-                return found
+            work_item, left_s = self.scheduler.wait_for_first(left_s)
+            if work_item is not None:
+                return work_item
             if left_s <= 0:
                 patience.ends(self.describe_wait)
                 left_s = patience.next_s
@@ -288,25 +260,6 @@ class ThreadEngine(Engine):
         with self._sizing:
             while not worker_clock.is_wanted and not self._is_closed:
                 self._resized.wait()
-
-    def _work_for_a_worker(self) -> bool:
-        """Do a worker's work in the consumer's thread, while that worker rests; False if there is none to do."""
-        worker_clock = self.scheduler.borrow()
-        if worker_clock is None:
-            return False
-        try:
-            chunk = self.scheduler.take(worker_clock)
-            if chunk is None:  # no room: what else there is has to end first
-                self.scheduler.set_self_service(False)
-                return False
-            item = self._carry(chunk, worker_clock)
-            if isinstance(item, WorkItem):
-                self.scheduler.deliver(item)
-                self.num_self_served += 1
-            worker_clock.enter(self.states.idle)
-            return True
-        finally:
-            self.scheduler.give_back()
 
     def _process(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> None:
         ticket = pool.begin(worker_clock)

@@ -25,7 +25,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.native import jpeg
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.engine_factory import Assembly, Recipe, why_inline
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.array import ArrayArgs, ArraySource
 from loaderkit.sources.base import Source
@@ -172,9 +172,15 @@ def _prepare(
     stretch: Slowdown | None,
 ) -> tuple[dict[str, Any], TransferStream | None, Callable[[], Executor]]:
     """What statistics say of how it runs, where batches go on a GPU, and what makes the executor."""
-    recipe = Recipe(config, source, connector, schedule, _num_workers(config), stretch)
+    reason = why_inline(config, source, connector)
+    is_inline = config.prefetch.executor == "inline" or reason is not None
+    num_workers = 1 if is_inline else _num_workers(config)
+    recipe = Recipe(config, source, connector, schedule, num_workers, is_inline, stretch)
     assembly = Assembly(recipe)
-    tuning: dict[str, Any] = {"executor": config.prefetch.executor, "batches": config.prefetch.first_batches}
+    executor = "inline" if is_inline else config.prefetch.executor
+    tuning: dict[str, Any] = {"executor": executor, "batches": config.prefetch.first_batches}
+    if reason is not None:
+        tuning["executor_reason"] = reason
     if assembly.graph:
         tuning["graph"] = assembly.graph
     if assembly.cropping is not None:
@@ -200,10 +206,8 @@ def _prepare(
 
 def _num_workers(config: PipelineConfig) -> int:
     """Threads in all, to begin with."""
-    prefetch = config.prefetch
-    if prefetch.executor == "inline":
-        return 1
-    return num_cpus() if prefetch.concurrency == "auto" else prefetch.concurrency
+    concurrency = config.prefetch.concurrency
+    return num_cpus() if concurrency == "auto" else concurrency
 
 
 class _Timed:

@@ -5,6 +5,7 @@ A recipe holds data alone, so it can be sent: the process that loads makes its e
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loaderkit.connectors.base import Connector, bulk_of, counters_of, traits_of
+from loaderkit._internal.units import say_bytes
+from loaderkit.connectors.base import Connector, counters_of, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
@@ -31,9 +33,11 @@ from loaderkit.pipeline.compiler import Compiler
 from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.sources.array import ArraySource
 from loaderkit.sources.base import Source
 from loaderkit.sources.dataset import DatasetArgs, DatasetSource, open_object
 from loaderkit.sources.forecast import Forecast
+from loaderkit.sources.tar import TarSource
 from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.transfer import TransferArgs, TransferStream
 
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
 
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
 _MOST_BATCHES = 64  # that `batches: auto` may come to
+# Batches that are made in about 0.2 ms: to wake another thread up, and to pass the GIL to and fro, takes 0.1.
+_TINY_BYTES, _FEW_RECORDS, _FEW_MEMBERS = 128 * 1024, 1024, 64
+_CACHED_SHARE = 0.5  # of the machine's memory: data of that size stays in the page cache
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Recipe:
     connector: Connector | None
     schedule: BatchSampler
     num_workers: int  # threads in all
+    is_inline: bool  # the loop's thread makes the batches
     stretch: Slowdown | None = None  # a stage that is slowed down, to see what follows
 
 
@@ -129,7 +137,7 @@ class Assembly:
 
     def make_engine(self, clock: Clock) -> Engine:
         """An engine that has not begun, of this process."""
-        if self._recipe.config.prefetch.executor == "inline":
+        if self._recipe.is_inline:
             return InlineEngine(self.make_plan(), self.stages, self.pools, clock=clock, counters=self._counters())
         return self.make_threads(clock)
 
@@ -140,7 +148,6 @@ class Assembly:
             self.make_plan(allocate),
             self.stages,
             self.pools,
-            self_service=self._runs_no_other_code(),
             timeout_s=prefetch.timeout,
             raises=prefetch.on_timeout == "raise",
             clock=clock,
@@ -151,14 +158,6 @@ class Assembly:
         """What tells of the store."""
         connector = self._ahead or self._recipe.connector
         return None if connector is None else partial(counters_of, connector)
-
-    def _runs_no_other_code(self) -> bool:
-        """Whether all that is done is to read, by our own code: then it does not matter which thread does it."""
-        kinds = {stage.kind for stage in self.stages}
-        connector = self._recipe.connector
-        if isinstance(connector, RetryConnector) and bulk_of(connector).read_many is not None:
-            connector = connector.inner
-        return kinds <= {"read", "batch"} and type(connector) is FileConnector
 
     def rows(self) -> list[StageStats]:
         """A row of zeros for every stage."""
@@ -176,11 +175,39 @@ class Assembly:
         ]
 
 
+def why_inline(config: PipelineConfig, source: Source, connector: Connector | None) -> str | None:
+    """Why batches are made in the loop's thread although `executor: thread` was asked for; None: they are not.
+
+    Only where nobody gave a number of workers, no code but our own runs, and reading is copying from the page cache.
+    """
+    prefetch = config.prefetch
+    is_fixed = prefetch.concurrency != "auto" or any(stage.args.workers != "auto" for stage in config.stages)
+    if prefetch.executor != "thread" or is_fixed or prefetch.on_timeout == "raise":
+        return None
+    store = connector.inner if isinstance(connector, RetryConnector) else connector
+    if type(store) is not FileConnector or [stage.kind for stage in config.stages] != ["read", "batch"]:
+        return None
+    batch = config.stage("batch").args
+    assert isinstance(batch, BatchArgs)
+    if isinstance(source, ArraySource):
+        sample_bytes, data_bytes = source.records.num_bytes, source.file.size
+        is_quick = batch.size <= _FEW_RECORDS
+    elif isinstance(source, TarSource):
+        sample_bytes, data_bytes = source.num_bytes // len(source), source.num_bytes
+        is_quick = batch.size * source.num_members <= _FEW_MEMBERS * len(source)
+    else:
+        return None
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if not is_quick or batch.size * sample_bytes > _TINY_BYTES or data_bytes > _CACHED_SHARE * memory_bytes:
+        return None
+    return f"a batch of {say_bytes(batch.size * sample_bytes)} takes longer to hand over than to make"
+
+
 def _read_ahead(recipe: Recipe, shard: Shard) -> ReadAheadConnector | None:
     """What reads a slow store ahead of the stages; None for others, and where no thread may."""
     config, source, connector = recipe.config, recipe.source, recipe.connector
     args = config.source
-    if not isinstance(args, StoreArgs) or connector is None or config.prefetch.executor == "inline":
+    if not isinstance(args, StoreArgs) or connector is None or recipe.is_inline:
         return None
     if not traits_of(connector).is_remote:
         return None

@@ -152,17 +152,23 @@ class LiveSettings:
         if pool is None:
             known = ", ".join(name for pool in pools for name in pool["stages"])
             raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
-        if self._tuning["executor"] == "inline" or "process" in pool:
-            where = (
-                "one thread beside the loop runs" if "process" in pool else "with executor: inline your own thread runs"
+        if "process" in pool:
+            raise ConfigError(
+                f"resize: one thread beside the loop runs {stage!r}, so it has no workers to be more or fewer"
             )
-            raise ConfigError(f"resize: {where} {stage!r}, so it has no workers to be more or fewer")
+        if self._tuning["executor"] == "inline":
+            reason = self._tuning.get("executor_reason")
+            change = f": {reason}; set prefetch.concurrency to a number" if reason else ""
+            raise ConfigError(
+                f"resize: with executor: inline your own thread runs {stage!r}, so it has no workers to be more or "
+                f"fewer{change}"
+            )
         return pool
 
 
 def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
-    """What turns the sizes that were left to it (`auto`); None if none were, and with `executor: inline`."""
-    if config.prefetch.executor == "inline":
+    """What turns the sizes that were left to it (`auto`); None if none were, and where the loop's thread makes the batches."""
+    if tuning["executor"] == "inline":
         return None
     knobs = []
     unit = tuning.get("processes", 1)  # processes that load have as many each

@@ -155,7 +155,7 @@ class Loader:
 
     def _make_monitor(self, engine: Executor) -> Monitor | None:
         """What looks at an engine while it runs. It must not know this loader, or that would never be garbage."""
-        if self._parts.config.prefetch.executor == "inline":
+        if self._parts.tuning["executor"] == "inline":
             return None
         sizes, run = self._sizes, self._run
         return Monitor(lambda: engine.stats(sizes.tuning, run), self._series, sizes.tune)

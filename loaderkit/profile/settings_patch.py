@@ -53,8 +53,8 @@ def _other_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> 
 
 
 def _more_at_once(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    if case.is_self_served:  # by workers it would take longer
-        return []
+    if case.is_inline_by_rule:  # what computes would take longer with workers
+        return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", case.stats.tuning["cpus"])]
     if case.is_inline:
         return [_set(config, "prefetch.executor", "thread")]
     if verdict.stage is None or (verdict.kind == "computing" and case.is_short_of_cpus):

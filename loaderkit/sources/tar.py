@@ -112,6 +112,16 @@ class TarSource:
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
+    @property
+    def num_members(self) -> int:
+        """Members of all samples, wanted or not."""
+        return len(self._starts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the wanted members of all samples."""
+        return int(self._sample_sizes.sum())
+
     def key(self, index: int) -> str:
         """The common name of the sample's members: directories kept, no extension."""
         return self._keys[index]

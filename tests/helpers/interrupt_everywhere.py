@@ -43,14 +43,11 @@ from leftovers import resources
 from numbers_dataset import numbers, wait_for
 
 import loaderkit
-from loaderkit.engine import self_service
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME
 
 _LOOKING = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # and what begins so
 _FILES = (str(Path(loaderkit.__file__).parent), contextmanager.__code__.co_filename)
 _PATIENCE_S = 60.0
-self_service._QUICK_S = 1.0  # a loop that is traced is slow
-self_service.SelfService._is_to_make_it = lambda self, now: True  # type: ignore[method-assign]  # without trying first
 _SETTLED_S = 10.0
 _LONG_S = 5.0  # a life takes a second or so
 _NUM_TRIES = 3  # where it took longer: a machine may be busy

@@ -22,7 +22,6 @@ from conftest import HELPERS, make_photo
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ClosedError, ConfigError, LoaderkitError, StateError
 
@@ -584,12 +583,6 @@ def nothing_left_running() -> Iterator[None]:
     yield
     gc.collect()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
-
-
-def test_small_records_begin_with_a_worker_a_cpu_as_all_else(tmp_path: Path) -> None:
-    np.save(tmp_path / "records.npy", np.zeros((1000, 4), np.uint8))
-    with loaderkit.build(Pipeline.array(str(tmp_path / "records.npy")).read().batch(10)) as loader:
-        assert loader.stats().to_dict()["tuning"]["concurrency"] == num_cpus()
 
 
 def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:

@@ -200,9 +200,7 @@ class Tuner:
     def _says_nothing(self, before: Stats, now: Stats) -> bool:
         """Whether workers may not have worked as they would, or not for long enough."""
         # After an error the sizes are as they were, and so is what is on trial.
-        is_new = before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s
-        # Or the loop made batches itself, and workers rested.
-        return is_new or now.num_self_served > before.num_self_served
+        return before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s
 
     def _restart(self, now: Stats) -> None:
         self._begin = self._before = now

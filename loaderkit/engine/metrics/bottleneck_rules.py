@@ -211,7 +211,7 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
     """Its workers hold one another up: at a lock, or where bytes move, in a link that is full."""
     interval, awaited = facts.interval, facts.awaited
     stage = awaited.stage
-    if not awaited.is_serial or interval.is_self_served:
+    if not awaited.is_serial:
         return None
     if stage.kind == "transfer" or (stage.kind == "read" and stage.num_bytes > 0):
         gives = f"; it gives {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in all" if stage.num_bytes else ""
@@ -356,8 +356,8 @@ def _compared(facts: StageFacts) -> str:
 
 def _workers_instead(interval: Interval, how: str) -> str:
     """What to change where the loop's thread makes the batches."""
-    if interval.is_self_served:
-        return "larger batches: the loop makes these itself, since to be handed one by a worker took longer"
+    if interval.is_inline_by_rule:
+        return f"larger batches, or prefetch.concurrency: {interval.stats.tuning['cpus']}, {how}"
     return f"prefetch.executor: thread, {how}"
 
 

@@ -69,12 +69,12 @@ class Interval:
     @property
     def is_inline(self) -> bool:
         """Whether batches are made in the loop's thread, and not by workers."""
-        return self.stats.tuning.get("executor") == "inline" or self.is_self_served
+        return self.stats.tuning.get("executor") == "inline"
 
     @property
-    def is_self_served(self) -> bool:
-        """Whether the loop made most of its batches in a worker's place, since that was measured to be faster."""
-        return self.stats.num_self_served > self.stats.num_batches / 2
+    def is_inline_by_rule(self) -> bool:
+        """True if nobody asked for `inline`: the batches are so small that to hand them over would take longer."""
+        return "executor_reason" in self.stats.tuning
 
     @property
     def has_time_to_spare(self) -> bool:

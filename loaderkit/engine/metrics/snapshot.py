@@ -95,7 +95,6 @@ class Snapshot:
     memory: dict[str, int]
     host: HostStats  # of the processes in which the workers are; `idle_s` since the first wait for a batch
     tuning: dict[str, Any]
-    num_self_served: int = 0  # batches that the loop made itself, in a worker's place
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
     trials: dict[str, ContentionResult] = field(default_factory=dict)
     """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
@@ -133,7 +132,6 @@ class Snapshot:
             self,
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
-            num_self_served=self.num_self_served - earlier.num_self_served,
             num_samples=self.num_samples - earlier.num_samples,
             stall_s=_rise(earlier.stall_s, self.stall_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
@@ -186,7 +184,6 @@ class Snapshot:
         return {
             "wall_s": self.wall_s,
             "num_batches": self.num_batches,
-            "num_self_served": self.num_self_served,
             "num_samples": self.num_samples,
             "stall": {
                 "total_s": total_s,
@@ -255,7 +252,6 @@ def merged(parts: Sequence[AnySnapshot]) -> AnySnapshot:
     return replace(
         first,
         num_batches=sum(part.num_batches for part in parts),
-        num_self_served=sum(part.num_self_served for part in parts),
         num_samples=sum(part.num_samples for part in parts),
         stall_s=stall_s,
         stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],

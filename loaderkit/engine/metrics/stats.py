@@ -48,7 +48,6 @@ def collect(engine: Engine, tuning: dict[str, Any], run: int, at_s: float | None
         now_s=now,
         wall_s=0.0 if engine.first_wait_s is None else now - engine.first_wait_s,
         num_batches=engine.num_delivered,
-        num_self_served=engine.num_self_served,
         num_samples=engine.num_samples,
         stall_s=stall_s,
         stages=rows,

@@ -115,7 +115,7 @@ def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, 
     lines = read_quarantine(quarantine)
     parts = open_parts(pipeline, [*(assignments or []), "prefetch.executor=inline"])
     places = places_of(parts.source, lines)
-    recipe = Recipe(parts.config, parts.source, parts.connector, parts.schedule, 1)
+    recipe = Recipe(parts.config, parts.source, parts.connector, parts.schedule, 1, is_inline=True)
     found: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
     found["gone"] = [line._asdict() for line in lines if line not in places]
     for line, error in try_again(recipe, places):

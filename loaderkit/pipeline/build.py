@@ -175,7 +175,7 @@ def _prepare(
     reason = why_inline(config, source, connector)
     is_inline = config.prefetch.executor == "inline" or reason is not None
     num_workers = 1 if is_inline else _num_workers(config)
-    recipe = Recipe(config, source, connector, schedule, num_workers, is_inline, stretch)
+    recipe = Recipe(config, source, connector, schedule, num_workers, stretch, is_inline)
     assembly = Assembly(recipe)
     executor = "inline" if is_inline else config.prefetch.executor
     tuning: dict[str, Any] = {"executor": executor, "batches": config.prefetch.first_batches}

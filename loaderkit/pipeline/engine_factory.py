@@ -60,8 +60,8 @@ class Recipe:
     connector: Connector | None
     schedule: BatchSampler
     num_workers: int  # threads in all
-    is_inline: bool  # the loop's thread makes the batches
     stretch: Slowdown | None = None  # a stage that is slowed down, to see what follows
+    is_inline: bool = False  # the loop's thread makes the batches
 
 
 class Assembly:

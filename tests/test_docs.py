@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from buckets import upload
 from seaweed import Seaweed
 
 import loaderkit
+from loaderkit.pipeline.config.yaml_text import from_yaml
 from profiles.reports import FOLDER, PAGE, filled, text_of
 
 ROOT = Path(__file__).parents[1]
@@ -99,4 +99,4 @@ def test_the_make_targets_the_readme_names_exist() -> None:
     named = set(re.findall(r"make (\w+)", (ROOT / "README.md").read_text()))
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "lint", "prove"} <= named & targets
-    assert yaml.safe_load(README_PIPELINE)["stages"][0] == "read"
+    assert from_yaml(README_PIPELINE)["stages"][0] == "read"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from conftest import make_photo
 from rich.text import Text
 from safetensors.torch import save_file
@@ -24,6 +23,7 @@ from loaderkit.checkpoint import latest
 from loaderkit.cli import console, main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, FormatError, StageError, printable
+from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.render.summary import PlainConsole, table_of
 from loaderkit.sources.formats.tar_index import load_index
 
@@ -60,7 +60,7 @@ def pipeline(folder: Path, **source: object) -> Path:
         "order": {"shuffle": "none"},
         "errors": {"on_bad_sample": "skip", "max_bad_samples": 100, "quarantine": str(folder.parent / "bad.jsonl")},
     }
-    path.write_text(yaml.safe_dump(described))
+    path.write_text(to_yaml(described))
     return path
 
 

@@ -46,20 +46,20 @@ Debug = Annotated[bool, typer.Option("--debug", callback=_note_debug, help="Show
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     """{"stages.batch.size": 32} from ["stages.batch.size=32"]; values are read as YAML."""
-    import yaml
+    from loaderkit.pipeline.config.yaml_text import YAML_ERRORS, from_yaml
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise typer.BadParameter(f"{assignment!r} is not KEY=VALUE, as in stages.batch.size=32", param_hint="--set")
         try:
             # YAML would take the star of "*.jpg" for a reference, and the others for signs that mean nothing here.
-            found[key.strip()] = text if text.startswith(("*", "&", "!", "%", "@")) else yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
+            values[key.strip()] = text if text.startswith(("*", "&", "!", "%", "@")) else from_yaml(text)
+        except YAML_ERRORS as error:
             problem = getattr(error, "problem", None) or error
             raise typer.BadParameter(f"the value of {key} is not YAML: {problem}", param_hint="--set") from error
-    return found
+    return values
 
 
 def parse_duration(text: str, option: str) -> float:

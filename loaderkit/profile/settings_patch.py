@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import yaml
-
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval
 from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.report import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
@@ -144,5 +143,4 @@ def patch_of(settings: Sequence[Setting]) -> str | None:
             found.setdefault("stages", []).append({name: {key: setting.value}})
         else:
             found.setdefault(section, {})[rest] = setting.value
-    text: str = yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=100)
-    return text
+    return to_yaml(found)

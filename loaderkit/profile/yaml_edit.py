@@ -1,7 +1,7 @@
-"""Values set in a pipeline's file, and everything else in it, comments included, left as it stands.
+"""Sets values in a pipeline's file and leaves everything else in it as it is, comments and formatting included.
 
-The text is changed where the parsed nodes say it is: a value is replaced, a key that is not there yet is put in before the
-first one of its mapping. Nothing is written that does not read as what was meant.
+The text is changed at the marks of the parsed nodes. ruamel.yaml's round trip would keep the comments, but not the line
+breaks of a list, the spaces within a line, or the indentation of a file that mixes several.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.parsing import parse
+from loaderkit.pipeline.config.parsing import parse, stage_names
+from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.profile.report import Setting
 
 
 def edited(text: str, settings: Sequence[Setting]) -> str:
-    """The text of a pipeline's file with these values in it. Raises ConfigError where it cannot be done by changing text."""
+    """The text of a pipeline's file with these values in it. Raises ConfigError where the file is not shaped for them."""
     for setting in settings:
         text = _set(text, setting.key, setting.value)
     return text
 
 
 def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
-    """The change as a unified diff that `patch PATH` takes; None where there is nothing to set, or no text to change."""
+    """The change as a unified diff that `patch PATH` takes; None where there is nothing to set, or the file cannot hold it."""
     if not settings:
         return None
     before = path.read_text(encoding="utf-8")
     try:
         after = edited(before, settings)
-        wanted = parse(yaml.safe_load(before), overrides={setting.key: setting.value for setting in settings})
-        if parse(yaml.safe_load(after)) != wanted:
+        expected = parse(from_yaml(before), overrides={setting.key: setting.value for setting in settings})
+        if parse(from_yaml(after)) != expected:
             return None
     except ConfigError:
         return None
@@ -44,84 +46,68 @@ def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
 
 
 def _set(text: str, key: str, value: Any) -> str:
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if not isinstance(root, yaml.MappingNode):
+    root = YAML(typ="safe", pure=True).compose(text)
+    if not isinstance(root, MappingNode):
         raise ConfigError(f"{key} cannot be set: the file is no mapping")
     section, _, rest = key.partition(".")
-    if section == "stages":
-        name, _, rest = rest.rpartition(".")
-        return _set_in_stage(text, root, name, rest, value)
-    return _set_under(text, root, [section, *rest.split(".")], value)
+    if section != "stages":
+        return _set_under(text, root, [section, *rest.split(".")], value)
+    name, _, argument = rest.rpartition(".")
+    _, stages = _child(root, "stages")
+    if not isinstance(stages, SequenceNode):
+        raise ConfigError("stages stand in the file as something else than a list")
+    number = dict(stage_names(from_yaml(text)["stages"])).get(name)
+    if number is None:
+        raise ConfigError(f"the file has no stage {name!r}")
+    stage = stages.value[number]
+    if isinstance(stage, ScalarNode):
+        item = f"{stage.value}: {_flow({argument: value})}"
+        item = f"{{{item}}}" if stages.flow_style else item
+        return _replace(text, stage.start_mark.index, stage.end_mark.index, item)
+    return _set_under(text, stage, [stage.value[0][0].value, argument], value)
 
 
-def _set_under(text: str, mapping: yaml.MappingNode, path: list[str], value: Any) -> str:
-    """Set a value below a mapping; what is missing on the way to it is made."""
+def _set_under(text: str, mapping: MappingNode, path: list[str], value: Any) -> str:
+    """Set a value below a mapping. Mappings that are missing on the path are added."""
     first, *rest = path
-    node = next((child for name, child in mapping.value if name.value == first), None)
-    if node is None:
-        for name in reversed(rest):
-            value = {name: value}
-        return _put_in(text, mapping, first, value)
-    if not rest:
-        return _replace(text, node, _dump(value))
-    if isinstance(node, yaml.MappingNode):
+    name_node, node = _child(mapping, first)
+    if rest and isinstance(node, MappingNode):
         return _set_under(text, node, rest, value)
-    if node.tag != "tag:yaml.org,2002:null":
+    if rest and node is not None and node.tag != "tag:yaml.org,2002:null":
         raise ConfigError(f"{first} stands in the file as something else than a mapping")
     for name in reversed(rest):
         value = {name: value}
-    return _replace(text, node, _dump(value))
-
-
-def _set_in_stage(text: str, root: yaml.MappingNode, stage: str, key: str, value: Any) -> str:
-    stages = next((child for name, child in root.value if name.value == "stages"), None)
-    if not isinstance(stages, yaml.SequenceNode):
-        raise ConfigError("stages stand in the file as something else than a list")
-    node = _stage_node(stages, stage)
-    if isinstance(node, yaml.ScalarNode):
-        item = f"{node.value}: {_dump({key: value})}"
-        return _replace(text, node, f"{{{item}}}" if stages.flow_style else item)
-    assert isinstance(node, yaml.MappingNode)
-    return _set_under(text, node, [node.value[0][0].value, key], value)
-
-
-def _stage_node(stages: yaml.SequenceNode, name: str) -> yaml.Node:
-    """The stage of a name: its own, or its kind, of which a second one is kind-2."""
-    counts: dict[str, int] = {}
-    for node in stages.value:
-        kind, own = node.value, None
-        if isinstance(node, yaml.MappingNode):
-            kind_node, args = node.value[0]
-            kind = kind_node.value
-            if isinstance(args, yaml.MappingNode):
-                own = next((child.value for key, child in args.value if key.value == "name"), None)
-        counts[kind] = counts.get(kind, 0) + 1
-        if name == (own or (kind if counts[kind] == 1 else f"{kind}-{counts[kind]}")):
-            return node  # type: ignore[no-any-return]
-    raise ConfigError(f"the file has no stage {name!r}")
-
-
-def _put_in(text: str, mapping: yaml.MappingNode, key: str, value: Any) -> str:
-    """A key that a mapping has not yet: in braces behind the last one, else above the first one; a section at the end."""
-    item = f"{key}: {_dump(value)}"
-    if mapping.flow_style:
-        at = mapping.value[-1][1].end_mark.index if mapping.value else mapping.start_mark.index + 1
-        return text[:at] + (", " if mapping.value else "") + item + text[at:]
-    column = mapping.start_mark.column
-    if column == 0 and mapping.start_mark.index == mapping.value[0][0].start_mark.index:
-        return f"{text.rstrip()}\n{item}\n"
-    at = mapping.start_mark.index
-    return f"{text[:at]}{item}\n{' ' * column}{text[at:]}"
-
-
-def _replace(text: str, node: yaml.Node, value: str) -> str:
+    if node is None:
+        return _insert(text, mapping, first, value)
     begin, end = node.start_mark.index, node.end_mark.index
+    if begin == end:  # nothing stands there, and the mark is that of the next key
+        begin = end = text.index(":", name_node.end_mark.index) + 1
+    return _replace(text, begin, end, _flow(value))
+
+
+def _child(mapping: MappingNode, key: str) -> tuple[Node, Node | None]:
+    """The nodes of a key and its value."""
+    return next((pair for pair in mapping.value if pair[0].value == key), (mapping, None))
+
+
+def _insert(text: str, mapping: MappingNode, key: str, value: Any) -> str:
+    """Add a key to a mapping: in braces after the last key, else above the first one; a section at the end of the file."""
+    item = f"{key}: {_flow(value)}"
+    start = mapping.start_mark
+    if mapping.flow_style:
+        at = mapping.value[-1][1].end_mark.index if mapping.value else start.index + 1
+        return text[:at] + (", " if mapping.value else "") + item + text[at:]
+    if start.column == 0 and start.index == mapping.value[0][0].start_mark.index:
+        return f"{text.rstrip()}\n{item}\n"
+    return f"{text[: start.index]}{item}\n{' ' * start.column}{text[start.index :]}"
+
+
+def _replace(text: str, begin: int, end: int, value: str) -> str:
     space = "" if begin == 0 or text[begin - 1].isspace() or text[begin - 1] in "[{" else " "
     kept = text[begin:end]
     trailing = kept[len(kept.rstrip()) :]  # a block ends where the next key begins
     return f"{text[:begin]}{space}{value}{trailing}{text[end:]}"
 
 
-def _dump(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+def _flow(value: Any) -> str:
+    return to_yaml(value, flow=True, width=2**20).removesuffix("\n").removesuffix("\n...")

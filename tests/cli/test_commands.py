@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from loaderkit import Pipeline, build
 from loaderkit.cli import main
 from loaderkit.cli.run import progress
+from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.sources.formats.tar_index import parse_wds_index
 
 SCRIPT = Path(sys.executable).parent / "loaderkit"
@@ -63,17 +63,17 @@ def pipeline(photos: Path, tmp_path: Path) -> Path:
         "stages": ["read", "decode", {"random_resized_crop": {"size": 16}}, {"batch": {"size": 4}}, "normalize"],
     }
     path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(description))
+    path.write_text(to_yaml(description))
     return path
 
 
 def recorded(pipeline: Path, function: str = "note") -> Path:
     """The same pipeline, which also notes the keys of every batch in keys.txt; it makes no batch ahead."""
-    description = yaml.safe_load(pipeline.read_text())
+    description = from_yaml(pipeline.read_text())
     description["stages"].append({"call": {"function": f"recorder:{function}", "args": {"path": "keys.txt"}}})
     description["prefetch"] = {"executor": "inline", "batches": 1}
     path = pipeline.with_name("recorded.yaml")
-    path.write_text(yaml.safe_dump(description))
+    path.write_text(to_yaml(description))
     return path
 
 
@@ -241,9 +241,9 @@ class TestExitCodes:
         assert said in captured.err
 
     def test_failing_stage_is_1_and_debug_shows_where(self, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        description = yaml.safe_load(pipeline.read_text())
+        description = from_yaml(pipeline.read_text())
         description["stages"].insert(2, {"call": {"function": "recorder:refuse"}})
-        Path("failing.yaml").write_text(yaml.safe_dump(description))
+        Path("failing.yaml").write_text(to_yaml(description))
         for command in ("check", "run"):
             assert main([command, "failing.yaml"]) == 1
             captured = capsys.readouterr()
@@ -313,9 +313,9 @@ class TestCheck:
         assert "field         image: float32 3x16x16\n" in out
 
     def test_samples_of_other_shapes_are_found(self, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        description = yaml.safe_load(pipeline.read_text())
+        description = from_yaml(pipeline.read_text())
         description["stages"] = ["read", "decode", {"batch": {"size": 60}}]
-        pipeline.write_text(yaml.safe_dump(description))
+        pipeline.write_text(to_yaml(description))
         assert main(["check", str(pipeline)]) == 1
         assert "batch failed for sample" in capsys.readouterr().err
 

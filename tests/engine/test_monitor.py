@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from numbers_dataset import PROCESS, numbers, wait_for
 from workloads import Simulation, Workload
 
@@ -23,6 +22,7 @@ import loaderkit
 from loaderkit._internal.cgroups import cgroup_folders
 from loaderkit.engine.metrics.host import HostStats, host_stats
 from loaderkit.engine.monitor import Series
+from loaderkit.pipeline.config.yaml_text import from_yaml
 
 
 def monitors() -> list[threading.Thread]:
@@ -153,7 +153,7 @@ class TestThread:
             loader.resize("read", workers=3)
             tuned = loader.to_yaml()
             pools = loader.stats().tuning["pools"]
-        with loaderkit.build(yaml.safe_load(tuned)) as loader:
+        with loaderkit.build(from_yaml(tuned)) as loader:
             again = loader.stats().tuning
         assert [pool["workers"] for pool in pools] == [3, 6, 1]
         assert again["pools"][1] == pools[1]

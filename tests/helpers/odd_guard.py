@@ -297,14 +297,14 @@ def misbehave(guard: Guard, files: Path) -> None:
     """What readers that trust their data do. A file's name says with which it is read."""
     import numpy as np
     import torch
-    import yaml
     from PIL import Image
+    from ruamel.yaml import YAML
 
     acts: dict[str, Callable[[Path], Any]] = {
         "pickle": lambda path: pickle.loads(path.read_bytes()),
         "numpy": lambda path: np.load(path, allow_pickle=True),
         "torch": lambda path: torch.load(path, weights_only=False),
-        "yaml": lambda path: yaml.unsafe_load(path.read_text()),
+        "yaml": lambda path: YAML(typ="unsafe", pure=True).load(path.read_text()),
         "tar": lambda path: tarfile.open(path).extractall(files, filter="fully_trusted"),  # noqa: SIM115
         "eval": lambda path: eval(path.read_text()),
         "pillow": lambda path: Image.open(path).load(),

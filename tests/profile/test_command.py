@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from conftest import HELPERS
 
 from loaderkit.cli import main
+from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.profile.experiments.search import Tuned
 from loaderkit.profile.report import Rate, Report, Setting
 
@@ -40,7 +40,7 @@ def pipeline(photos: Path, tmp_path: Path) -> Path:
         "stages": ["read", "decode", {"center_crop": {"size": 16}}, {"batch": {"size": 4}}],
     }
     path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(description))
+    path.write_text(to_yaml(description))
     return path
 
 
@@ -93,7 +93,7 @@ def test_out_gets_report_text_and_patch(waiting: Path, tmp_path: Path, capsys: p
     assert [setting.key for setting in report.verdict.settings] == ["prefetch.concurrency"]
     subprocess.run(["patch", waiting, found[".patch"]], check=True, capture_output=True)
     text = waiting.read_text()
-    assert yaml.safe_load(text)["prefetch"]["concurrency"] == report.verdict.settings[0].value > 1
+    assert from_yaml(text)["prefetch"]["concurrency"] == report.verdict.settings[0].value > 1
     assert "# as it was on the laptop" in text
 
 
@@ -308,7 +308,7 @@ class TestTune:
         told = json.loads(capsys.readouterr().out)
         assert (told["speedup"], told["written"]) == (7.9, True)
         text = waiting.read_text()
-        assert yaml.safe_load(text)["prefetch"]["concurrency"] == 8
+        assert from_yaml(text)["prefetch"]["concurrency"] == 8
         lines = text.splitlines()
         assert lines[0].startswith("# Tuned by `loaderkit tune` on ")
         assert "#   prefetch.concurrency: 8 (was 1)" in text

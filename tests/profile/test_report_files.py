@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from loaderkit.cli import main
+from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.report import Report
 
 
@@ -30,7 +30,7 @@ def pipeline(photos: Path, tmp_path: Path) -> Path:
         "stages": ["read", "decode", {"center_crop": {"size": 16}}, {"batch": {"size": 4}}],
     }
     path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(description))
+    path.write_text(to_yaml(description))
     return path
 
 

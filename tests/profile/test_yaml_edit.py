@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse
+from loaderkit.pipeline.config.yaml_text import from_yaml
 from loaderkit.profile.report import Setting
 from loaderkit.profile.settings_patch import value_of
 from loaderkit.profile.yaml_edit import diff_of, edited
@@ -65,8 +65,8 @@ SETTINGS = [
 @given(chosen=st.lists(st.sampled_from(SETTINGS), unique_by=lambda pair: pair[0], max_size=6))
 def test_it_reads_as_meant(text: str, chosen: list[tuple[str, Any]]) -> None:
     after = edited(text, [Setting(key=key, value=value) for key, value in chosen])
-    meant = parse(yaml.safe_load(text), overrides=dict(chosen))
-    assert parse(yaml.safe_load(after)) == meant
+    meant = parse(from_yaml(text), overrides=dict(chosen))
+    assert parse(from_yaml(after)) == meant
 
 
 @given(chosen=st.lists(st.sampled_from(SETTINGS), unique_by=lambda pair: pair[0], max_size=6))
@@ -79,9 +79,9 @@ def test_comments_stay(chosen: list[tuple[str, Any]]) -> None:
 
 
 def test_a_stage_is_found_by_its_name() -> None:
-    after = yaml.safe_load(edited(BLOCK, [Setting(key="stages.call-2.workers", value=3)]))
+    after = from_yaml(edited(BLOCK, [Setting(key="stages.call-2.workers", value=3)]))
     assert after["stages"][3] == {"call": {"workers": 3, "function": "profiled_pipelines:failing"}}
-    assert yaml.safe_load(edited(BARE, [Setting(key="stages.gather.workers", value=3)]))["stages"][2] == {
+    assert from_yaml(edited(BARE, [Setting(key="stages.gather.workers", value=3)]))["stages"][2] == {
         "batch": {"size": 4, "name": "gather", "workers": 3}
     }
 
@@ -120,7 +120,7 @@ def test_a_diff_names_the_file(tmp_path: Any) -> None:
 def test_what_to_yaml_writes_can_be_changed() -> None:
     text = Pipeline.files("/data").read().decode().resize(8).batch(4).to_yaml()
     after = edited(text, [Setting(key=key, value=value) for key, value in SETTINGS])
-    assert parse(yaml.safe_load(after)) == parse(yaml.safe_load(text), overrides=dict(SETTINGS))
+    assert parse(from_yaml(after)) == parse(from_yaml(text), overrides=dict(SETTINGS))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_patch_of_a_file_without_an_end_of_line(text: str, tmp_path: Path) -> 
     found = diff_of(path, wanted)
     assert found is not None
     subprocess.run(["patch", "--quiet", str(path)], input=found, text=True, check=True)
-    prefetch = parse(yaml.safe_load(path.read_text())).prefetch
+    prefetch = parse(from_yaml(path.read_text())).prefetch
     assert (prefetch.executor, prefetch.processes) == ("process", 3)
 
 
@@ -145,7 +145,7 @@ def test_a_patch_of_a_file_with_other_ends_of_lines_in_it(mark: str, tmp_path: P
     found = diff_of(path, [Setting(key="prefetch.executor", value="inline")])
     assert found is not None
     subprocess.run(["patch", "--quiet", str(path)], input=found, text=True, check=True)
-    assert parse(yaml.safe_load(path.read_text())).prefetch.executor == "inline"
+    assert parse(from_yaml(path.read_text())).prefetch.executor == "inline"
 
 
 class Nameless:

@@ -1,6 +1,6 @@
 """One frozen description of a pipeline, whether it comes from YAML, a dict or `Pipeline`.
 
-`parsing.py` makes it, `structure.py` checks how its parts fit together.
+`parsing.py` makes it, `validation.py` checks how its parts fit together.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from loaderkit._internal.settings import ByteSize, Duration, Model
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import SOURCES
+from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.stages.base import StageArgs
 
 
@@ -130,15 +130,7 @@ class PipelineConfig:
 
     def to_yaml(self, *, defaults: bool = False) -> str:
         """YAML text that describes this pipeline exactly."""
-        text: str = yaml.dump(
-            escape(self.to_dict(defaults=defaults)),
-            Dumper=_Dumper,
-            sort_keys=False,
-            default_flow_style=None,
-            width=120,
-            allow_unicode=True,
-        )
-        return text
+        return to_yaml(escape(self.to_dict(defaults=defaults)), width=120)
 
 
 def _dump(model: Model, defaults: bool) -> dict[str, Any]:
@@ -161,18 +153,6 @@ def _dump_stage(stage: StageConfig, defaults: bool) -> Any:
     if defaults:
         dumped["name"] = stage.name
     return {stage.kind: dumped} if dumped else stage.kind
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts with line ends of Unicode in quotes; elsewhere YAML would fold them."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = '"' if any(character in text for character in "\x85\u2028\u2029\ufeff") else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
 
 
 def check_plain(value: Any, where: str) -> None:

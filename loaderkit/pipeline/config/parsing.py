@@ -114,7 +114,7 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> 
         if section == "stages" and rest:
             stage = _stage_arguments(data.get("stages"), rest[0])
             if stage is None:
-                names = [name for name, _ in _stage_names(data.get("stages"))]
+                names = [name for name, _ in stage_names(data.get("stages"))]
                 reader.complain((), f"override {dotted!r}: no stage is called {rest[0]!r}; {nearest(rest[0], names)}")
                 continue
             target, parts = stage, rest[1:]
@@ -128,7 +128,7 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> 
         target[parts[-1]] = value
 
 
-def _stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
+def stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
     """(name, place) of every stage as far as it can be told before validation; without `given` the default names."""
     names: list[tuple[str, int]] = []
     counts: dict[str, int] = {}
@@ -145,7 +145,7 @@ def _stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
 
 def _stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
     """The mutable arguments of the stage called `name` in the raw list."""
-    for found, number in _stage_names(stages):
+    for found, number in stage_names(stages):
         if found == name:
             item = stages[number]
             if isinstance(item, str) or not isinstance(item[next(iter(item))], dict):
@@ -210,8 +210,8 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
         return ()
     stages: list[StageConfig] = []
     seen: set[str] = set()
-    names = {number: name for name, number in _stage_names(raw)}
-    default_names = {number: name for name, number in _stage_names(raw, given=False)}
+    names = {number: name for name, number in stage_names(raw)}
+    default_names = {number: name for name, number in stage_names(raw, given=False)}
     for number, item in enumerate(raw):
         path: KeyPath = ("stages", number)
         if isinstance(item, dict) and len(item) == 1:

@@ -4,110 +4,183 @@ from __future__ import annotations
 
 import os
 import re
+from io import StringIO
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.tag import Tag
 
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems
 
-_MAX_NODES = 100_000
-_NO_VALUE = (ValueError, TypeError, KeyError, OverflowError)  # what PyYAML lets through of what it calls
+YAML_ERRORS = (YAMLError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""What ruamel.yaml raises: its own errors, and those of the functions that it calls for a value such as a date."""
+
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 64
+_CHARACTERS_A_VALUE = 100
+_MERGE = "tag:yaml.org,2002:merge"
 _WORD = re.compile(r"[\w.+-]+")
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
+_OLD_BOOLEAN = re.compile(r"(?i:yes|no|on|off)")
+_LINE_ENDS = re.compile("[\x85\u2028\u2029\ufeff]")
+
+
+class _Resolver(VersionedResolver):
+    """YAML 1.2, in which yes, no, on and off are truth values as they were in YAML 1.1; y and n are texts."""
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        if kind is ScalarNode and implicit[0] and _OLD_BOOLEAN.fullmatch(value):
+            return Tag(suffix="tag:yaml.org,2002:bool")
+        return super().resolve(kind, value, implicit)
+
+
+class _Representer(SafeRepresenter):
+    """Writes a text with a line end of Unicode in double quotes: YAML folds that line end anywhere else."""
+
+    def represent_str(self, data: str) -> Any:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if _LINE_ENDS.search(data) else None)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+
+
+def _yaml() -> YAML:
+    """Reads and writes plain values only: a tag that names a Python object is an error."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Resolver, yaml.Representer = _Resolver, _Representer
+    yaml.composer.warn_double_anchors = False
+    return yaml
+
+
+def from_yaml(text: str) -> Any:
+    """The value of a YAML document. Raises one of YAML_ERRORS."""
+    return _yaml().load(text)
+
+
+def to_yaml(value: Any, *, flow: bool | None = None, width: int = 100) -> str:
+    """The YAML text of a plain value. `flow`: in braces and brackets; None: only its innermost mappings and lists."""
+    yaml = _yaml()
+    yaml.default_flow_style, yaml.width = flow, width
+    yaml.representer.sort_base_mapping_type_on_output = False
+    file = StringIO()
+    yaml.dump(value, file)
+    return file.getvalue()
 
 
 def read_yaml(text: str, reader: Problems) -> Any:
-    """The values of a YAML document; `reader` learns the lines of keys, and of keys that stand twice."""
+    """The value of a pipeline file. `reader` learns the line of each key, and the errors; None if it is not YAML."""
+    yaml = _yaml()
     try:
-        loader = yaml.SafeLoader(text)
-    except yaml.reader.ReaderError as error:
+        constructor, _ = yaml.get_constructor_parser(text)
+        root = constructor.composer.get_single_node()
+        return None if root is None else _Values(constructor, reader).build(root, ())
+    except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reader.complain((), f"not valid YAML: {error.reason} ({chr(error.character)!r})", line=line)
-        return None
-    num_nodes = 0
-
-    def build(node: yaml.Node, path: KeyPath) -> Any:
-        nonlocal num_nodes
-        num_nodes += 1
-        if num_nodes > _MAX_NODES or len(path) > 64:
-            raise yaml.YAMLError(f"more than {_MAX_NODES} values: aliases that repeat one another?")
-        reader.lines.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.MappingNode):
-            own = len(node.value) - sum(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value)
-            loader.flatten_mapping(node)  # what `<<` brings in now stands first, and gives way
-            mapping: dict[Any, Any] = {}
-            own_keys: set[Any] = set()
-            for place, (key_node, value_node) in enumerate(node.value):
-                is_merged = place < len(node.value) - own
-                key = _value_of(key_node, loader)
-                line = key_node.start_mark.line + 1
-                reader.lines[(*path, str(key))] = line
-                if not isinstance(key, str):
-                    reader.complain(path, f"the key {key!r} is not text", line=line)
-                    continue
-                if key in own_keys:
-                    reader.complain((*path, key), "this key stands here twice", line=line)
-                if not is_merged:
-                    own_keys.add(key)
-                mapping[key] = build(value_node, (*path, str(key)))
-            return mapping
-        if isinstance(node, yaml.SequenceNode):
-            return [build(item, (*path, number)) for number, item in enumerate(node.value)]
-        return _value_of(node, loader)
-
-    try:
-        root = loader.get_single_node()
-        return build(root, ()) if root is not None else None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
         reader.complain((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
-        return None
     except RecursionError:
-        reader.complain((), "not valid YAML: nested too deeply", line=loader.line + 1)
-        return None
-    finally:
-        loader.dispose()
+        reader.complain((), "not valid YAML: nested too deeply", line=yaml.reader.line + 1)
+    return None
 
 
-def _value_of(node: yaml.Node, loader: yaml.SafeLoader) -> Any:
-    try:
-        return loader.construct_object(node, deep=True)
-    except _NO_VALUE as error:  # such as the 13th month
-        problem = f"{str(node.value)!r} is no value of its kind ({type(error).__name__}: {error})"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+class _Values:
+    """Builds values from nodes and counts them. An alias counts each time, so that a small file cannot ask for much memory:
+    ruamel.yaml's own constructors expand merges of merges before anything could be counted."""
+
+    def __init__(self, constructor: Any, reader: Problems) -> None:
+        self._constructor = constructor
+        self._reader = reader
+        self._num_values = 0
+
+    def build(self, node: Node, path: KeyPath) -> Any:
+        self._num_values += 1 + len(node.value) // _CHARACTERS_A_VALUE
+        if self._num_values > _MAX_VALUES or len(path) > _MAX_DEPTH:
+            raise YAMLError(f"more than {_MAX_VALUES} values: aliases that repeat one another?")
+        self._reader.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, SequenceNode):
+            return [self.build(item, (*path, number)) for number, item in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        inherited: dict[str, Any] = {}
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+            if key_node.tag == _MERGE:
+                inherited |= self._merged(value_node, path)
+                self._num_values += len(inherited)  # a chain of merges copies them each time
+                continue
+            line = key_node.start_mark.line + 1
+            key = self.build(key_node, (*path, ""))
+            if not isinstance(key, str):
+                self._reader.complain(path, f"the key {key!r} is not text", line=line)
+                continue
+            self._reader.lines[(*path, key)] = line
+            if key in mapping:
+                self._reader.complain((*path, key), "this key stands here twice", line=line)
+            mapping[key] = self.build(value_node, (*path, key))
+        return inherited | mapping
+
+    def _merged(self, node: Node, path: KeyPath) -> dict[str, Any]:
+        """The mapping that `<<` names, or the mappings, of which the first one wins."""
+        merged: dict[str, Any] = {}
+        for source in reversed(node.value) if isinstance(node, SequenceNode) else [node]:
+            if not isinstance(source, MappingNode):
+                raise MarkedYAMLError(problem="`<<` merges mappings only", problem_mark=source.start_mark)
+            merged |= self.build(source, path)
+        return merged
+
+    def _scalar(self, node: Node) -> Any:
+        try:
+            return self._constructor.construct_object(node, deep=True)
+        except (ValueError, TypeError, KeyError, OverflowError) as error:  # such as the 13th month
+            problem = f"{str(node.value)!r} is no value of its kind ({type(error).__name__}: {error})"
+            raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
 
 def expand_variables(value: Any, path: KeyPath, reader: Problems) -> Any:
-    """Put in environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself."""
+    """Replace environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself."""
     if isinstance(value, str):
-        missing: list[str] = []
-
-        def put_in(match: re.Match[str]) -> str:
-            if match[0] == "$${":
-                return "${"
-            default: str | None = match[2]
-            found = os.environ.get(match[1], default)
-            if found is None:
-                missing.append(match[1])
-            return found or ""
-
-        expanded = _VARIABLE.sub(put_in, value)
-        if missing:
-            hint = f"set it, or write ${{{missing[0]}:-default}}"
-            message = f"the environment has no variable {' and no '.join(missing)}: {hint}"
-            reader.complain(path, message, settles=True)
-        if not _VARIABLE.fullmatch(value) or not _WORD.fullmatch(expanded):
-            return expanded
-        # A value that is one variable and nothing else is a number or a truth value where one is expected.
-        reader.texts[path] = expanded
-        try:
-            parsed = yaml.safe_load(expanded)
-        except (yaml.YAMLError, *_NO_VALUE):
-            return expanded
-        return parsed if isinstance(parsed, (bool, int, float)) else expanded
+        return _expand_text(value, path, reader)
     if isinstance(value, dict):
         return {key: expand_variables(item, (*path, key), reader) for key, item in value.items()}
     if isinstance(value, list):
         return [expand_variables(item, (*path, number), reader) for number, item in enumerate(value)]
     return value
+
+
+def _expand_text(text: str, path: KeyPath, reader: Problems) -> Any:
+    missing: list[str] = []
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[0] == "$${":
+            return "${"
+        default: str | None = match[2]
+        value = os.environ.get(match[1], default)
+        if value is None:
+            missing.append(match[1])
+        return value or ""
+
+    expanded = _VARIABLE.sub(replacement, text)
+    if missing:
+        hint = f"set it, or write ${{{missing[0]}:-default}}"
+        message = f"the environment has no variable {' and no '.join(missing)}: {hint}"
+        reader.complain(path, message, settles=True)
+    if not _VARIABLE.fullmatch(text) or not _WORD.fullmatch(expanded):
+        return expanded
+    # A value that is one variable and nothing else is a number or a truth value where one is expected.
+    reader.texts[path] = expanded
+    try:
+        value = from_yaml(expanded)
+    except YAML_ERRORS:
+        return expanded
+    return value if isinstance(value, (bool, int, float)) else expanded

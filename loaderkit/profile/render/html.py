@@ -6,14 +6,12 @@ report ──charts──> Vega-Lite descriptions ─┐
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
-from typing import Any
-
-import yaml
 
 from loaderkit._internal.units import say_seconds
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged
 from loaderkit.profile.render.charts import charts, legend
@@ -37,7 +35,13 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
         loader=jinja2.PackageLoader("loaderkit.profile", ""), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"s": _s, "ms": _ms, "percent": _percent, "number": _number, "yaml": _yaml}
+    environment.filters |= {
+        "s": _s,
+        "ms": _ms,
+        "percent": _percent,
+        "number": _number,
+        "yaml": partial(to_yaml, flow=False),
+    }
     drawn = charts(report)
     found: str = environment.get_template("report.html.j2").render(
         report=report,
@@ -120,8 +124,3 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _yaml(value: Any) -> str:
-    found: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
-    return found

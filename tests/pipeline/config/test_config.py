@@ -17,6 +17,7 @@ from loaderkit import Pipeline
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import load_yaml, parse
+from loaderkit.pipeline.config.yaml_text import from_yaml
 
 
 def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_path: Path) -> None:
@@ -331,11 +332,9 @@ def test_wrong_overrides(overrides: Any, said: list[str], write: Callable[[str],
 
 
 def test_overrides_of_every_description(write: Callable[[str], Path]) -> None:
-    import yaml
-
     overrides = {"stages.batch.size": 9}
     path = write(FULL)
-    data = yaml.safe_load(FULL)
+    data = from_yaml(FULL)
     before = copy.deepcopy(data)
     assert parse(data, overrides=overrides).stage("batch").args.model_dump()["size"] == 9
     assert data == before, "the caller's dict was changed"

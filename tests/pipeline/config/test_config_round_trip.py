@@ -22,11 +22,10 @@ from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.parsing import load_yaml, parse
+from loaderkit.pipeline.config.yaml_text import from_yaml
 
 
 def test_yaml_dict_and_pipeline_are_one_config(write: Callable[[str], Path], tmp_path: Path) -> None:
-    import yaml
-
     text = """\
 name: all
 source: {kind: files, url: URL, include: ["**/*.jpg", "**/*.png"], label: parent, limit: 100}
@@ -46,7 +45,7 @@ errors: {on_bad_sample: skip, max_bad_samples: 3}
 output: [image, label]
 """.replace("URL", str(tmp_path / "data"))
     of_yaml = load_yaml(write(text))
-    of_dict = parse(yaml.safe_load(text))
+    of_dict = parse(from_yaml(text))
     made = (
         Pipeline.files(tmp_path / "data", include=("**/*.jpg", "**/*.png"), label="parent", limit=100)
         .named("all")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.build import Parts
+    from loaderkit.pipeline.config.model import PipelineConfig
 
 _NUM_CLASSES_SHOWN = 5
 
@@ -110,8 +112,6 @@ def explain(
     pipeline: PipelineFile, assignments: Assignments = None, as_json: AsJson = False, debug: Debug = False
 ) -> None:
     """Print pipeline P with every default filled in, and the pools of workers it will run in: YAML that can be run."""
-    from loaderkit._internal.cgroups import num_cpus
-
     of_tensors = checkpoint_config(pipeline, assignments)
     if of_tensors is not None:
         if as_json:
@@ -120,11 +120,20 @@ def explain(
             console.tell(f"# {of_tensors.name}, with every default filled in")
             console.tell(of_tensors.to_yaml(defaults=True).rstrip())
         return
-    parts = open_parts(pipeline, assignments)
-    config = parts.config
-    found = {
-        "pipeline": config.name,
-        "url": getattr(config.source, "url", None),
+    with closing(open_parts(pipeline, assignments)) as parts:
+        explained = _explained(parts)
+    if as_json:
+        console.tell_json(explained)
+    else:
+        _tell_explained(explained, parts.config)
+
+
+def _explained(parts: Parts) -> dict[str, Any]:
+    from loaderkit._internal.cgroups import num_cpus
+
+    return {
+        "pipeline": parts.config.name,
+        "url": getattr(parts.config.source, "url", None),
         "num_samples": len(parts.source),
         "batches_per_epoch": parts.schedule.num_batches(),
         "batch_size": parts.schedule.batch_size,
@@ -132,18 +141,20 @@ def explain(
         "world_size": parts.schedule.world_size,
         "num_cpus": num_cpus(),
         "tuning": parts.tuning,
-        "config": config.to_dict(defaults=True),
+        "config": parts.config.to_dict(defaults=True),
     }
-    if as_json:
-        console.tell_json(found)
-        return
-    tuning = parts.tuning
+
+
+def _tell_explained(explained: dict[str, Any], config: PipelineConfig) -> None:
+    tuning = explained["tuning"]
     console.tell(f"# {config.name}, with every default filled in")
-    if found["url"] is not None:
-        console.tell(f"# source    {found['url']}")
-    console.tell(f"# samples   {found['num_samples']}")
-    console.tell(f"# batches   {found['batches_per_epoch']} of {found['batch_size']} an epoch{_rank(found)}")
-    console.tell(f"# CPUs      {found['num_cpus']}")
+    if explained["url"] is not None:
+        console.tell(f"# source    {explained['url']}")
+    console.tell(f"# samples   {explained['num_samples']}")
+    console.tell(
+        f"# batches   {explained['batches_per_epoch']} of {explained['batch_size']} an epoch{_rank(explained)}"
+    )
+    console.tell(f"# CPUs      {explained['num_cpus']}")
     several = f"{tuning['processes']} times " if tuning.get("processes", 1) > 1 else ""
     console.tell(f"# executor  {several}{tuning['executor']}, {tuning['batches']} batches ahead")
     for pool in tuning["pools"]:

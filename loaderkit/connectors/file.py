@@ -9,7 +9,6 @@ import stat as stat_bits
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,23 +32,8 @@ _TEMPORARY = {
     errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN,
 }  # fmt: skip
 
-# A file of records that is asked for ranges again and again is kept in memory if it is small: 64 records of 16 bytes take 64
-# calls of 0.4 to 1 us. Not before as many ranges were asked for as it has pages: then most of it has been read anyway.
-_KEPT_BYTES = 64 * 2**20
-_MOST_LENGTH = 64 * 2**10  # longer ranges are worth a call
-_PAGE_BYTES = 4096
-
 _Entry = tuple[str, os.DirEntry[str]]
 _Open = tuple[Iterator[_Entry], tuple[int, int]]
-
-
-class _Kept(NamedTuple):
-    """A file's bytes, and what it was when they were read."""
-
-    key: str
-    path: str
-    identity: tuple[int, int, int, int, int]  # device, number, size, time of change in ns: of the bytes, of anything
-    data: NDArray[np.uint8]
 
 
 class FileConnector(BulkConnector):
@@ -64,9 +48,6 @@ class FileConnector(BulkConnector):
     def __init__(self, root: str | Path) -> None:
         self._root = os.path.abspath(root)
         self._base = self._root if self._root.endswith("/") else self._root + "/"
-        self._kept: _Kept | None = None
-        self._gathered = ("", 0)  # the file that was asked for many ranges last, and for how many in all
-        self._keeps = True  # False: what was kept did not stay true, or nobody needs it any more
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All regular files whose key starts with `prefix`, ordered by the bytes of the whole key.
@@ -162,15 +143,14 @@ class FileConnector(BulkConnector):
         """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does.
 
         `starts` is int64 [n] in any order, `buffer` has n * length bytes. The file is opened once: 64 records of 16 bytes in
-        the page cache cost 30 us instead of 400. Short ranges of a file of up to 64 MiB come from memory once as many were
-        asked for as it has pages, as long as `stat` says that it is still the same file, and unchanged.
+        the page cache cost 30 us instead of 400.
         """
         if len(buffer) != len(starts) * length:
             raise ValueError(f"{len(starts)} ranges of {length} bytes do not fill a buffer of {len(buffer)} bytes")
         if not len(buffer):
             return
         try:
-            num_read, *status = self._gather(key, starts, length, buffer)
+            num_read, *status = _read_ranges(self._path(key), starts, length, buffer)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -180,27 +160,6 @@ class FileConnector(BulkConnector):
             if start < 0:
                 raise self._before_the_start(key, start)
             raise self._cut_short(key, num_here, length, start, status)
-
-    def _gather(
-        self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview
-    ) -> tuple[int, int, int, int]:
-        """Bytes read, mode, size and time of change in ns: from what is kept, or from the file."""
-        kept = self._kept
-        if kept is not None and kept.key == key:
-            found: tuple[int, int, int, int] | None = kernels.kept_ranges(*kept[1:], starts, length, buffer)
-            if found is not None:
-                return found
-            self._kept, self._keeps = None, False
-        path = self._path(key)
-        found = _read_ranges(path, starts, length, buffer)
-        if kernels is not None and self._keeps and length <= _MOST_LENGTH and 0 < found[2] <= _KEPT_BYTES:
-            before, count = self._gathered
-            count = len(starts) + (count if key == before else 0)
-            self._gathered = (key, count)
-            if count * _PAGE_BYTES >= found[2] and (self._kept is None or self._kept.key != key):
-                kept = _whole(key, path)
-                self._kept = kept if self._keeps else None
-        return found
 
     def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
         """Read every range to its offset in `buffer`; see `ReadMany`.
@@ -256,12 +215,7 @@ class FileConnector(BulkConnector):
         return self._base + key
 
     def close(self) -> None:
-        """Let go of what was kept; nothing else is held between two calls."""
-        self._kept, self._keeps = None, False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Where the files are: what was kept of them is no use to another process."""
-        return {**self.__dict__, "_kept": None, "_gathered": ("", 0)}
+        """Nothing is held between two calls."""
 
     def _path(self, key: str) -> str:
         path = self._path_or_nothing(key)
@@ -398,24 +352,8 @@ def _read_range(path: str, start: int, buffer: memoryview, *, direct: bool = Fal
     return _read_with_python(path, [(start, buffer)])
 
 
-def _whole(key: str, path: str) -> _Kept | None:
-    """A file as it is now; None if it changes, cannot be read, or there is no memory for it: it can be done without."""
-    try:
-        identity = _identity_of(path)
-        data = np.empty(identity[2], np.uint8)
-        num_read, _, _, _ = _read_range(path, 0, data.data)
-        return _Kept(key, path, identity, data) if num_read == len(data) and identity == _identity_of(path) else None
-    except (OSError, MemoryError):
-        return None
-
-
-def _identity_of(path: str) -> tuple[int, int, int, int, int]:
-    status = os.stat(path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 def _read_ranges(path: str, starts: NDArray[np.int64], length: int, buffer: memoryview) -> tuple[int, int, int, int]:
-    """The same for ranges of `length` bytes, one behind another in `buffer`, up to the first that is short."""
+    """The same for ranges of `length` bytes, which lie one behind another in `buffer`, up to the first that is short."""
     if kernels is not None:
         found: tuple[int, int, int, int] = kernels.gather_ranges(path, starts, length, buffer)
         return found

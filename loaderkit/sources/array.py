@@ -39,7 +39,7 @@ class ArrayArgs(StoreArgs):
         str,
         Field(
             min_length=1,
-            description="the file: .npy, or raw records (with `dtype`); a local one of up to 64 MiB is kept in memory",
+            description="the file: .npy, or raw records (with `dtype`)",
         ),
     ]
     dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file knows it")

@@ -3,13 +3,11 @@ from __future__ import annotations
 import builtins
 import errno
 import os
-import pickle
 import re
 import socket
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -201,10 +199,10 @@ class TestGathering:
         change=st.sampled_from(["none", "other bytes", "longer", "shorter", "gone", "a directory"]),
         when=st.integers(0, 11),
     )
-    def test_what_is_kept_is_what_the_file_holds(
+    def test_the_file_is_asked_anew_every_time(
         self, tmp_path: Path, length: int, batches: list[list[int]], change: str, when: int
     ) -> None:
-        """The same bytes and the same errors as of a connector that was never asked before, whatever becomes of the file."""
+        """The same bytes and the same errors as of a new connector, whatever becomes of the file."""
         root = Path(tempfile.mkdtemp(dir=tmp_path))
         path = root / "x"
         path.write_bytes(bytes(n % 251 for n in range(100)))
@@ -219,8 +217,6 @@ class TestGathering:
                 _outcome(one, starts, length, etag if number % 2 else None) for one in (connector, FileConnector(root))
             )
             assert found == wanted
-        connector.close()
-        assert connector._kept is None
 
     def test_nothing_and_too_little_room(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(b"0123456789")
@@ -250,66 +246,6 @@ def _outcome(connector: FileConnector, starts: NDArray[np.int64], length: int, e
 
 
 @pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
-class TestKeeping:
-    """That a file is read again for every batch would be seen by nobody but who waits for it."""
-
-    @staticmethod
-    def asked(connector: FileConnector, num: int, length: int = 16) -> bytes | str:
-        return _outcome(connector, np.zeros(num, np.int64), length, None)
-
-    @pytest.mark.parametrize(
-        ("length", "size", "is_kept"),
-        [(16, 40_000, True), (64 * 2**10 + 1, 80_000, False), (16, (64 << 20) + 16, False)],
-    )
-    def test_a_file_of_records_is_kept(self, tmp_path: Path, length: int, size: int, is_kept: bool) -> None:
-        (tmp_path / "x").touch()
-        os.truncate(tmp_path / "x", size)
-        connector = FileConnector(tmp_path)
-        self.asked(connector, 9, length)
-        assert connector._kept is None
-        self.asked(connector, 2, length)
-        assert (connector._kept is not None) == is_kept
-
-    def test_a_file_that_changes_is_not_kept_again(self, tmp_path: Path) -> None:
-        (tmp_path / "x").write_bytes(bytes(100))
-        connector = FileConnector(tmp_path)
-        self.asked(connector, 9)
-        assert connector._kept is not None
-        (tmp_path / "x").write_bytes(b"1" * 100)
-        for _ in range(3):
-            assert self.asked(connector, 9) == b"1" * 144
-            assert connector._kept is None
-
-    def test_another_file_of_the_same_size_and_time(self, tmp_path: Path) -> None:
-        """As `rsync -t` and `cp -p` put one in its place."""
-        (tmp_path / "x").write_bytes(bytes(100))
-        connector = FileConnector(tmp_path)
-        self.asked(connector, 9)
-        assert connector._kept is not None
-        (tmp_path / "y").write_bytes(b"1" * 100)
-        status = (tmp_path / "x").stat()
-        os.utime(tmp_path / "y", ns=(status.st_atime_ns, status.st_mtime_ns))
-        os.replace(tmp_path / "y", tmp_path / "x")
-        assert self.asked(connector, 9) == b"1" * 144
-
-    def test_to_keep_it_is_no_reason_to_fail(self, tmp_path: Path) -> None:
-        (tmp_path / "x").write_bytes(bytes(100))
-        connector = FileConnector(tmp_path)
-        with mock.patch("loaderkit.connectors.file.np.empty", side_effect=MemoryError):
-            assert self.asked(connector, 9) == bytes(144)
-        assert connector._kept is None
-
-    def test_what_is_kept_goes_to_no_other_process(self, tmp_path: Path) -> None:
-        (tmp_path / "x").write_bytes(bytes(100_000))
-        connector = FileConnector(tmp_path)
-        self.asked(connector, 100)
-        assert connector._kept is not None
-        sent = pickle.dumps(connector)
-        assert len(sent) < 1000
-        assert self.asked(pickle.loads(sent), 9) == bytes(144)
-
-
-@pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
 def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     path = str(tmp_path / "x")
@@ -327,8 +263,6 @@ def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
     ]:
         with pytest.raises((ValueError, BufferError)):
             kernels.gather_ranges(path, starts, length, bytearray(room))
-        with pytest.raises((ValueError, BufferError)):
-            kernels.kept_ranges(path, file._identity_of(path), b"0123456789", starts, length, bytearray(room))
 
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:

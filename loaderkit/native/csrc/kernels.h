@@ -9,7 +9,6 @@
  *     group_names(names, num)                                the samples they make
  *     jpeg_size(data)                                        what the frame header says
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
- *     kept_ranges(path, identity, kept, starts, ...)         the same from memory: a stat
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     mirror(target, pixels)                                 packed rows, left and right exchanged
@@ -69,7 +68,6 @@ PyObject *cut(PyObject *self, PyObject *args);
 PyObject *read_range(PyObject *self, PyObject *args);
 PyObject *read_hashed(PyObject *self, PyObject *args);
 PyObject *gather_ranges(PyObject *self, PyObject *args);
-PyObject *kept_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *group_names(PyObject *self, PyObject *args);
 PyObject *jpeg_size(PyObject *self, PyObject *object);

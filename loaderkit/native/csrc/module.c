@@ -12,7 +12,6 @@ static PyMethodDef methods[] = {
     {"group_names", group_names, METH_VARARGS, "group_names(names, num) -> the samples that members of a tar make"},
     {"jpeg_size", jpeg_size, METH_O, "jpeg_size(data) -> (height, width) or None"},
     {"gather_ranges", gather_ranges, METH_VARARGS, "gather_ranges(path, starts, length, buffer) -> as read_range"},
-    {"kept_ranges", kept_ranges, METH_VARARGS, "kept_ranges(path, (dev, ino, size, mtime_ns, ctime_ns), kept, starts, length, buffer) -> the same, or None"},
     {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
     {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},

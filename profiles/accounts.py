@@ -19,9 +19,9 @@ from typing import Any
 
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.engine.metrics.worker_clock import Histogram
 from profiles.bottlenecks import CASES, Case, run
 
 FOLDER = Path(__file__).parent.parent / "tests" / "engine" / "metrics" / "recorded"

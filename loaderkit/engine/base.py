@@ -20,7 +20,7 @@ from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.slow_samples import SlowItems
 from loaderkit.engine.metrics.stats import Stats, collect
-from loaderkit.engine.metrics.trace import WHOLE, Handoff, TraceRecorder, cut, new_tape, tape_length
+from loaderkit.engine.metrics.trace import WHOLE, Handoff, Trace, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
 from loaderkit.engine.work import BatchContext, Chunk, Stage, WorkItem
@@ -102,7 +102,7 @@ class Engine(ABC):
         self.num_samples = 0
         self.first_wait_s: float | None = None
         self.first_idle_s: float | None = None  # for how long CPUs had been idle then
-        self._tape_length = 0  # of what is recorded of each worker
+        self._num_entries = 0  # of what is recorded of each worker
         self._is_closed = False
         self._has_ended = False
         self._pid = os.getpid()
@@ -181,12 +181,12 @@ class Engine(ABC):
             self.waits.begin(None)  # only waits that end in a batch count
             raise
         assert work_item.last_chunk is not None
-        way = stalls.Way(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
-        causes = self.attribute(begin, end, way)
+        path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
+        causes = self.attribute(begin, end, path)
         self.waits.end(causes)
-        if self.waits.tape is not None:
+        if self.waits.handoffs is not None:
             batch = (work_item.epoch, work_item.end, len(work_item))
-            self.waits.tape.append(Handoff(begin, end, *batch, causes))
+            self.waits.handoffs.append(Handoff(begin, end, *batch, causes))
         if work_item.error is None:
             self.num_delivered += 1
             self.num_samples += len(work_item)
@@ -194,11 +194,11 @@ class Engine(ABC):
         work_item.chunks = []
         return work_item
 
-    def attribute(self, begin_s: float, end_s: float, way: stalls.Way) -> dict[str, float]:
+    def attribute(self, begin_s: float, end_s: float, path: stalls.ChunkPath) -> dict[str, float]:
         """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
-        if way.done_s <= begin_s:  # it was there already; most waits are such
+        if path.done_s <= begin_s:  # it was there already; most waits are such
             return {stalls.WAKEUP: end_s - begin_s}
-        return stalls.attribute(begin_s, end_s, way, self._facts[self.is_short_of_memory])
+        return stalls.attribute(begin_s, end_s, path, self._facts[self.is_short_of_memory])
 
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
@@ -207,24 +207,24 @@ class Engine(ABC):
             return {}
         head = self.head()
         if head is not None and head.is_done:
-            return self.attribute(begin, now, stalls.Way(head.opened_s, [], head.done_s))
+            return self.attribute(begin, now, stalls.ChunkPath(head.opened_s, [], head.done_s))
         if head is None:
-            way = stalls.Way(now, [], now)
+            path = stalls.ChunkPath(now, [], now)
         else:
             # Of the chunks that keep the batch waiting, the one that is the least far.
             unfinished = [chunk for chunk in list(head.chunks) if chunk.samples]
             last = min(unfinished, key=lambda chunk: len(chunk.marks), default=None)
-            way = stalls.Way(head.opened_s, list(last.marks) if last is not None else [], now)
-        return self.attribute(begin, now, way)
+            path = stalls.ChunkPath(head.opened_s, list(last.marks) if last is not None else [], now)
+        return self.attribute(begin, now, path)
 
     def stats(self, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
         """The accounts up to now, or to a moment ago; for any thread."""
         return collect(self, tuning, run, at_s)
 
     def record(self) -> None:
-        """Keep what workers and loop do from now on, as much as `tape` says."""
-        self._tape_length = tape_length(sum(pool.num_workers for pool in self.pools))
-        self.waits.record(self._tape_length)
+        """Keep what workers and loop do from now on, as much as `num_entries` allows."""
+        self._num_entries = num_entries(sum(pool.num_workers for pool in self.pools))
+        self.waits.record(self._num_entries)
         for pool in self.pools:
             for worker_clock in pool.worker_clocks:
                 self._record(worker_clock)
@@ -238,22 +238,22 @@ class Engine(ABC):
         return worker_clock
 
     def _record(self, worker_clock: WorkerClock) -> None:
-        if self._tape_length:
-            worker_clock.tape = new_tape(self._tape_length, self.clock(), worker_clock.open_state)
+        if self._num_entries:
+            worker_clock.trace = new_entries(self._num_entries, self.clock(), worker_clock.open_state)
 
-    def recorded(self) -> TraceRecorder:
+    def recorded(self) -> Trace:
         """What was kept; nothing more is. For any thread."""
-        self._tape_length = 0
+        self._num_entries = 0
         names = (*self._stage_names, "starved", "blocked", "idle")
         found = []
         for pool in self.pools:
             stages = "+".join(self._stage_names[number] for number in pool.plan.stages)
             for number, worker_clock in enumerate(pool.worker_clocks):
-                tape, worker_clock.tape = worker_clock.tape, None
-                if tape is not None:
+                entries, worker_clock.trace = worker_clock.trace, None
+                if entries is not None:
                     name = f"{stages} {number}" if pool.threads else "in the loop's thread"
-                    found.append(cut(tape, self._pid, name, names, self.clock()))
-        return TraceRecorder(found, self.waits.recorded())
+                    found.append(finished_lane(entries, self._pid, name, names, self.clock()))
+        return Trace(found, self.waits.recorded())
 
     def close(self, join_s: float = 10.0) -> None:
         """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state."""
@@ -311,7 +311,7 @@ class Engine(ABC):
             self._run_batch_stages(pool, worker_clock, item)
             return item
         work_item = item.work_item
-        if worker_clock.tape is not None:
+        if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
         try:
             for number, run in pool.sample_stages:
@@ -333,7 +333,7 @@ class Engine(ABC):
         return landed
 
     def _run_batch_stages(self, pool: WorkerPool, worker_clock: WorkerClock, work_item: WorkItem) -> None:
-        if worker_clock.tape is not None:
+        if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, WHOLE, WHOLE)
         try:
             if work_item.result is None and work_item.error is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from loaderkit.engine.metrics.stats import Stats
-from loaderkit.engine.metrics.trace import TraceRecorder
+from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.work import Delivery, FieldSpec, WorkItem
 
 
@@ -81,7 +81,7 @@ class Executor(Protocol):
     def record(self) -> None:
         """Keep what workers and loop do from now on."""
 
-    def recorded(self) -> TraceRecorder:
+    def recorded(self) -> Trace:
         """What was kept since `record`; nothing more is."""
 
     def close(self, join_s: float = 10.0) -> None:

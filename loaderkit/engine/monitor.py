@@ -18,8 +18,8 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.stats import Stats
-from loaderkit.engine.metrics.worker_clock import Histogram
 from loaderkit.errors import ClosedError
 
 TICK_S = 0.25

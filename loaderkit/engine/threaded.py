@@ -172,9 +172,9 @@ class ThreadEngine(Engine):
             threads=[thread for pool in self.pools for thread in pool.threads],
         )
 
-    def trace(self, begin_s: float, end_s: float, way: stalls.Way) -> list[stalls.WaitSegment]:
+    def trace(self, begin_s: float, end_s: float, path: stalls.ChunkPath) -> list[stalls.WaitSegment]:
         """What the chunk that was waited for went through within [begin_s, end_s)."""
-        return stalls.trace(begin_s, end_s, way, self._facts[self.is_short_of_memory])
+        return stalls.segments_of(begin_s, end_s, path, self._facts[self.is_short_of_memory])
 
     def record(self) -> None:
         with self._sizing:

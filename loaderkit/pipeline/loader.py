@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.trace import TraceRecorder
+from loaderkit.engine.metrics.trace import Trace
 from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
@@ -101,7 +101,7 @@ class Loader:
         self._monitor: Monitor | None = None
         self._stopping = threading.Lock()
         self._steps: StepLog | None = None  # of the profile that is under way
-        self._recordings: list[TraceRecorder] | None = None  # of engines that have ended; None: nothing is recorded
+        self._recordings: list[Trace] | None = None  # of engines that have ended; None: nothing is recorded
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
@@ -346,7 +346,7 @@ class Loader:
         if self._engine is not None:
             self._engine.record()
 
-    def _recorded(self) -> list[TraceRecorder]:
+    def _recorded(self) -> list[Trace]:
         found, self._recordings = self._recordings or [], None
         return found if self._engine is None else [*found, self._engine.recorded()]
 

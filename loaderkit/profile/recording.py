@@ -16,7 +16,7 @@ from typing import Any
 
 from loaderkit._internal.atomic_file import write_atomically
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.trace import TraceRecorder
+from loaderkit.engine.metrics.trace import Trace
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.build import ReportFacts, make_report
 from loaderkit.profile.cpu_share import CpuTimes, cpu_times, others_cpus
@@ -36,7 +36,7 @@ class Subject:
     series: Callable[[], list[dict[str, Any]]]
     watch: Callable[[StepLog | None], None]
     record: Callable[[], None]  # what workers do is kept from now on
-    recorded: Callable[[], list[TraceRecorder]]
+    recorded: Callable[[], list[Trace]]
     source: Source
     schedule: BatchSampler
     list_s: float
@@ -68,7 +68,7 @@ class Profile:
     def __init__(self, subject: Subject, import_s: float | None = None, *, trace: bool = False) -> None:
         self._subject = subject
         self._is_traced = trace
-        self._recordings: list[TraceRecorder] = []
+        self._recordings: list[Trace] = []
         self._import_s = import_s
         self._begin: Stats | None = None
         self._log: FirstBatchLog | None = None

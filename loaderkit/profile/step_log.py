@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 
-from loaderkit.engine.metrics.worker_clock import Histogram
+from loaderkit.engine.metrics.histogram import Histogram
 
 _MOST_STEPS = 2048
 

@@ -13,7 +13,7 @@ import pytest
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.metrics.trace import Lane, joined, new_tape, pages, tape_length
+from loaderkit.engine.metrics.trace import Lane, joined, new_entries, num_entries, pages_of
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.profile.recording import Profile
 
@@ -198,23 +198,23 @@ def test_a_recording_is_bounded_and_off_when_not_asked_for() -> None:
     now = 0.0
     account = WorkerClock(WorkerStates(2), lambda: now, first_state=2)
     account.enter(0)
-    assert account.tape is None
-    account.tape = new_tape(8, now, account.open_state)
+    assert account.trace is None
+    account.trace = new_entries(8, now, account.open_state)
     for number in range(100):
         now = float(number)
         account.item = (0, number, 0, 4)
         account.enter(number % 2)
-    assert len(account.tape) == 8
-    assert account.tape[-1] == (99.0, 1, (0, 99, 0, 4))
-    assert tape_length(1) * 1 <= 2**17
-    assert tape_length(64) * 64 <= 2**17
+    assert len(account.trace) == 8
+    assert account.trace[-1] == (99.0, 1, (0, 99, 0, 4))
+    assert num_entries(1) * 1 <= 2**17
+    assert num_entries(64) * 64 <= 2**17
 
 
 def test_pages_are_joined_again() -> None:
     entries = [(float(n), n % 3, None) for n in range(4321)]
-    tracks = [
+    lanes = [
         Lane(pid, name, ("x",), some, 9.0, False)
         for pid, name, some in ((1, "a", entries), (1, "b", []), (2, "a", entries[:1]))
     ]
-    assert list(joined(pages(tracks))) == tracks
-    assert len(pages(tracks)) == 5
+    assert list(joined(pages_of(lanes))) == lanes
+    assert len(pages_of(lanes)) == 5

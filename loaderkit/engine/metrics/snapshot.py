@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
 from loaderkit.engine.metrics.concurrency import ContentionResult, merged_trials
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, together
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
-from loaderkit.engine.metrics.worker_clock import Histogram, WorkerClock, WorkerStates
+from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 
 AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
 
@@ -284,7 +285,7 @@ def _sum(rows: Sequence[StageStats]) -> StageStats:
 def _all_of(histograms: Iterable[Histogram]) -> Histogram:
     found = Histogram()
     for histogram in histograms:
-        found.take_in(histogram.copy())  # which adds up what that one has taken in itself
+        found.merge(histogram.copy())  # which adds up what that one has taken in itself
     return found
 
 
@@ -313,4 +314,4 @@ def add_worker_time(
         row.num_bytes += num_bytes
         row.num_failed += num_failed
         if services:
-            row.services.take_in(Histogram.of(services))
+            row.services.merge(Histogram.of(services))

@@ -1,7 +1,7 @@
-"""A recording of what every worker did with which chunk, and what the loop waited for: bounded, and off unless asked for.
+"""A trace of what every worker did with which chunk, and of what the loop waited for: bounded, and off unless asked for.
 
-Off, it costs a comparison where an account changes its state; on, less than a microsecond there. What is kept are the
-last entries of each worker. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
+Off, it costs a comparison where a worker changes its state; on, less than a microsecond there. The last entries of each
+worker are kept. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 WHOLE = -1
 """Stands for the slots of an item that is a whole batch."""
 
-_NUM_ENTRIES = 2**17  # of all workers of an engine: some 25 MB
+_NUM_ENTRIES = 2**17  # of all workers of an engine: about 25 MB
 _LEAST_ENTRIES = 2**10  # of one worker
-_PAGE = 2000  # entries that fit into a packet between two processes
+_PAGE_ENTRIES = 2000  # as many fit into one packet between two processes
 
 Item = tuple[int, int, int, int]
 """(epoch, global position behind its batch, first slot, slot behind the last one): a chunk, or with WHOLE a batch."""
 
 Entry = tuple[float, int, "Item | None"]
-"""(since when in s, account state, what it was about)."""
+"""(since when in s, state of the worker, the item it works on)."""
 
 
 class Handoff(NamedTuple):
@@ -37,50 +37,50 @@ class Handoff(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one worker did. The last entry goes on until `until_s`. `names` are those of the account's states."""
+    """What one worker did. The last entry lasts until `until_s`. `names` are those of its states."""
 
     pid: int
     name: str
     names: tuple[str, ...]
     entries: Sequence[Entry]
     until_s: float
-    is_cut: bool  # what came first is not here any more
+    is_cut: bool  # the first entries were dropped
 
 
-class TraceRecorder(NamedTuple):
-    """Of all workers, and of the loop."""
+class Trace(NamedTuple):
+    """What all workers did, and what the loop waited for."""
 
-    tracks: list[Lane]
-    handovers: list[Handoff]
+    lanes: list[Lane]
+    handoffs: list[Handoff]
 
 
-def tape_length(num_workers: int) -> int:
+def num_entries(num_workers: int) -> int:
     """How many entries of each worker are kept."""
     return max(_LEAST_ENTRIES, _NUM_ENTRIES // max(1, num_workers))
 
 
-def new_tape(length: int, since_s: float, state: int) -> deque[Entry]:
-    """A recording that begins with what is being done already."""
-    return deque([(since_s, state, None)], maxlen=length)
+def new_entries(max_entries: int, since_s: float, state: int) -> deque[Entry]:
+    """The entries of a worker that is in `state` when the trace begins."""
+    return deque([(since_s, state, None)], maxlen=max_entries)
 
 
-def cut(entries: deque[Entry], pid: int, name: str, names: tuple[str, ...], until_s: float) -> Lane:
-    """A recording that has ended; for any thread."""
-    found = entries.copy()
-    return Lane(pid, name, names, list(found), until_s, len(found) == found.maxlen)
+def finished_lane(entries: deque[Entry], pid: int, name: str, names: tuple[str, ...], until_s: float) -> Lane:
+    """The lane of a worker that is traced no longer; for any thread."""
+    kept = entries.copy()
+    return Lane(pid, name, names, list(kept), until_s, len(kept) == kept.maxlen)
 
 
-def pages(tracks: Iterable[Lane]) -> list[Lane]:
-    """The same in pieces, each small enough to be sent; `joined` puts them together again."""
+def pages_of(lanes: Iterable[Lane]) -> list[Lane]:
+    """The lanes in pieces, each small enough to be sent; `joined` puts them together again."""
     return [
-        track._replace(entries=track.entries[begin : begin + _PAGE])
-        for track in tracks
-        for begin in range(0, max(1, len(track.entries)), _PAGE)
+        lane._replace(entries=lane.entries[begin : begin + _PAGE_ENTRIES])
+        for lane in lanes
+        for begin in range(0, max(1, len(lane.entries)), _PAGE_ENTRIES)
     ]
 
 
-def joined(found: Iterable[Lane]) -> Iterator[Lane]:
-    """Tracks from their pages, in their order."""
-    for _, parts in groupby(found, key=lambda track: (track.pid, track.name)):
-        some = list(parts)
-        yield some[0]._replace(entries=[entry for part in some for entry in part.entries])
+def joined(pages: Iterable[Lane]) -> Iterator[Lane]:
+    """The lanes of these pages, in their order."""
+    for _, group in groupby(pages, key=lambda page: (page.pid, page.name)):
+        parts = list(group)
+        yield parts[0]._replace(entries=[entry for part in parts for entry in part.entries])

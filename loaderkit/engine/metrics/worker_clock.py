@@ -7,7 +7,6 @@ none `PythonLedger`, whose readers retry while a write is under way (a sequence 
 from __future__ import annotations
 
 import io
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from threading import get_ident
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.slow_samples import SlowItems
 from loaderkit.engine.metrics.trace import Entry, Item
 from loaderkit.engine.work import Chunk
@@ -25,8 +25,6 @@ from loaderkit.native import kernels
 Clock = Callable[[], float]
 
 _RING_LENGTH = 256
-_BUCKETS_PER_OCTAVE = 4
-_NUM_BUCKETS = 40 * _BUCKETS_PER_OCTAVE  # from 1 ns to a quarter of an hour
 # A hand-off, not a wait; and a thread counts as computing for so short a time, as to ask is a system call.
 MOMENT_S = 50e-6
 _LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 5 us: only where it was off the CPU for longer
@@ -46,80 +44,6 @@ class WorkerStates:
         self.blocked = num_stages + 1  # waiting for room downstream
         self.idle = num_stages + 2  # not wanted
         self.num_states = num_stages + 3
-
-
-class Histogram:
-    """Durations in buckets a quarter of an octave wide: any percentile within 10 %, in bounded memory."""
-
-    __slots__ = ("_counts", "_merged", "_others")
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}  # by bucket; a stage fills a score of the 160 there are
-        self._others: list[dict[int, int]] = []  # taken in, and not added up until somebody asks
-        self._merged: dict[int, int] | None = None
-
-    @classmethod
-    def of(cls, counts: dict[int, int]) -> Histogram:
-        """How many durations by number of the bucket, which belong to it from now on."""
-        found = cls()
-        found._counts = counts
-        return found
-
-    def add(self, seconds: float, count: int) -> None:
-        bucket = int(math.log2(seconds * 1e9) * _BUCKETS_PER_OCTAVE) if seconds > 1e-9 else 0
-        bucket = min(bucket, _NUM_BUCKETS - 1)
-        self._counts[bucket] = self._counts.get(bucket, 0) + count
-
-    def copy(self) -> Histogram:
-        """As it is now; for any thread."""
-        return Histogram.of(self.counts.copy())
-
-    def take_in(self, other: Histogram) -> None:
-        """Add what is in another one, which its thread may be writing to."""
-        self._others.append(other._counts.copy())
-
-    def minus(self, earlier: Histogram) -> Histogram:
-        """What has come since `earlier`."""
-        return Histogram.of({bucket: count - earlier.counts.get(bucket, 0) for bucket, count in self.counts.items()})
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """How many durations by number of the bucket."""
-        if not self._others:
-            return self._counts
-        if self._merged is None:
-            merged = dict(self._counts)
-            for other in self._others:
-                for bucket, count in other.items():
-                    merged[bucket] = merged.get(bucket, 0) + count
-            self._merged = merged
-        return self._merged
-
-    def share_above(self, seconds: float) -> float:
-        """Of all the time in here, the share spent in durations above `seconds`; 0 without any."""
-        all_s = above_s = 0.0
-        for bucket, count in self.counts.items():
-            duration_s = _duration_of(bucket)
-            all_s += count * duration_s
-            above_s += count * duration_s * (duration_s > seconds)
-        return above_s / all_s if all_s else 0.0
-
-    def percentile(self, share: float) -> float | None:
-        """The duration in seconds below which `share` of all lie; None without any."""
-        total = sum(self.counts.values())
-        if total == 0:
-            return None
-        reached = 0
-        for bucket, count in sorted(self.counts.items()):
-            reached += count
-            if reached >= share * total:
-                return _duration_of(bucket)
-        raise AssertionError("the counts sum to their total")
-
-
-def _duration_of(bucket: int) -> float:
-    """The middle of a bucket in seconds."""
-    return float(2 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) * 1e-9)
 
 
 class ClockTotals(NamedTuple):
@@ -164,7 +88,7 @@ class PythonLedger:
         "num_stages",
         "open_state",
         "since_s",
-        "tape",
+        "trace",
     )
 
     def __init__(
@@ -191,8 +115,8 @@ class PythonLedger:
         self.open_state = first_state
         self.since_s = since_s
         self._marks: deque[tuple[float, int]] = deque([(since_s, first_state)], maxlen=_RING_LENGTH)
-        self.tape: deque[Entry] | None = None  # while it is recorded
-        self.item: Item | None = None  # what the stages are at, for the tape
+        self.trace: deque[Entry] | None = None  # while it is recorded
+        self.item: Item | None = None  # what the stages are at, for the trace
 
     def enter(self, state: int) -> float:
         """End what the worker was doing and begin `state`; returns the time. To be called by the worker itself."""
@@ -219,8 +143,8 @@ class PythonLedger:
         self.open_state = state
         self.since_s = now
         self._sequence += 1
-        if self.tape is not None:
-            self.tape.append((now, state, self.item if state < self.num_stages else None))
+        if self.trace is not None:
+            self.trace.append((now, state, self.item if state < self.num_stages else None))
         if is_stage:
             off_cpu_s = now - since_s - cpu_s
             if off_cpu_s > _LOOK_S:
@@ -322,7 +246,7 @@ class PythonLedger:
 def _sum_of(stages: Sequence[_Running], cpu_s: float) -> ClockTotals:
     services = Histogram()
     for running in stages:
-        services.take_in(running.services)
+        services.merge(running.services)
     return ClockTotals(
         sum(running.num_items for running in stages),
         sum(running.num_bytes for running in stages),

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics import trace as tape
+from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
@@ -62,7 +61,7 @@ class BatchSender:
         self._num_underway = 0  # sent, and not taken yet
         self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
         self._has_told_specs = False
-        self._pages: list[tape.Lane] = []  # of a recording that is being asked for
+        self._pages: list[trace.Lane] = []  # of a recording that is being asked for
         self._engine.seek(epoch, position)
 
     # -------------------------------------------------------------------------------------------------- sending
@@ -101,9 +100,9 @@ class BatchSender:
 
     def _record(self, work_item: WorkItem) -> messages.Delivered:
         assert work_item.last_chunk is not None
-        way = stalls.Way(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
+        path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
         # The trainer has waited for this batch since it got the one before, at the earliest.
-        since_s = way.opened_s if self._sent_s is None else self._sent_s
+        since_s = path.opened_s if self._sent_s is None else self._sent_s
         self._sent_s = self._engine.clock()
         return messages.Delivered(
             epoch=work_item.epoch,
@@ -114,8 +113,8 @@ class BatchSender:
             result=work_item.result if work_item.error is None else None,
             failures=work_item.failures,
             error=work_item.error,
-            done_s=way.done_s,
-            segments=self._engine.trace(since_s, way.done_s, way),
+            done_s=path.done_s,
+            segments=self._engine.trace(since_s, path.done_s, path),
             specs=None if self._has_told_specs else work_item.specs,
         )
 
@@ -162,10 +161,10 @@ class BatchSender:
         """Keep what the workers do from now on."""
         self._engine.record()
 
-    def recorded(self, number: int) -> tuple[int, tape.Lane | None]:
+    def recorded(self, number: int) -> tuple[int, trace.Lane | None]:
         """How many pages there are of what was kept, and one of them. With the first one asked for, nothing more is kept."""
         if number == 0:
-            self._pages = tape.pages(self._engine.recorded().tracks)
+            self._pages = trace.pages_of(self._engine.recorded().lanes)
         return len(self._pages), self._pages[number] if number < len(self._pages) else None
 
     def report(self) -> HangReport:

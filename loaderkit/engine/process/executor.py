@@ -23,7 +23,7 @@ from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.snapshot import merged
 from loaderkit.engine.metrics.stats import Stats
-from loaderkit.engine.metrics.trace import Handoff, TraceRecorder, tape_length
+from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.receiver import ReceivedBatch
 from loaderkit.engine.process.worker_process import WorkerProcess, WorkerSpec
@@ -196,8 +196,8 @@ class ProcessEngine:
         ]
         causes = stalls.charge(segments, begin, end)
         self._waits.end(causes)
-        if self._waits.tape is not None:
-            self._waits.tape.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
+        if self._waits.handoffs is not None:
+            self._waits.handoffs.append(Handoff(begin, end, batch.epoch, batch.end, len(batch), causes))
 
     # ------------------------------------------------------------------------------------------------- any thread
 
@@ -234,15 +234,15 @@ class ProcessEngine:
 
     def record(self) -> None:
         """Keep what workers and loop do from now on."""
-        self._waits.record(tape_length(1))
+        self._waits.record(num_entries(1))
         for host in self._processes:
             host.record()
 
-    def recorded(self) -> TraceRecorder:
+    def recorded(self) -> Trace:
         """What was kept; nothing more is."""
         may_ask = not self._is_closed and os.getpid() == self._pid
-        tracks = [track for host in self._processes for track in host.recorded()] if may_ask else []
-        return TraceRecorder(tracks, self._waits.recorded())
+        lanes = [lane for host in self._processes for lane in host.recorded()] if may_ask else []
+        return Trace(lanes, self._waits.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
         """End the processes; batches that were delivered stay valid. Idempotent, from any thread and any state."""

@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from loaderkit.engine import watchdog
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
-from loaderkit.engine.metrics.trace import WHOLE, Lane, cut, new_tape, tape_length
+from loaderkit.engine.metrics.trace import WHOLE, Lane, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.process.receiver import ReceivedBatch, Receiver
 from loaderkit.engine.work import BatchContext, Stage
@@ -67,18 +67,18 @@ class TrainerStages:
         """Keep what the thread does from now on."""
         self._is_recorded = True
         if self._worker_clock is not None:
-            self._worker_clock.tape = new_tape(tape_length(1), self._clock(), self._worker_clock.open_state)
+            self._worker_clock.trace = new_entries(num_entries(1), self._clock(), self._worker_clock.open_state)
 
     def recorded(self) -> list[Lane]:
         """What was kept; nothing more is."""
         self._is_recorded = False
         worker_clock = self._worker_clock
-        if worker_clock is None or worker_clock.tape is None:
+        if worker_clock is None or worker_clock.trace is None:
             return []
-        tape, worker_clock.tape = worker_clock.tape, None
+        entries, worker_clock.trace = worker_clock.trace, None
         stages = [stage.name for stage in self._stages]
         names = (*stages, "starved", "blocked", "idle")
-        return [cut(tape, os.getpid(), f"{'+'.join(stages)} 0", names, self._clock())]
+        return [finished_lane(entries, os.getpid(), f"{'+'.join(stages)} 0", names, self._clock())]
 
     def run(self, arrived: ReceivedBatch, worker_clock: WorkerClock) -> ReceivedBatch:
         """Run the stages on a batch in place; their time becomes part of its way, and their error its own."""

@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *clock; /* NULL: time.perf_counter, which is read without a call */
-    PyObject *tape, *item, *slow_items, *least_s;
+    PyObject *trace, *item, *slow_items, *least_s;
     int num_stages, num_states, open_state, has_thread, has_cpu_clock, is_stale;
     double since_s, delayed_since_s;
     double cpu_since_s; /* the thread's CPU time when the open interval began, if that is in a stage */
@@ -110,7 +110,7 @@ static int state_of(const Ledger *self, PyObject *object, int num_states) {
 
 static int record(const Ledger *self, double now, int state) {
     PyObject *entry = Py_BuildValue("(diO)", now, state, state < self->num_stages && self->item ? self->item : Py_None);
-    PyObject *append = entry == NULL ? NULL : PyObject_GetAttrString(self->tape, "append");
+    PyObject *append = entry == NULL ? NULL : PyObject_GetAttrString(self->trace, "append");
     PyObject *done = append == NULL ? NULL : PyObject_CallOneArg(append, entry);
     Py_XDECREF(entry);
     Py_XDECREF(append);
@@ -165,7 +165,7 @@ static PyObject *enter(Ledger *self, PyObject *object) {
     } else if (is_stage && (is_another || passed_s > LOOK_S)) {
         self->delayed_since_s = delayed_so_far_s();
     }
-    if (self->tape != NULL && self->tape != Py_None && record(self, now, state) < 0) {
+    if (self->trace != NULL && self->trace != Py_None && record(self, now, state) < 0) {
         return NULL;
     }
     return PyFloat_FromDouble(now);
@@ -434,7 +434,7 @@ static int init(Ledger *self, PyObject *args, PyObject *kwargs) {
 static int traverse(Ledger *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->clock);
-    Py_VISIT(self->tape);
+    Py_VISIT(self->trace);
     Py_VISIT(self->item);
     Py_VISIT(self->slow_items);
     Py_VISIT(self->least_s);
@@ -443,7 +443,7 @@ static int traverse(Ledger *self, visitproc visit, void *arg) {
 
 static int clear(Ledger *self) {
     Py_CLEAR(self->clock);
-    Py_CLEAR(self->tape);
+    Py_CLEAR(self->trace);
     Py_CLEAR(self->item);
     Py_CLEAR(self->slow_items);
     Py_CLEAR(self->least_s);
@@ -474,7 +474,7 @@ static PyMemberDef ledger_members[] = {
     {"num_stages", T_INT, offsetof(Ledger, num_stages), READONLY, NULL},
     {"open_state", T_INT, offsetof(Ledger, open_state), READONLY, NULL},
     {"since_s", T_DOUBLE, offsetof(Ledger, since_s), READONLY, NULL},
-    {"tape", T_OBJECT, offsetof(Ledger, tape), 0, NULL},
+    {"trace", T_OBJECT, offsetof(Ledger, trace), 0, NULL},
     {"item", T_OBJECT, offsetof(Ledger, item), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };

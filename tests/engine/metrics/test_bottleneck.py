@@ -16,8 +16,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.engine.metrics.worker_clock import Histogram
 from profiles.accounts import FOLDER, from_json, read, to_json
 from profiles.bottlenecks import CASES, is_right
 from profiles.verdicts import record, run

@@ -20,7 +20,8 @@ from worker_clocks import PythonAccount, both, cpu_s, state_s
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.worker_clock import ClockTotals, Histogram, WorkerClock, WorkerStates
+from loaderkit.engine.metrics.histogram import Histogram
+from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock, WorkerStates
 from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.native import kernels
 
@@ -232,7 +233,7 @@ STEPS = st.one_of(
 def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st.DataObject) -> None:
     clock = HandClock()
     worker_clock, other = (kind(WorkerStates(3), clock, first_state=3) for kind in (WorkerClock, PythonAccount))
-    worker_clock.tape, other.tape = deque(), deque()
+    worker_clock.trace, other.trace = deque(), deque()
     for step, number, much in steps:
         if step == "enter":
             clock.now += much
@@ -252,7 +253,7 @@ def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st
     assert worker_clock.timeline(95.0, moment) == other.timeline(95.0, moment)
     assert counted(worker_clock) == counted(other)
     assert [worker_clock.slow_items.kept(n) for n in range(3)] == [other.slow_items.kept(n) for n in range(3)]
-    assert worker_clock.tape == other.tape
+    assert worker_clock.trace == other.trace
     assert (worker_clock.open_state, worker_clock.since_s) == (other.open_state, other.since_s)
 
 
@@ -297,18 +298,18 @@ class TestAttribution:
         found = stalls.attribute(
             begin,
             begin + length,
-            stalls.Way(opened, marks, now + tail),
+            stalls.ChunkPath(opened, marks, now + tail),
             facts,
         )
         assert sum(found.values()) == pytest.approx(length)
         with mock.patch.object(stalls, "kernels", None):
-            way = stalls.Way(opened, marks, now + tail)
-            assert stalls.attribute(begin, begin + length, way, facts) == pytest.approx(found)
+            path = stalls.ChunkPath(opened, marks, now + tail)
+            assert stalls.attribute(begin, begin + length, path, facts) == pytest.approx(found)
         # Another process traces more than the wait, which it does not know, and the wait is cut out later.
-        longer = stalls.trace(
+        longer = stalls.segments_of(
             min(begin, 0) - 5,
             begin + length + 50,
-            stalls.Way(opened, marks, now + tail),
+            stalls.ChunkPath(opened, marks, now + tail),
             facts,
         )
         assert stalls.charge(longer, begin, begin + length) == pytest.approx(found)
@@ -322,8 +323,8 @@ class TestAttribution:
         worker_clock.enter(1)
         clock.now = 104.0
         worker_clock.enter(0)
-        way = stalls.Way(100.0, [(104.0, 0), (105.0, 1)], 106.0)
-        found = stalls.attribute(100.0, 106.5, way, stalls.WaitFacts(False, ["slow", "quick"], [[worker_clock]]))
+        path = stalls.ChunkPath(100.0, [(104.0, 0), (105.0, 1)], 106.0)
+        found = stalls.attribute(100.0, 106.5, path, stalls.WaitFacts(False, ["slow", "quick"], [[worker_clock]]))
         assert found == pytest.approx({"slow": 3 + 1, "quick": 1 + 1, "wakeup": 0.5})
 
 

@@ -20,9 +20,9 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats, merged
-from loaderkit.engine.metrics.worker_clock import Histogram
 from loaderkit.engine.process.connection import Link
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.pipeline.batch_plan import BatchPlan
@@ -284,7 +284,7 @@ class TestAccounts:
                 histogram.add(seconds, count)
                 everything.add(seconds, count)
             taken_in = Histogram()
-            taken_in.take_in(histogram)
+            taken_in.merge(histogram)
             row = StageStats("read", number, number, num_queued=number, services=taken_in, kind="read")
             parts.append(
                 replace(

@@ -1,4 +1,4 @@
-"""How many CPUs there really are for us."""
+"""The CPUs and the memory that this process may use: the machine's, within the limits of its cgroups (versions 1 and 2)."""
 
 from __future__ import annotations
 
@@ -8,52 +8,37 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-_MOST_BYTES = 2**17  # of /proc/stat: 80 a CPU, and those come first
+_ROOT = Path("/")
+_MAX_STAT_BYTES = 2**17  # of /proc/stat: 80 a CPU, and those come first
+_MEMORY_FILES = (  # limit, use, and in memory.stat the cached pages of files; versions 2 and 1
+    ("memory.max", "memory.current", "{}_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_{}_file"),
+)
+
+
+def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
+    """Where the kernel keeps the limits and counters of this process's cgroup and those around it, innermost first."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, group = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounted = root / "sys/fs/cgroup" / (controller if controllers else "")
+        folder = mounted / group.lstrip("/")
+        yield from (place for place in (folder, *folder.parents) if place.is_relative_to(mounted))
 
 
 def num_cpus() -> int:
     """CPUs this process may use: its affinity and its cgroup's quota (v2 and v1), whichever is less; at least 1."""
     available = len(os.sched_getaffinity(0))
-    for folder in cgroup_folders():
+    for folder in cgroup_folders("cpu"):
         quota, period = _quota_of(folder)
         if quota > 0 and period > 0:
             available = min(available, max(1, round(quota / period)))
     return available
-
-
-def idle_so_far_s() -> float | None:
-    """Seconds for which the CPUs this process may use have had nothing to run, added up; None if the kernel does not tell, or
-    if a quota keeps the process from using them."""
-    if _has_quota():
-        return None
-    available = os.sched_getaffinity(0)
-    try:
-        with io.FileIO("/proc/stat") as file:
-            rows = [row.split() for row in file.read(_MOST_BYTES).splitlines()]
-        idle = {int(row[0][3:]): int(row[4]) for row in rows if row[0].startswith(b"cpu") and row[0] != b"cpu"}
-        return sum(idle[cpu] for cpu in available) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, KeyError):
-        return None
-
-
-@cache  # to look takes twice as long as all the rest
-def _has_quota() -> bool:
-    return num_cpus() < len(os.sched_getaffinity(0))
-
-
-def cgroup_folders() -> Iterator[Path]:
-    """Where the kernel keeps the CPU limits and counters of our cgroup and those around it, innermost first."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in groups:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = Path("/sys/fs/cgroup" + ("/cpu" if controllers else ""))
-        folder = root / group.lstrip("/")
-        yield from (place for place in (folder, *folder.parents) if place.is_relative_to(root))
 
 
 def _quota_of(folder: Path) -> tuple[int, int]:
@@ -67,3 +52,53 @@ def _quota_of(folder: Path) -> tuple[int, int]:
         return int(quota), int(period)
     except (OSError, ValueError):  # no such file, or "max"
         return 0, 0
+
+
+@cache  # to look takes twice as long as all the rest
+def _has_quota() -> bool:
+    return num_cpus() < len(os.sched_getaffinity(0))
+
+
+def idle_so_far_s() -> float | None:
+    """Seconds for which the CPUs this process may use have had nothing to run, added up; None if the kernel does not tell, or
+    if a quota keeps the process from using them."""
+    if _has_quota():
+        return None
+    available = os.sched_getaffinity(0)
+    try:
+        with io.FileIO("/proc/stat") as file:
+            rows = [row.split() for row in file.read(_MAX_STAT_BYTES).splitlines()]
+        idle = {int(row[0][3:]): int(row[4]) for row in rows if row[0].startswith(b"cpu") and row[0] != b"cpu"}
+        return sum(idle[cpu] for cpu in available) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, KeyError):
+        return None
+
+
+def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:
+    """Bytes that can still be allocated before the system kills a process, and who sets that limit: the machine or a cgroup.
+    None if the kernel does not tell."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        free = 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
+    except (OSError, KeyError, ValueError):
+        return None, ""
+    limits = {"the machine": free}
+    for folder in cgroup_folders("memory", root):
+        if (left := _free_in(folder)) is not None:
+            limits[f"this process's cgroup ({folder})"] = left
+    whose = min(limits, key=limits.__getitem__)
+    return limits[whose], whose
+
+
+def _free_in(folder: Path) -> int | None:
+    """Bytes left in a cgroup; None without a limit at this level. Cached pages of files count as free: the kernel drops them
+    before it kills a process."""
+    for limit, used, cached in _MEMORY_FILES:
+        try:
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            droppable = int(stat[cached.format("active")]) + int(stat[cached.format("inactive")])
+            return int((folder / limit).read_text()) - int((folder / used).read_text()) + droppable
+        except (OSError, KeyError, ValueError):  # no such file at this level, or "max"
+            continue
+    return None

@@ -106,7 +106,7 @@ def host_stats() -> HostStats:
 @cache  # there are many folders, few of them with counters, and to look for them takes longer than all the rest
 def _throttling_files() -> tuple[str, ...]:
     """Where the kernel says how long the tasks of our cgroup, and of those around it, were kept from running by a quota."""
-    files = [str(folder / "cpu.stat") for folder in cgroup_folders()]
+    files = [str(folder / "cpu.stat") for folder in cgroup_folders("cpu")]
     return tuple(file for file in files if not _numbers(_content(file)).keys().isdisjoint(_SECONDS))
 
 

@@ -67,7 +67,7 @@ STATS = """## Statistics
 
 `loader.stats().to_dict()`; `stats(since=earlier)` gives the difference of two moments. Times in seconds, intervals that are
 still open included. With `executor: process` the processes are asked one after another, each up to the same moment: it takes 1 to 2 ms, and up
-to 15 where functions there hold Python's lock; one that does not answer within a second is shown as it was last.
+to 15 where functions there hold the GIL; one that does not answer within a second is shown as it was last.
 
 | key | meaning |
 |---|---|
@@ -79,7 +79,7 @@ to 15 where functions there hold Python's lock; one that does not answer within 
 | `throughput` | `samples_per_s` delivered, `bytes_per_s` read |
 | `memory` | `budget_bytes`, `slab_bytes` (one batch), `batch_bytes` (the same with what lies in no slab), `open_bytes` (in the budget), `live_bytes` (also delivered and still seen), `allocated_bytes`, `rss_bytes`, `rss_peak_bytes`; with `executor: process` also `process_rss_peak_bytes`, of that process |
 | `queue` | batches `ready` for the loop, and `open` (in the budget, complete or not), just now |
-| `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `idle_s` of the CPUs it may use, added up; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and Python's lock). null: not known |
+| `host` | of the process that loads: `cpu_s`; `throttled_s` by the cgroup's CPU quota; `idle_s` of the CPUs it may use, added up; `read_bytes` by system calls, `disk_bytes` fetched for them, `page_cache_hits` (share); `late_p50_s`, `late_p99_s`: how late a thread of the trainer's process wakes up (CPU and the GIL). null: not known |
 | `store` | what connectors count; below |
 | `transfer` | copies to a GPU: `num_bytes`, `copy_s` by the GPU's own clock, `bytes_per_s`, `overlap`: the share of `copy_s` in which the loop did not wait for `transfer`; empty where batches stay on the CPU |
 | `verdict` | what limits the loop: `stage` (or `start`, `memory`, `wakeup`; null: training is the limit), `percent` of the wall time lost to it, `confidence` from 0 to 1, `evidence`, the `change` to make, `kind`: [verdicts](guide.md#the-verdict) |

@@ -1,12 +1,12 @@
 """Which stage is the bottleneck, how sure that is, what says so, and what to change: read from the counters alone.
 
     the loop hardly waited ──> training is the limit
-    it waited for the start, for memory, to be woken up ──> that
+    it waited for the start, for memory, for its own thread to run ──> start, memory, wakeup
     it waited for a stage:
         the GIL is held, and no more than one CPU is used ──> gil, in the stage that computes most
         no CPU is free ──> computing, in the stage that computes most
         a few items take all the time ──> stragglers
-        its workers stand still although the loop waits ──> memory, depth
+        its workers are idle although the loop waits ──> memory, depth
         an item takes longer side by side than one alone, waiting ──> lock; in `read` and `transfer` bandwidth
         on a CPU ──> computing
         waiting ──> latency
@@ -46,7 +46,7 @@ _RULES: Sequence[Callable[[Facts], Verdict | None]] = (
 def diagnose(snapshot: Snapshot) -> Verdict:
     """The verdict on an interval, `loader.stats()` or `loader.stats(since=earlier)`; in about 0.1 ms, from any thread."""
     if snapshot.wall_s <= 0:
-        evidence = "nobody has waited for a batch in this interval"
+        evidence = "no batch was requested in this interval"
         return Verdict(None, 0.0, 0.0, evidence, "iterate over the loader", "unknown")
     facts = measure(Interval.of(snapshot))
     return next(verdict for rule in _RULES if (verdict := rule(facts)) is not None)

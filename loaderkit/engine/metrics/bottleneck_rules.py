@@ -14,7 +14,7 @@ from loaderkit.engine.metrics.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, 
 from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
 
 _HARMLESS = 0.05  # of the time: such waits are not worth a change
-_OCCASIONAL = 0.15  # as well, where the workers have time to spare
+_OCCASIONAL = 0.15  # of the time: harmless as well, where the workers have time to spare
 _BUSY = 0.75  # of their time: workers that are busy for more are the limit
 _LITTLE_CPU = 0.3  # CPUs: a stage that uses less does not hold the GIL for long
 _CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
@@ -22,7 +22,7 @@ _TAIL = 4.0  # times the usual service time: a straggler
 _TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
 _FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
 _MOST_OF_A_CPU = 0.75
-_ONE_CPU = 1.2  # the CPUs that all who need the GIL can have together, and a little for what runs without it
+_ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
 
 
 class Verdict(NamedTuple):
@@ -50,11 +50,11 @@ def start(facts: Facts) -> Verdict | None:
     if interval.start_s <= max(interval.waited_s, _HARMLESS * wall_s):
         return None
     evidence = (
-        f"of {say_seconds(wall_s)}, {say_seconds(interval.start_s)} went by before the first chunk could run, and "
-        f"{say_seconds(interval.waited_s)} were waited after that"
+        f"the loop waited {say_seconds(interval.start_s)} of {say_seconds(wall_s)} before the first chunk could run, and "
+        f"{say_seconds(interval.waited_s)} after that"
     )
     change = (
-        "call loader.start() while the model is made; look at stats(since=...) of a later moment for the steady state"
+        "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
     return Verdict(START, interval.percent(interval.start_s), interval.confidence(), evidence, change, "start")
 
@@ -93,8 +93,8 @@ def wakeup(facts: Facts) -> Verdict | None:
     lost = f"{say_seconds(seconds)} of {say_seconds(interval.wall_s)}{each}"
     evidence = f"batches were ready, and the loop's thread was not running: {lost}"
     change = (
-        "prefetch.executor: process, so that loading does not hold Python's lock when the loop needs it; or fewer workers; "
-        "where a batch takes less than a millisecond, larger batches or executor: inline"
+        "prefetch.executor: process, so that loading does not hold the GIL when the loop needs it; or fewer workers; for "
+        "batches of less than a millisecond, larger batches or executor: inline"
     )
     return Verdict(WAKEUP, interval.percent(seconds), interval.confidence(0.8), evidence, change, "wakeup")
 
@@ -118,12 +118,12 @@ def gil(facts: Facts) -> Verdict | None:
         f"for one another {100 * busiest.contended_share:.0f} % of the time"
     )
     if trial.holds_gil:
-        evidence += f"; Python's lock was taken {100 * (trial.gil_taken or 0.0):.0f} % of the times one asked"
+        evidence += f"; the GIL was held {100 * (trial.gil_taken or 0.0):.0f} % of the times a worker asked for it"
     if busiest.alone_share is not None:
         evidence += f"; {_compared(busiest)}"
     change = (
-        "prefetch.executor: process keeps it off the loop's Python lock, prefetch.processes gives it several; or do the "
-        "work in NumPy or torch, which let go of the lock; more workers would not help"
+        "prefetch.executor: process gives loading a GIL of its own, prefetch.processes several; or do the work in NumPy "
+        "or torch, which release the GIL; more workers would not help"
     )
     sure = interval.confidence(0.95 if trial.holds_gil else 0.75)
     return Verdict(stage.name, interval.percent(interval.waited_s), sure, evidence, change, "gil")
@@ -170,60 +170,62 @@ def stragglers(facts: Facts) -> Verdict | None:
     if fills and (awaited.pool.works_one_at_a_time or does_all_alone):
         return None
     evidence = (
-        f"an item usually takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)}: stragglers take "
-        f"{100 * share:.0f} % of its time"
+        f"the median item takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)} or more: stragglers take "
+        f"{100 * share:.0f} % of the stage's time"
     )
     change = (
-        f"prefetch.batches: {2 * interval.num_wanted}, so that others are ready meanwhile, and more workers; or find "
-        "out what is special about those items"
+        f"prefetch.batches: {2 * interval.num_wanted}, so that other batches are ready meanwhile, and more workers; or "
+        "find out why those items are slow"
     )
     return _of_stage(interval, awaited, "stragglers", evidence, change, sure=0.95)
 
 
 def memory_ahead(facts: Facts) -> Verdict | None:
-    """Its workers stand still although the loop waits, for lack of memory to read ahead."""
-    if _stands_still(facts) and facts.interval.is_short_of_memory:
+    """Its workers are idle although the loop waits: there is no memory to read further ahead."""
+    if _is_idle(facts) and facts.interval.is_short_of_memory:
         return _memory(facts.interval, facts.awaited.pool.use)
     return None
 
 
 def depth(facts: Facts) -> Verdict | None:
-    """Its workers stand still although the loop waits, since as many batches are open as may be."""
+    """Its workers are idle although the loop waits: as many batches are open as prefetch.batches allows."""
     interval, first_pool = facts.interval, facts.interval.pools[0]
     blocked_s, slot_s = first_pool.total("blocked_s"), first_pool.total("slot_s")
-    if not _stands_still(facts) or blocked_s <= WAITING * slot_s:
+    if not _is_idle(facts) or blocked_s <= WAITING * slot_s:
         return None
     evidence = (
-        f"no pool was at its limit: workers stood still for {100 * blocked_s / slot_s:.0f} % of the time because "
-        f"{interval.num_wanted} batches were open"
+        f"no pool was at its limit: workers were idle for {100 * blocked_s / slot_s:.0f} % of the time because "
+        f"{interval.num_wanted} batches were already open"
     )
-    change = f"prefetch.batches: {2 * interval.num_wanted}, to even out what varies"
+    change = f"prefetch.batches: {2 * interval.num_wanted}, to absorb variation"
     return _of_stage(interval, facts.awaited, "depth", evidence, change, sure=0.8)
 
 
-def _stands_still(facts: Facts) -> bool:
-    """True if its workers hold nothing up. Where no batch came at all, one of them hangs instead."""
+def _is_idle(facts: Facts) -> bool:
+    """True if its workers have time to spare. Where no batch came at all, one of them hangs instead."""
     interval = facts.interval
     return facts.awaited.pool.use < _BUSY and not interval.is_inline and interval.stats.num_batches > 0
 
 
 def lock_or_bandwidth(facts: Facts) -> Verdict | None:
-    """Its workers hold one another up: at a lock, or where bytes move, in a link that is full."""
+    """Its workers wait for one another: for a lock, or, where bytes move, for a link that is full."""
     interval, awaited = facts.interval, facts.awaited
     stage = awaited.stage
     if not awaited.is_serial:
         return None
     if stage.kind == "transfer" or (stage.kind == "read" and stage.num_bytes > 0):
-        gives = f"; it gives {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in all" if stage.num_bytes else ""
-        evidence = f"{_compared(awaited)}, waiting: the way is full{gives}"
+        gives = f"; it delivers {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in total" if stage.num_bytes else ""
+        evidence = f"{_compared(awaited)}, waiting for data: the link is full{gives}"
         change = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
         if stage.kind == "transfer":
             change = _MOVE_LESS
         return _of_stage(interval, awaited, "bandwidth", evidence, change, sure=_confidence_of_comparison(awaited))
-    evidence = f"{_compared(awaited)}, on a CPU for {100 * awaited.cpu_share:.0f} %: they wait for one another"
+    evidence = (
+        f"{_compared(awaited)}, on a CPU for {100 * awaited.cpu_share:.0f} % of the time: workers wait for one another"
+    )
     change = (
-        f"give every worker its own of what {stage.name} locks (a connection, a file, a model), or hold the lock for "
-        "less; more workers would not help"
+        f"give every worker its own connection, file or model instead of one that {stage.name} locks, or hold the lock "
+        "for a shorter time; more workers would not help"
     )
     return _of_stage(interval, awaited, "lock", evidence, change, sure=_confidence_of_comparison(awaited))
 
@@ -234,7 +236,7 @@ def computing(facts: Facts) -> Verdict | None:
 
 
 def waiting(facts: Facts) -> Verdict:
-    """Its workers wait for something else than a CPU or one another: what is left when no other rule applies."""
+    """Its workers wait for something other than a CPU or one another: the case that is left when no other rule applies."""
     interval, awaited = facts.interval, facts.awaited
     stage = awaited.stage
     usual_s = stage.services.percentile(0.5)
@@ -247,7 +249,7 @@ def waiting(facts: Facts) -> Verdict:
     kind, sure = "waiting", 0.9
     if awaited.alone_share is not None:
         is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
-        evidence += f"; {_compared(awaited)}{': they do not hold one another up' if is_independent else ''}"
+        evidence += f"; {_compared(awaited)}{': workers do not block one another' if is_independent else ''}"
         kind, sure = "latency", _confidence_of_comparison(awaited)
     if stage.kind == "read":
         change += "; or fewer, larger requests: tar shards, order.shuffle: block"
@@ -260,13 +262,13 @@ def waiting(facts: Facts) -> Verdict:
 
 # ------------------------------------------------------------------------------------------------------- in words
 
-_MOVE_LESS = "move less: uint8 until `normalize` behind `transfer`, fewer fields; or a faster link"
+_MOVE_LESS = "transfer fewer bytes: uint8 until `normalize` after `transfer`, fewer fields; or a faster link"
 
 _CHEAPER: Mapping[str, str] = {
     "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
     "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
-    "call": "a cheaper function, or its work done once beforehand",
-    "normalize": "`normalize` on the GPU, behind `transfer`",
+    "call": "a cheaper function, or do its work once in advance",
+    "normalize": "`normalize` on the GPU, after `transfer`",
 }
 
 
@@ -306,11 +308,11 @@ def _computing(interval: Interval, facts: StageFacts) -> Verdict:
         evidence += f" of {interval.num_cpus}"
     cheaper = _CHEAPER.get(stage.kind, f"a cheaper {stage.name}")
     if interval.is_inline:
-        change = f"{_workers_instead(interval, 'so that it is done beside training')}; or {cheaper}"
+        change = f"{_workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
     elif interval.is_short_of_cpus:
         change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
     elif facts.pool.works_one_at_a_time:
-        change = f"{cheaper}; more workers would not help: one alone was faster"
+        change = f"{cheaper}; more workers would not help: one worker alone was faster"
     else:
         change = f"{_more_workers(interval, facts)}; or {cheaper}"
     if not interval.is_short_of_cpus:
@@ -327,11 +329,11 @@ def _memory(interval: Interval, use: float | None = None) -> Verdict:
     budget_bytes, batch_bytes = interval.stats.memory["budget_bytes"], interval.stats.memory.get("batch_bytes", 0)
     evidence = (
         f"prefetch.memory ({say_bytes(budget_bytes)}) holds {interval.num_in_memory} of the {interval.num_wanted} "
-        f"batches that are to be read ahead, of {say_bytes(batch_bytes)} each; the loop waited "
+        f"batches to read ahead, {say_bytes(batch_bytes)} each; the loop waited "
         f"{100 * interval.share:.0f} % of the time"
     )
     if use is not None:
-        evidence += f", while the workers stood still for {100 * (1 - use):.0f} %"
+        evidence += f", while the workers were idle for {100 * (1 - use):.0f} %"
     change = f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
     return Verdict(MEMORY, interval.percent(interval.waited_s), interval.confidence(0.95), evidence, change, "memory")
 
@@ -348,14 +350,14 @@ def _compared(facts: StageFacts) -> str:
     others = f"{num_compared} of {facts.num_in_process} at a time"
     if num_compared == facts.num_in_process:
         others = f"all {facts.num_in_process}"
-    evidence = f"one worker alone got {100 * (facts.alone_share or 0.0):.0f} % of what {others} did"
+    evidence = f"one worker alone reached {100 * (facts.alone_share or 0.0):.0f} % of the throughput of {others}"
     if facts.slowdown is not None:
         evidence += f", and {facts.stage.name} takes {facts.slowdown:.1f} times as long side by side"
     return evidence
 
 
 def _workers_instead(interval: Interval, how: str) -> str:
-    """What to change where the loop's thread makes the batches."""
+    """The change where the loop's own thread makes the batches."""
     if interval.is_inline_by_rule:
         return f"larger batches, or prefetch.concurrency: {interval.stats.tuning['cpus']}, {how}"
     return f"prefetch.executor: thread, {how}"
@@ -363,6 +365,6 @@ def _workers_instead(interval: Interval, how: str) -> str:
 
 def _more_workers(interval: Interval, facts: StageFacts) -> str:
     if facts.pool.is_in_trainer:
-        return "nothing in the number of workers: one thread in the trainer's process runs it"
+        return "not more workers: one thread in the trainer's process runs it"
     wanted = interval.suggested_workers(facts.stage.workers)
     return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'

@@ -31,7 +31,7 @@ class StageFacts:
     slowdown: float | None  # how many times as long an item takes side by side as with one worker alone
     serial_slowdown: float  # above it, items pass the stage one at a time; below, each worker goes at its own pace
     is_as_fast_alone: bool | None  # one alone gets nearer, by ratio, to what all do than to its share of that
-    is_serial: bool  # workers hold one another up
+    is_serial: bool  # workers block one another
 
 
 class Facts(NamedTuple):

@@ -173,7 +173,7 @@ class TestOfAStage:
         four = row("call", 38, 18.4, workers=4)
         assert self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).kind == "gil"
         assert self.verdict(four, trial=ContentionResult(0.52, 0.5), **two).kind != "gil", "one of two did half"
-        assert "of what all 2 did" in self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).evidence
+        assert "of the throughput of all 2" in self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).evidence
         assert self.verdict(row("call", 19, 9.2), **two).kind != "gil", "one in each: nobody is in its way"
 
     def test_waiting_one_at_a_time(self) -> None:
@@ -204,7 +204,7 @@ class TestOfAStage:
         assert self.verdict(waiting, trial=ContentionResult(0.6, 0.98, slowdowns={"read": 1.5})).kind == "latency"
         found = self.verdict(waiting, trial=ContentionResult(0.42, 0.98, num_inside=2.4, slowdowns=ALIKE))
         assert found.kind == "latency"
-        assert "42 % of what 2 of 8 at a time did" in found.evidence
+        assert "42 % of the throughput of 2 of 8 at a time" in found.evidence
 
     def test_one_alone_that_does_all_else_as_well(self) -> None:
         """A store that is read one at a time, 1.1 ms an item, and 0.5 ms of decoding, by two: one alone needs 1.6, so
@@ -231,7 +231,7 @@ class TestOfAStage:
             row("read", 19, 0.3), trial=ContentionResult(0.52, 0.98, num_inside=2.0, slowdowns={"read": 1.5})
         )
         assert found.kind == "latency"
-        assert "do not hold one another up" not in found.evidence
+        assert "do not block one another" not in found.evidence
 
     def test_there_are_fewer_workers_than_when_it_was_tried(self) -> None:
         """What is little for eight workers is not much for the two that are left."""

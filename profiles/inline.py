@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.work import FieldSpec
 from loaderkit.pipeline.slabs import SlabLayout, SlabPool
 from loaderkit.sampling.schedule import GlobalOrder
+from loaderkit.stages.base import FieldSpec
 from profiles.record import record
 
 BATCH, NUM_BATCHES = 64, 300

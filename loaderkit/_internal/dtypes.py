@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
@@ -16,6 +18,13 @@ _SHARED_DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64",
 def type_in_numpy(dtype: str) -> np.dtype[Any] | None:
     """NumPy's type of the numbers that torch calls so, which it calls the same; None for those it lacks."""
     return np.dtype(dtype) if dtype in _SHARED_DTYPES else None
+
+
+def tensor_over(memory: torch.Tensor, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor from the first byte of `memory` on, by torch's name of its dtype. To autograd it is no view of that, so it may
+    be changed in place as any other."""
+    tensor = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+    return tensor.set_(memory.untyped_storage(), 0, shape, strides)
 
 
 def num_bytes_of(dtype: str) -> int:

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from loaderkit._internal.cgroups import idle_so_far_s
 from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
+from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.slow_samples import SlowItems
-from loaderkit.engine.metrics.stats import Stats, collect
+from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
+from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import WHOLE, Handoff, Trace, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
-from loaderkit.engine.work import BatchContext, Chunk, Stage, WorkItem
+from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ClosedError
 
 
@@ -212,14 +215,50 @@ class Engine(ABC):
             path = stalls.ChunkPath(now, [], now)
         else:
             # Of the chunks that keep the batch waiting, the one that is the least far.
-            unfinished = [chunk for chunk in list(head.chunks) if chunk.samples]
+            unfinished = [chunk for chunk in list(head.chunks) if not chunk.has_landed]
             last = min(unfinished, key=lambda chunk: len(chunk.marks), default=None)
             path = stalls.ChunkPath(head.opened_s, list(last.marks) if last is not None else [], now)
         return self.attribute(begin, now, path)
 
     def stats(self, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
-        """The accounts up to now, or to a moment ago; for any thread."""
-        return collect(self, tuning, run, at_s)
+        """The counters up to now, or to `at_s`, a moment ago; for any thread. About 0.2 ms with two workers, 1 ms with 64 and
+        eight stages."""
+        stall_s, waiting_since_s, now = self.waits.read(self.clock)
+        now = now if at_s is None else min(now, at_s)
+        for cause, seconds in self.open_wait(waiting_since_s, now).items():
+            stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+        rows = [StageStats(stage.name, 0, kind=stage.kind) for stage in self.stages]
+        for pool in self.pools:
+            numbers = pool.plan.stages
+            first, last = rows[numbers[0]], rows[numbers[-1]]
+            for number in numbers:
+                rows[number].workers = pool.num_workers
+            first.num_queued = self.num_queued if pool.buffer is None else len(pool.buffer)
+            # Inline, one account serves all pools; threads only ever enter their own pool's stages.
+            add_worker_time(rows, (first, last), list(pool.worker_clocks), self.states, now)
+        host = host_stats()
+        idle_s = None if host.idle_s is None or self.first_idle_s is None else host.idle_s - self.first_idle_s
+        return Stats(
+            run=run,
+            now_s=now,
+            wall_s=0.0 if self.first_wait_s is None else now - self.first_wait_s,
+            num_batches=self.num_delivered,
+            num_samples=self.num_samples,
+            stall_s=stall_s,
+            stages=rows,
+            num_ready=self.num_ready,
+            num_open=self.num_open,
+            memory={
+                "budget_bytes": self.plan.memory_bytes,
+                **self.plan.memory_stats(self.num_open),
+                "rss_peak_bytes": host.rss_peak_bytes,
+            },
+            host=replace(host, idle_s=idle_s),
+            tuning=tuning,
+            trials={self.stages[pool.plan.stages[0]].name: pool.probe.trial for pool in self.pools},
+            slowest={stage.name: self.slow_items.kept(number) for number, stage in enumerate(self.stages)},
+            store=dict(self.counters()) if self.counters is not None else {},
+        )
 
     def record(self) -> None:
         """Keep what workers and loop do from now on, as much as `num_entries` allows."""
@@ -318,11 +357,11 @@ class Engine(ABC):
                 if work_item.cancelled:
                     break
                 item.marks.append((worker_clock.enter(number), number))
-                num_failed = len(item.failures)
+                num_failed = item.num_failed
                 num_bytes = run(item)
                 worker_clock.served(number, len(item), num_bytes or 0, item)
-                if len(item.failures) > num_failed:
-                    worker_clock.failed(number, len(item.failures) - num_failed)
+                if item.num_failed > num_failed:
+                    worker_clock.failed(number, item.num_failed - num_failed)
         except Exception as error:
             work_item.error = work_item.error or error
         if not pool.plan.lands:
@@ -344,11 +383,7 @@ class Engine(ABC):
                 if work_item.cancelled or work_item.error is not None:
                     break
                 self._enter(work_item, worker_clock, number)
-                first = int(work_item.positions[0])
-                context = BatchContext(
-                    work_item.epoch, work_item.step, first, work_item.result["__key__"], work_item.specs
-                )
-                run(work_item.result, context)
+                run(work_item.result, self.plan.context(work_item))
                 worker_clock.served(number, len(work_item), 0)
         except Exception as error:
             work_item.error = error

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Trace
-from loaderkit.engine.work import Delivery, FieldSpec, WorkItem
+from loaderkit.engine.work import WorkItem
 
 
 class Plan(Protocol):
     """Which destinations there are to fill, in their order: what `Engine` asks for, be it batches or tensors."""
 
-    specs: Mapping[str, FieldSpec] | None
-    """None until `prepare` has run."""
+    is_prepared: bool
+    """False until `prepare` has run."""
     memory_bytes: int
 
     @property
@@ -38,6 +38,9 @@ class Plan(Protocol):
     def finish(self, work_item: WorkItem) -> Any:
         """What the consumer gets of a full destination; called without the lock."""
 
+    def context(self, work_item: WorkItem) -> Any:
+        """What stages that work on its result are told of it; called without the lock."""
+
     def release(self, work_item: WorkItem) -> None:
         """A destination has left the budget: it was handed over, or dropped."""
 
@@ -55,6 +58,27 @@ class Plan(Protocol):
 
     def memory_stats(self, num_open: int) -> dict[str, int]:
         """What `Stats.memory` says of slabs and batches, while so many destinations are open; for any thread."""
+
+
+class Delivery(Protocol):
+    """A finished work item, or the error that came in its place, as an executor hands it to the loader."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def end(self) -> int:
+        """The position in the epoch behind it."""
+
+    @property
+    def failures(self) -> Sequence[Any]:
+        """The plan's notes on items that failed and were tolerated."""
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    @property
+    def result(self) -> Any: ...
 
 
 class Executor(Protocol):

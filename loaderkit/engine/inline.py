@@ -76,7 +76,7 @@ class InlineEngine(Engine):
     def _make(self) -> WorkItem:
         """The next destination: open it, and carry its chunks through all the stages."""
         plan, worker_clock = self.plan, self.pools[0].worker_clocks[0]
-        if plan.specs is None:
+        if not plan.is_prepared:
             begin_s = self.clock()
             plan.prepare()
             self._chunk_sizer.sample_s = self.clock() - begin_s

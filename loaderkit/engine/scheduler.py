@@ -201,10 +201,10 @@ class Scheduler:
                         if self._chunks and self._resting:
                             self._room.notify()
                         return chunk
-                    if self._plan.specs is None and not self._is_preparing:
+                    if not self._plan.is_prepared and not self._is_preparing:
                         self._is_preparing = True
                         break
-                    if self._plan.specs is None or not self._open_next():
+                    if not self._plan.is_prepared or not self._open_next():
                         self._rest(worker_clock)
                 else:
                     if self._resting and not worker_clock.is_wanted:

@@ -65,8 +65,8 @@ def describe_wait(
     if work_item is None:
         lines.append("no batch has been opened yet")
     else:
-        lines.append(f"awaited: batch {work_item.step} of epoch {work_item.epoch}, {work_item.num_pending} chunks left")
-        inside = [chunk for chunk in work_item.chunks if chunk.marks and chunk.samples]
+        lines.append(f"awaited: {work_item}, {work_item.num_pending} chunks left")
+        inside = [chunk for chunk in work_item.chunks if chunk.marks and not chunk.has_landed]
         for chunk in inside:
             since, state = chunk.marks[-1]
             place = stage_names[state] if state >= 0 else "a queue"
@@ -89,7 +89,7 @@ def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
     if isinstance(at, list):
         at = min(len(at), len(chunk) - 1)
     ends = (0, len(chunk) - 1) if at is None else (at,)
-    return [key_of(int(chunk.indices[place])) for place in dict.fromkeys(ends)]
+    return [key_of(chunk.index_of(place)) for place in dict.fromkeys(ends)]
 
 
 def stack_of(thread: threading.Thread) -> str:

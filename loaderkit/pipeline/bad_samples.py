@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaderkit.engine.work import Chunk, Delivery, WorkItem
+from loaderkit.engine.contracts import Delivery
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.pipeline.config.model import ErrorsArgs
 from loaderkit.pipeline.engine_factory import Assembly, Recipe
 from loaderkit.sources.base import Source
+from loaderkit.stages.base import BatchWork, SampleChunk
 
 _BLOCK = 65_536  # keys looked through at a time
 logger = logging.getLogger("loaderkit")
@@ -141,19 +142,18 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
     assembly = Assembly(replace(recipe, config=replace(recipe.config, errors=errors)))
     plan = assembly.make_plan()
     plan.prepare()
-    assert plan.specs is not None
     assert plan.slabs is not None
     stages = [stage for stage in assembly.stages if stage.scope == "sample"]
     try:
         for line, index in places.items():
             indices = np.array([index], np.int64)
-            work_item = WorkItem(
+            work_item = BatchWork(
                 epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
             )
             work_item.specs = plan.specs
             work_item.fields = plan.slabs.take()
             work_item.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
-            chunk = Chunk(work_item, 0, 1, line.epoch, indices)
+            chunk = SampleChunk(work_item, 0, 1, indices)
             for stage in stages:
                 stage.run(chunk)
             yield line, next((failure.error for failure in work_item.failures), None)

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.shared_memory import check_room
-from loaderkit.engine.work import Bytes, Chunk, FieldSpec, WorkItem
+from loaderkit.engine.work import WorkItem
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.slabs import SlabLayout, SlabPool
 from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sources.base import Sample, Source
+from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_fields
 from loaderkit.stages.batch import pad, put_together
 from loaderkit.stages.runner import raise_store_failure
 
@@ -59,7 +61,7 @@ class BatchPlan:
         schedule: BatchSampler,
         shape: BatchShape,
         num_epochs: int | None,
-        probe: Callable[[Chunk], None],
+        probe: Callable[[SampleChunk], None],
         specs_of: Callable[[Sample, str], Mapping[str, FieldSpec]],
         num_batches: int,
         memory_bytes: int,
@@ -94,7 +96,9 @@ class BatchPlan:
         self._names_samples = names_samples
         self._ahead: _Ahead | None = None
         self.seek(0, 0)
-        self.specs: Mapping[str, FieldSpec] | None = None
+        self.is_prepared = False
+        self.specs: Mapping[str, FieldSpec] = {}
+        self._images: tuple[str, ...] = ()
         self._loose: tuple[str, ...] = ()  # fields that lie in no slab
         self.slabs: SlabPool | None = None
         self.batch_bytes = 0  # a slab, and what of a batch lies in none, as far as the first sample tells
@@ -146,8 +150,8 @@ class BatchPlan:
         first_error: StageError | None = None
         for index in range(min(self._shape.num_probes, len(self._source))):
             indices = np.array([index], np.int64)
-            probe = WorkItem(epoch=0, step=0, positions=indices, indices=indices)
-            chunk = Chunk(probe, 0, 1, 0, indices)
+            probe = BatchWork(epoch=0, step=0, positions=indices, indices=indices)
+            chunk = SampleChunk(probe, 0, 1, indices)
             self._probe(chunk)
             sample = chunk.samples[0]
             if sample is not None:
@@ -168,7 +172,8 @@ class BatchPlan:
         self.slabs = SlabPool(
             layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, shard=self._shard
         )
-        self.specs = specs  # the last: whoever sees it may open batches
+        self.specs, self._images = specs, image_fields(specs)
+        self.is_prepared = True  # the last: a worker that sees it may open batches
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch, and if
@@ -200,6 +205,12 @@ class BatchPlan:
         if num_more > 0 and self._allocate is not None:  # memory that another process sees
             check_room(self._shard.of * num_more, self.batch_bytes)
 
+    def context(self, work_item: WorkItem) -> BatchContext:
+        """What stages behind `batch` are told of a finished batch."""
+        assert isinstance(work_item, BatchWork)
+        first, keys = int(work_item.positions[0]), work_item.result.get("__key__", [])
+        return BatchContext(work_item.epoch, work_item.step, first, keys, self._images)
+
     def release(self, work_item: WorkItem) -> None:
         """Nothing to count: a slab's lease brings it back."""
 
@@ -215,9 +226,8 @@ class BatchPlan:
             "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
         }
 
-    def open(self, chunk_size: int) -> WorkItem | None:
+    def open(self, chunk_size: int) -> BatchWork | None:
         """The next batch with its memory and its chunks, or None after the last epoch."""
-        assert self.specs is not None
         assert self.slabs is not None
         while self._step >= self._num_steps:
             if self._schedule.num_batches() == 0:
@@ -228,7 +238,7 @@ class BatchPlan:
         epoch, step, begin = self._epoch, self._step, self._end
         positions, indices, wrapped = self._samples()
         self._pass_over(1)
-        work_item = WorkItem(
+        work_item = BatchWork(
             epoch=epoch, step=step, positions=positions, indices=indices, wrapped=wrapped, begin=begin, end=self._end
         )
         work_item.specs = self.specs
@@ -237,12 +247,12 @@ class BatchPlan:
         for name in self._loose:
             work_item.values[name] = [None] * size
         if chunk_size >= size or self._whole_chunks:
-            work_item.chunks = [Chunk(work_item, 0, size, epoch, indices)]
+            work_item.chunks = [SampleChunk(work_item, 0, size, indices)]
         else:
             num = -(-size // chunk_size)
             bounds = [size * number // num for number in range(num + 1)]
             for lo, hi in pairwise(bounds):
-                work_item.chunks.append(Chunk(work_item, lo, hi, epoch, indices[lo:hi]))
+                work_item.chunks.append(SampleChunk(work_item, lo, hi, indices[lo:hi]))
         work_item.num_pending = len(work_item.chunks)
         if self._shard.of > 1:
             self._pass_over(self._shard.of - 1)
@@ -273,10 +283,11 @@ class BatchPlan:
 
     def finish(self, work_item: WorkItem) -> dict[str, Any]:
         """The batch of a full destination, as the user will see it but for the batch stages."""
+        assert isinstance(work_item, BatchWork)
         found: dict[str, Any] = self._gather(work_item) if self._run is None else self._run(self._gather, work_item)
         return found
 
-    def _gather(self, work_item: WorkItem) -> dict[str, Any]:
+    def _gather(self, work_item: BatchWork) -> dict[str, Any]:
         num_slots = len(work_item)
         slots = self._good_slots(work_item) if work_item.failures else None
         batch: dict[str, Any] = {}
@@ -304,7 +315,7 @@ class BatchPlan:
         work_item.let_go()
         return batch
 
-    def _good_slots(self, work_item: WorkItem) -> NDArray[np.int64] | None:
+    def _good_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
         """Those that are to be delivered; None for all, since the bad ones were replaced. Raises `StageError`."""
         failures, num_slots = work_item.failures, len(work_item)
         failures.sort(key=lambda failure: (failure.slot, failure.sample))

@@ -13,7 +13,7 @@ from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.device import resolve_device
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
-from loaderkit.engine.work import BatchContext, Chunk, FieldSpec, SampleFailure, Stage
+from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError, LoaderkitError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
 from loaderkit.pipeline.config.registry import STAGES
@@ -21,7 +21,7 @@ from loaderkit.sampling.random import generator, uniforms
 from loaderkit.sources.array import ArraySource
 from loaderkit.sources.base import Source
 from loaderkit.sources.dataset import DatasetSource
-from loaderkit.stages.base import image_fields
+from loaderkit.stages.base import BatchContext, FieldSpec, SampleChunk, SampleFailure, image_fields
 from loaderkit.stages.batch import BatchArgs, land, specs_of
 from loaderkit.stages.call import CallArgs, bind, call_on_batch, call_on_sample
 from loaderkit.stages.image.decode import DecodeArgs, Decoder
@@ -51,7 +51,7 @@ class Compiler:
         self._connector = connector
         self._seed = config.order.seed
         self._border = [stage.kind for stage in config.stages].index("batch")
-        self._sample_runs: list[Callable[[Chunk], Any]] = []
+        self._sample_runs: list[Callable[[SampleChunk], Any]] = []
         self._limits: dict[str, TimeLimit] = {}  # by stage
         self.device: torch.device | None = None  # where `transfer` brings batches; None: they stay on the CPU
         wanted = next((stage.args for stage in config.stages if isinstance(stage.args, TransferArgs)), None)
@@ -174,7 +174,7 @@ class Compiler:
             scale(batch, ["image"])
             return batch["image"].to(device)
 
-        def run_plain(chunk: Chunk) -> None:
+        def run_plain(chunk: SampleChunk) -> None:
             for run in plain:
                 run(chunk)
 
@@ -220,7 +220,7 @@ class Compiler:
         limit = self._limits.get(config.name)
         return None if limit is None else limit.close
 
-    def run_sample_stages(self, chunk: Chunk) -> None:
+    def run_sample_stages(self, chunk: SampleChunk) -> None:
         """Everything before `batch`, for samples outside the stream: the probe, and replacements."""
         for run in self._sample_runs:
             run(chunk)
@@ -247,7 +247,7 @@ class Compiler:
     def _has_batch_call(self) -> bool:
         return any(stage.kind == "call" for stage in self._config.stages[self._border :])
 
-    def _sample_run(self, config: StageConfig) -> Callable[[Chunk], Any]:
+    def _sample_run(self, config: StageConfig) -> Callable[[SampleChunk], Any]:
         failed = FailureNamer(config.name, self._source, self._describe)
         keys = StageKeys(self._seed, config.name)
         args, kind = config.args, STAGES[config.kind]
@@ -281,7 +281,7 @@ class Compiler:
             return following, None
         return following, foresight(steps(following.args), is_next=following is behind[0], scaled=args.scaled)
 
-    def _read(self, failed: FailureNamer) -> Callable[[Chunk], Any]:
+    def _read(self, failed: FailureNamer) -> Callable[[SampleChunk], Any]:
         if isinstance(self._source, DatasetSource):
             return read_items(self._source, failed, is_last=self._border == 1)
         assert self._connector is not None
@@ -324,15 +324,15 @@ class Compiler:
     def _describe(self, origin: str) -> str:
         return self._connector.describe(origin) if self._connector is not None else origin
 
-    def _batch(self, failed: FailureNamer) -> Callable[[Chunk], None]:
+    def _batch(self, failed: FailureNamer) -> Callable[[SampleChunk], None]:
         replaces = self._config.errors.on_bad_sample == "replace"
         tolerates = self._config.errors.on_bad_sample != "raise"
 
-        def fill(chunk: Chunk) -> None:
+        def fill(chunk: SampleChunk) -> None:
             self.run_sample_stages(chunk)
             land(chunk, chunk.work_item.specs, failed)
 
-        def run(chunk: Chunk) -> None:
+        def run(chunk: SampleChunk) -> None:
             land(chunk, chunk.work_item.specs, failed)
             if not chunk.failures:
                 return
@@ -349,11 +349,11 @@ class Compiler:
 
         return run
 
-    def _slot_normalize(self, config: StageConfig) -> Callable[[Chunk], None]:
+    def _slot_normalize(self, config: StageConfig) -> Callable[[SampleChunk], None]:
         assert isinstance(config.args, NormalizeArgs)
         run = normalize_slots(config.args)
 
-        def checked(chunk: Chunk) -> None:
+        def checked(chunk: SampleChunk) -> None:
             if not image_fields(chunk.work_item.specs):
                 raise _batch_error(config.name, chunk.epoch, chunk.work_item.step, "the batch has no image field")
             try:
@@ -394,7 +394,7 @@ class Compiler:
             scale = normalize(args)
 
             def normalize_batch(batch: dict[str, Any], context: BatchContext) -> None:
-                names = args.fields or image_fields(context.specs)
+                names = args.fields or context.images
                 if not names:
                     raise ValueError("the batch has no image field")
                 scale(batch, names)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.units import say_bytes
 from loaderkit.connectors.base import Connector, counters_of, traits_of
 from loaderkit.connectors.config import StoreArgs
@@ -26,7 +27,7 @@ from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.threaded import ThreadEngine
-from loaderkit.engine.work import Bytes, Stage
+from loaderkit.engine.work import Stage
 from loaderkit.errors import SourceError
 from loaderkit.pipeline.batch_plan import BatchPlan, BatchShape
 from loaderkit.pipeline.compiler import Compiler

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from loaderkit._internal.dtypes import num_bytes_of, type_in_numpy
+from loaderkit._internal.dtypes import Bytes, num_bytes_of, type_in_numpy
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.leases import Lease
-from loaderkit.engine.slots import Slots
-from loaderkit.engine.work import Bytes, FieldSpec
 from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.stages.base import FieldSpec
+from loaderkit.stages.slots import Slots
 from loaderkit.stages.transfer import NOT_PINNED, cannot_pin
 
 _ALIGNMENT = 64

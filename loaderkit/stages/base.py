@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,10 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from loaderkit._internal.settings import Model
-from loaderkit.engine.work import FieldSpec
+from loaderkit.engine.work import Chunk, WorkItem
+from loaderkit.errors import StageError
+from loaderkit.sources.base import Sample
+from loaderkit.stages.slots import Slots
 
 
 class StageArgs(Model):
@@ -80,6 +84,106 @@ class FieldGroup(NamedTuple):
     """What one field's bytes hold when that is several fields: name -> `Encoded`, `InPlace` or value. `decode` opens it."""
 
     fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """What one field of a batch looks like. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides
+    how slots are filled.
+
+    slab: fixed shape and dtype, written into memory given in advance. list: any Python values. pad, ragged: tensors
+    of differing shapes, padded to the batch's largest or handed over as a list. rendered: rows of tensors that a stage made.
+    """
+
+    kind: Literal["slab", "list", "pad", "ragged", "rendered"]
+    shape: tuple[int, ...] = ()
+    dtype: str | None = None  # torch's name
+    image: bool = False
+    example_key: str = ""
+    num_bytes: int = 0  # of one sample, where it lies in no slab: what the first one took
+
+
+class SampleFailure(NamedTuple):
+    """A bad sample: what the quarantine file and the statistics need to know."""
+
+    slot: int
+    sample: int
+    position: int
+    error: StageError
+
+
+class BatchContext(NamedTuple):
+    """What a batch stage is told of its batch."""
+
+    epoch: int
+    step: int
+    first_position: int
+    keys: list[str]
+    images: tuple[str, ...]  # the fields to be normalised
+
+
+class BatchWork(WorkItem):
+    """A batch being filled. Each slot is written by exactly one chunk."""
+
+    __slots__ = ("failures", "fields", "indices", "positions", "specs", "step", "values", "wrapped")
+    failures: list[SampleFailure]
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        positions: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        wrapped: NDArray[np.bool_] | None = None,
+        begin: int = 0,
+        end: int = 0,
+    ) -> None:
+        super().__init__(epoch, begin, end, len(positions))
+        self.step = step  # counted from where the epoch was entered
+        self.positions = positions  # global positions, one a slot
+        self.indices = indices  # sample numbers, replaced samples' included
+        self.wrapped = wrapped  # bool [B]: which slots hold a sample read again; None: none
+        self.specs: Mapping[str, FieldSpec] = {}  # what its fields look like
+        self.fields: dict[str, Slots] = {}  # those that lie in a slab
+        self.values: dict[str, list[Any]] = {}  # the other fields, one value a slot
+        self.failures = []
+
+    def __str__(self) -> str:
+        return f"batch {self.step} of epoch {self.epoch}"
+
+    def let_go(self) -> None:
+        self.fields = {}
+
+
+class SampleChunk(Chunk):
+    """The samples of some slots of a batch.
+
+    `samples[i]` belongs to slot lo + i and is None once it has failed. A `read` with only `batch` behind it gives `columns`
+    instead, every field's values in one list: no dict a sample.
+    """
+
+    __slots__ = ("columns", "failures", "indices", "samples")
+    work_item: BatchWork
+
+    def __init__(self, work_item: BatchWork, lo: int, hi: int, indices: NDArray[np.int64]) -> None:
+        super().__init__(work_item, lo, hi)
+        self.indices = indices  # int64 [hi - lo]
+        self.samples: list[Sample | None] = [None] * (hi - lo)
+        self.columns: dict[str, list[Any]] | None = None
+        self.failures: dict[int, StageError] = {}  # by place in the chunk
+
+    @property
+    def num_failed(self) -> int:  # type: ignore[override]
+        return len(self.failures)
+
+    def index_of(self, place: int) -> int:
+        return int(self.indices[place])
+
+    def empty(self) -> dict[str, Any]:
+        self.samples = []
+        self.columns = None
+        return super().empty()
 
 
 def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:

@@ -15,12 +15,11 @@ import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit.engine.slots import Slots
-from loaderkit.engine.work import Chunk, FieldSpec
 from loaderkit.native.values import all_have_dtype, type_of_all
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, GpuDecoded, Image, InPlace, StageArgs
+from loaderkit.stages.base import Encoded, FieldSpec, GpuDecoded, Image, InPlace, SampleChunk, StageArgs
 from loaderkit.stages.kernels import stack, write_image
+from loaderkit.stages.slots import Slots
 from loaderkit.stages.values import describe, to_tensor
 
 
@@ -112,9 +111,9 @@ def as_tensor(value: Any) -> torch.Tensor:
 
 
 def land(
-    chunk: Chunk,
+    chunk: SampleChunk,
     specs: Mapping[str, FieldSpec],
-    failed: Callable[[Chunk, int, Exception], None],
+    failed: Callable[[SampleChunk, int, Exception], None],
 ) -> None:
     """Write the chunk's good samples into the slots of its destination; those that do not fit are marked as failed.
 
@@ -139,7 +138,7 @@ def land(
         (_land_singly if specs[name].kind == "slab" else _keep)(chunk, name, specs[name], failed)
 
 
-def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) -> bool:
+def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
     """One field of all samples at once; False if that has to be done one by one."""
     if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
         channels, height, width = spec.shape
@@ -152,7 +151,9 @@ def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: Chunk) ->
     return False
 
 
-def _keep(chunk: Chunk, name: str, spec: FieldSpec, failed: Callable[[Chunk, int, Exception], None]) -> None:
+def _keep(
+    chunk: SampleChunk, name: str, spec: FieldSpec, failed: Callable[[SampleChunk, int, Exception], None]
+) -> None:
     """Values that lie in no slab: texts, bytes, tensors that differ in shape."""
     values = chunk.work_item.values[name]
     for place, sample in enumerate(chunk.samples):
@@ -183,10 +184,10 @@ def _different_fields(sample: Sample, specs: Mapping[str, FieldSpec]) -> ValueEr
 
 
 def _land_singly(
-    chunk: Chunk,
+    chunk: SampleChunk,
     name: str,
     spec: FieldSpec,
-    failed: Callable[[Chunk, int, Exception], None],
+    failed: Callable[[SampleChunk, int, Exception], None],
 ) -> None:
     slots = chunk.work_item.fields[name]
     for place, sample in enumerate(chunk.samples):

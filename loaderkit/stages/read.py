@@ -17,19 +17,18 @@ from typing import Any
 
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import Connector, Ranges, bulk_of
-from loaderkit.engine.work import Chunk
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
 from loaderkit.native import kernels
 from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source
-from loaderkit.stages.base import Encoded, StageArgs
+from loaderkit.stages.base import Encoded, SampleChunk, StageArgs
 
 
 class ReadArgs(StageArgs):
     """Read each sample from its source."""
 
 
-SampleErrors = Callable[[Chunk, int, BaseException], None]
-Fetch = Callable[[Chunk, int, FieldRange], Any]
+SampleErrors = Callable[[SampleChunk, int, BaseException], None]
+Fetch = Callable[[SampleChunk, int, FieldRange], Any]
 """Reads one field of the sample at a place of a chunk on a way of its own; None if it has to go the ordinary one."""
 
 _ALIGNMENT = 64
@@ -54,7 +53,7 @@ class _Plan:
         """The place of the sample that each range belongs to."""
         return [place for place, names in zip(self.places, self.names, strict=True) for _ in names]
 
-    def fill(self, chunk: Chunk, pieces: Iterable[Any]) -> None:
+    def fill(self, chunk: SampleChunk, pieces: Iterable[Any]) -> None:
         """Make samples of the pieces, which come in the order of the ranges."""
         piece = iter(pieces)
         for place, names, known in zip(self.places, self.names, self.constants, strict=True):
@@ -72,7 +71,7 @@ def read_ranges(
     *,
     fetch: Fetch | None = None,
     as_bytes: bool = False,
-) -> Callable[[Chunk], int]:
+) -> Callable[[SampleChunk], int]:
     """A chunk stage that fills `chunk.samples`; it returns the number of bytes read.
 
     All fields of all samples of a chunk, but for those that `fetch` takes upon itself, lie one behind another in one piece
@@ -83,7 +82,7 @@ def read_ranges(
     read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
     read_into = ending_forks(connector.read_into)
 
-    def bring(chunk: Chunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Brought:
+    def bring(chunk: SampleChunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Brought:
         lengths = ranges.lengths
         sizes = lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]
         offsets = list(accumulate(sizes, initial=0))
@@ -98,7 +97,7 @@ def read_ranges(
         views = [view[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
         return list(map(Encoded, views, extensions)), errors
 
-    def run(chunk: Chunk) -> int:
+    def run(chunk: SampleChunk) -> int:
         table = None if table_of is None else table_of(chunk.indices)
         if table is None:
             plan = _one_by_one(source, chunk, failed, fetch)
@@ -126,7 +125,7 @@ def read_ranges(
 
 
 def _note(
-    chunk: Chunk, ranges: Ranges, owners: list[int], errors: Mapping[int, Exception], failed: SampleErrors
+    chunk: SampleChunk, ranges: Ranges, owners: list[int], errors: Mapping[int, Exception], failed: SampleErrors
 ) -> int:
     """Mark the samples whose ranges could not be read as failed; returns how many bytes those are."""
     for number in sorted(errors):
@@ -135,7 +134,7 @@ def _note(
     return sum(ranges.lengths[number] for number in errors)
 
 
-def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
+def _one_by_one(source: Source, chunk: SampleChunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
     plan = _Plan()
     for place, index in enumerate(chunk.indices.tolist()):
         chunk.place = place
@@ -161,7 +160,7 @@ def _one_by_one(source: Source, chunk: Chunk, failed: SampleErrors, fetch: Fetch
 
 def _read_each(
     read_into: Callable[..., None],
-    chunk: Chunk,
+    chunk: SampleChunk,
     ranges: Ranges,
     *,
     owners: list[int],
@@ -197,13 +196,13 @@ def _cut(view: memoryview, lengths: list[int], offsets: list[int]) -> list[bytes
     return [bytes(view[offset : offset + length]) for offset, length in zip(offsets, lengths, strict=True)]
 
 
-def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Callable[[Chunk], int]:
+def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Callable[[SampleChunk], int]:
     """A chunk stage that asks the source for its items. `is_last`: only `batch` follows, and takes columns."""
 
     dataset = source.dataset
     get = ending_forks(getitem)
 
-    def run(chunk: Chunk) -> int:
+    def run(chunk: SampleChunk) -> int:
         chunk.place = None
         indices = chunk.indices.tolist()
         items = source.items(indices)

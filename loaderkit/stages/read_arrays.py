@@ -16,12 +16,11 @@ import numpy as np
 
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import ByteRange, Connector
-from loaderkit.engine.slots import Slots
-from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConnectorError, FormatError
 from loaderkit.sources.base import FieldRange
 from loaderkit.sources.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
-from loaderkit.stages.base import Encoded, FieldGroup, InPlace
+from loaderkit.stages.base import Encoded, FieldGroup, InPlace, SampleChunk
+from loaderkit.stages.slots import Slots
 
 LEAST_BYTES = 512 * 1024
 """Smaller arrays go the ordinary way: for them the second read costs more than the copy it saves. From the page cache, straight
@@ -38,7 +37,7 @@ class DirectRead:
     decoded: frozenset[str] | None
     touched: frozenset[str]
 
-    def fetch(self, chunk: Chunk, place: int, found: FieldRange) -> InPlace | FieldGroup | None:
+    def fetch(self, chunk: SampleChunk, place: int, found: FieldRange) -> InPlace | FieldGroup | None:
         """Read one field of the sample at `place` of a chunk into its slot; None if it has to go the ordinary way.
 
         So it has whenever anything is wrong with it: then the error is the same for large arrays and small.
@@ -67,7 +66,7 @@ class DirectRead:
 
         return read
 
-    def _array(self, chunk: Chunk, slot: int, field: str, where: ByteRange, header: NpyHeader) -> InPlace | None:
+    def _array(self, chunk: SampleChunk, slot: int, field: str, where: ByteRange, header: NpyHeader) -> InPlace | None:
         """Read the numbers of the array in the bytes `where`, if they are what the slot is for."""
         slots = self._slots(chunk, field)
         if slots is None or not _is_for(slots, header) or header.num_bytes < LEAST_BYTES:
@@ -78,7 +77,7 @@ class DirectRead:
         self._reader(where)(header.data_start, memory.data)
         return InPlace(header.num_bytes)
 
-    def _archive(self, chunk: Chunk, slot: int, where: ByteRange) -> FieldGroup | None:
+    def _archive(self, chunk: SampleChunk, slot: int, where: ByteRange) -> FieldGroup | None:
         """Read the arrays of an .npz file that fit into their slots; the others as the bytes they are stored as.
 
         None if anything is packed: the whole file is then needed anyway.
@@ -102,13 +101,13 @@ class DirectRead:
                 fields[member.name] = landed
         return FieldGroup(fields)
 
-    def _fits(self, chunk: Chunk, member: NpzMember) -> bool:
+    def _fits(self, chunk: SampleChunk, member: NpzMember) -> bool:
         slots = self._slots(chunk, member.name)
         if slots is None or member.size < LEAST_BYTES:
             return False
         return _is_for(slots, parse_npy_header(member.head, member.size))
 
-    def _slots(self, chunk: Chunk, field: str) -> Slots | None:
+    def _slots(self, chunk: SampleChunk, field: str) -> Slots | None:
         """The slots [B, ...] of a field that nobody else writes to; none for images, which arrays are not."""
         spec = chunk.work_item.specs.get(field)
         return None if spec is None or spec.image or field in self.touched else chunk.work_item.fields.get(field)

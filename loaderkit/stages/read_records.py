@@ -17,19 +17,19 @@ from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import Connector, bulk_of
 from loaderkit.connectors.ranges import gather_into
-from loaderkit.engine.work import Chunk
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.sources.base import Records, RecordSource
+from loaderkit.stages.base import SampleChunk
 
 
 def read_records(
     source: RecordSource,
     connector: Connector,
-    failed: Callable[[Chunk, int, Exception], None],
+    failed: Callable[[SampleChunk, int, Exception], None],
     *,
     is_last: bool,
     reuse: bool,
-) -> Callable[[Chunk], int]:
+) -> Callable[[SampleChunk], int]:
     """A chunk stage that returns the number of bytes read.
 
     `is_last`: only `batch` follows, so records go into their slots, where there are some, and `chunk.samples` stays empty;
@@ -40,7 +40,7 @@ def read_records(
     gather = ending_forks(bulk_of(connector).gather_into or partial(gather_into, connector))
     read_into = ending_forks(connector.read_into)
 
-    def run(chunk: Chunk) -> int:
+    def run(chunk: SampleChunk) -> int:
         if is_last and records.field in chunk.work_item.fields:
             num_bytes = records.num_bytes
             memory = chunk.work_item.fields[records.field].memory
@@ -54,7 +54,7 @@ def read_records(
                 chunk.samples[place] = {records.field: values[place, ...]}
         return num_bytes
 
-    def _fill(memory: np.ndarray[Any, np.dtype[np.uint8]], chunk: Chunk) -> int:
+    def _fill(memory: np.ndarray[Any, np.dtype[np.uint8]], chunk: SampleChunk) -> int:
         starts = source.starts(chunk.indices)
         key, _, etag = source.file
         num_bad = 0
@@ -69,7 +69,7 @@ def read_records(
             memory.view(_swappable(records.dtype)).byteswap(inplace=True)
         return (len(chunk) - num_bad) * records.num_bytes
 
-    def _fill_singly(memory: memoryview, chunk: Chunk) -> int:
+    def _fill_singly(memory: memoryview, chunk: SampleChunk) -> int:
         """Something is wrong: read record by record, to know with which; returns how many are bad."""
         key, _, etag = source.file
         num_bad = 0
@@ -95,7 +95,7 @@ def _numbers_in(memory: np.ndarray[Any, np.dtype[np.uint8]], records: Records, n
     return torch.from_numpy(memory).view(getattr(torch, records.dtype)).view(shape)
 
 
-def _fail_all(chunk: Chunk, error: Exception, failed: Callable[[Chunk, int, Exception], None]) -> int:
+def _fail_all(chunk: SampleChunk, error: Exception, failed: Callable[[SampleChunk, int, Exception], None]) -> int:
     for place in range(len(chunk)):
         failed(chunk, place, error)
     return len(chunk)

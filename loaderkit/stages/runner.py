@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.engine.work import Chunk, SampleFailure
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
 from loaderkit.sampling.random import generator, key_of, uniforms
 from loaderkit.sources.base import Sample, Source
+from loaderkit.stages.base import SampleChunk, SampleFailure
 from loaderkit.stages.kernels import resample
 
 _NUM_REPLACEMENTS = 64
@@ -27,7 +27,7 @@ class FailureNamer:
     source: Source
     describe: Callable[[str], str]
 
-    def __call__(self, chunk: Chunk, place: int, error: BaseException) -> None:
+    def __call__(self, chunk: SampleChunk, place: int, error: BaseException) -> None:
         index = int(chunk.indices[place])
         key, origin = self.source.key(index), self.describe(self.source.origin(index))
         reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
@@ -62,11 +62,11 @@ class StageKeys:
 
 Left = list[tuple[int, Any]]
 """What is left to do for a chunk's samples: (place, job) of each."""
-DoAll = Callable[[Chunk, Left, "FailureNamer"], None]
+DoAll = Callable[[SampleChunk, Left, "FailureNamer"], None]
 """Does it for all of them at once; it may fail some of them, and note in `chunk.slowest` which took longest."""
 
 
-def resize_all(chunk: Chunk, left: Left, failed: FailureNamer) -> None:
+def resize_all(chunk: SampleChunk, left: Left, failed: FailureNamer) -> None:
     """A `DoAll`, of `ResampleJob`s."""
     resample([job for _, job in left])
 
@@ -79,7 +79,7 @@ def each_sample(
     *,
     reuse: bool,
     finish: DoAll = resize_all,
-) -> Callable[[Chunk], None]:
+) -> Callable[[SampleChunk], None]:
     """A chunk stage from a function of one sample, its `num_draws` uniform numbers, and memory it may reuse.
 
     That memory belongs to the chunk, one dict for every place, and passes to another chunk once this one has landed;
@@ -87,7 +87,7 @@ def each_sample(
     """
     nothing = np.empty(0)
 
-    def run(chunk: Chunk) -> None:
+    def run(chunk: SampleChunk) -> None:
         samples = chunk.samples
         draws = list(uniforms(keys[chunk.epoch], chunk.indices, num_draws)) if num_draws else [nothing] * len(samples)
         memories: list[dict[str, Any] | None] = [None] * len(samples)
@@ -122,10 +122,10 @@ def each_call(
     keys: StageKeys | None,
     source: Source,
     failed: FailureNamer,
-) -> Callable[[Chunk], None]:
+) -> Callable[[SampleChunk], None]:
     """A chunk stage from a user's function; `keys` only if it wants a generator."""
 
-    def run(chunk: Chunk) -> None:
+    def run(chunk: SampleChunk) -> None:
         slowest, begin_s = (0.0, 0), perf_counter()
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
@@ -145,7 +145,7 @@ def each_call(
     return run
 
 
-def raise_store_failure(chunk: Chunk) -> None:
+def raise_store_failure(chunk: SampleChunk) -> None:
     """Raise the first failure that is the store's: no sample is bad because its store is away."""
     for place in sorted(chunk.failures):
         if isinstance(chunk.failures[place].__cause__, STORE_FAILURES):
@@ -153,7 +153,7 @@ def raise_store_failure(chunk: Chunk) -> None:
 
 
 def replace_failed(
-    chunk: Chunk, run_all: Callable[[Chunk], None], num_samples: int, seed: int, failed: FailureNamer
+    chunk: SampleChunk, run_all: Callable[[SampleChunk], None], num_samples: int, seed: int, failed: FailureNamer
 ) -> list[SampleFailure]:
     """Fill every failed slot of a chunk with another sample; returns all failures, those of replacements included.
 
@@ -168,7 +168,7 @@ def replace_failed(
         failures.append(SampleFailure(slot, original, position, chunk.failures[place]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
         for index in (draws * num_samples).astype(np.int64):
-            attempt = Chunk(chunk.work_item, slot, slot + 1, chunk.epoch, np.array([index], np.int64))
+            attempt = SampleChunk(chunk.work_item, slot, slot + 1, np.array([index], np.int64))
             run_all(attempt)
             if not attempt.failures:
                 chunk.work_item.indices[slot] = index

@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from loaderkit.engine import scheduler as module
@@ -17,10 +16,9 @@ from loaderkit.engine.work import WorkItem
 
 
 def intake_with(num_batches: int) -> tuple[Scheduler, list[WorkItem]]:
-    plan: Any = SimpleNamespace(batch_size=1, room=(4, False), specs={}, release=lambda work_item: None)
+    plan: Any = SimpleNamespace(batch_size=1, room=(4, False), is_prepared=True, release=lambda work_item: None)
     scheduler = Scheduler(plan, WorkerStates(1), time.perf_counter, num_workers=1, is_whole=True)
-    nothing = np.zeros(1, np.int64)
-    batches = [WorkItem(epoch=0, step=n, positions=nothing, indices=nothing) for n in range(num_batches)]
+    batches = [WorkItem(0, n, n + 1, 0) for n in range(num_batches)]
     scheduler._queue.extend(batches)
     scheduler.num_open = num_batches
     return scheduler, batches

@@ -21,9 +21,9 @@ from PIL import Image
 import loaderkit
 import profiles.memory
 from loaderkit import Pipeline
-from loaderkit.engine.work import FieldSpec
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.slabs import SlabLayout, SlabPool
+from loaderkit.stages.base import FieldSpec
 
 pytestmark = pytest.mark.matrix(2)
 

@@ -7,19 +7,16 @@ neighbours are coalesced to one read, and reads are put into chunks of at most `
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from loaderkit._internal.units import say_bytes
 from loaderkit.checkpoint.checksums import MAX_BLOCK_BYTES
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits
 from loaderkit.connectors.base import Connector, traits_of
-from loaderkit.engine.work import Chunk, FieldSpec, WorkItem
+from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ConfigError
 
 _CHUNK_BYTES = 8 * 2**20
@@ -56,9 +53,13 @@ class CoalescedRead(NamedTuple):
 class ReadChunk(Chunk):
     """Some reads of one work item."""
 
-    __slots__ = ("buffers", "reads")
+    __slots__ = ("buffers", "number", "reads")
+    number: int  # among all chunks
     reads: tuple[CoalescedRead, ...]
     buffers: list[memoryview]
+
+    def index_of(self, place: int) -> int:
+        return self.number
 
 
 class TensorWork(WorkItem):
@@ -68,6 +69,9 @@ class TensorWork(WorkItem):
     deliver: list[Callable[[], list[tuple[str, Any]]]]
     new_bytes: int
     num_bytes: int
+
+    def __str__(self) -> str:
+        return f"group {self.begin} of tensors"
 
 
 @dataclass
@@ -166,7 +170,7 @@ class TensorPlan:
         counts_made: bool,
     ) -> None:
         """`counts_made`: new tensors count as memory until they are delivered, because the consumer may then drop them."""
-        self.specs: Mapping[str, FieldSpec] | None = MappingProxyType({})
+        self.is_prepared = True
         self.memory_bytes = memory_bytes
         self.totals = ReadTotals()
         self._limits = limits
@@ -232,10 +236,7 @@ class TensorPlan:
         if self._next >= len(self._groups):
             return None
         group = self._groups[self._next]
-        numbers = np.arange(self._next, self._next + len(group), dtype=np.int64)
-        work_item = TensorWork(
-            epoch=0, step=self._next, positions=numbers, indices=numbers, begin=self._next, end=self._next + 1
-        )
+        work_item = TensorWork(0, self._next, self._next + 1, len(group))
         self._next += 1
         spans: list[ByteSpan] = []
         work_item.deliver = []
@@ -255,7 +256,8 @@ class TensorPlan:
         number = len(self._labels)
         self._labels.append(_label(reads))
         place = len(work_item.chunks)
-        chunk = ReadChunk(work_item, place, place + 1, 0, np.array([number], np.int64))
+        chunk = ReadChunk(work_item, place, place + 1)
+        chunk.number = number
         chunk.reads = tuple(reads)
         chunk.buffers = []
         return chunk
@@ -267,6 +269,9 @@ class TensorPlan:
         with self.totals.lock:
             self.totals.needed_bytes += work_item.num_bytes
         return delivered
+
+    def context(self, work_item: WorkItem) -> None:
+        """No stage works on whole results."""
 
     def release(self, work_item: WorkItem) -> None:
         assert isinstance(work_item, TensorWork)

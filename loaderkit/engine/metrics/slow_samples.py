@@ -43,12 +43,12 @@ class SlowItems:
         if found is None:
             if each_s > self.least_s[stage]:
                 num = len(chunk)
-                self._keep(stage, Slow(each_s, at_s, each_s * num, chunk.epoch, int(chunk.indices[0]), num))
+                self._keep(stage, Slow(each_s, at_s, each_s * num, chunk.epoch, chunk.index_of(0), num))
             return
         chunk.slowest = None
         seconds, place = found
         if seconds > self.least_s[stage]:
-            self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, int(chunk.indices[place]), 1))
+            self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, chunk.index_of(place), 1))
 
     def _keep(self, stage: int, slow: Slow) -> None:
         with self._lock:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.engine.watchdog import HangReport
-from loaderkit.engine.work import Bytes, WorkItem
+from loaderkit.engine.work import WorkItem
 from loaderkit.errors import ClosedError, ConfigError, StageError
 from loaderkit.sampling.shard import Shard
 
@@ -60,7 +61,6 @@ class BatchSender:
         self._number = 0
         self._num_underway = 0  # sent, and not taken yet
         self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
-        self._has_told_specs = False
         self._pages: list[trace.Lane] = []  # of a recording that is being asked for
         self._engine.seek(epoch, position)
 
@@ -95,7 +95,6 @@ class BatchSender:
             record = _without_result(record, _unsendable(work_item, error))
             packed, borrowed = messages.post(record.sealed(), self._arena, self._allocator)
         self._held[number] = (record.result, borrowed)
-        self._has_told_specs = self._has_told_specs or record.specs is not None
         self._outbox.send(pickle.dumps(messages.BatchMessage(generation, number, packed), 5))
 
     def _record(self, work_item: WorkItem) -> messages.Delivered:
@@ -106,16 +105,15 @@ class BatchSender:
         self._sent_s = self._engine.clock()
         return messages.Delivered(
             epoch=work_item.epoch,
-            step=work_item.step,
             end=work_item.end,
-            first_position=int(work_item.positions[0]),
-            num_slots=len(work_item),
+            num_items=len(work_item),
+            name=str(work_item),
             result=work_item.result if work_item.error is None else None,
+            context=self._engine.plan.context(work_item) if work_item.error is None else None,
             failures=work_item.failures,
             error=work_item.error,
             done_s=path.done_s,
             segments=self._engine.trace(since_s, path.done_s, path),
-            specs=None if self._has_told_specs else work_item.specs,
         )
 
     # ------------------------------------------------------------------------------------------- what is asked for
@@ -204,7 +202,7 @@ def _unsendable(work_item: WorkItem, error: Exception) -> StageError:
     name = next((name for name, value in work_item.result.items() if not _can_pack(value)), None)
     what = "it" if name is None else f"its field {name!r}, a {type(work_item.result[name]).__name__},"
     failed = StageError(
-        f"batch {work_item.step} of epoch {work_item.epoch} cannot leave the process that made it: {what} cannot be "
+        f"{work_item} cannot leave the process that made it: {what} cannot be "
         f"sent ({type(error).__name__}: {error}); let batches hold plain data, or use prefetch.executor: thread",
         stage="batch",
         epoch=work_item.epoch,

@@ -13,8 +13,8 @@ from weakref import ref
 import numpy as np
 import torch
 
+from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.process.shared_memory import Block, SharedArena
-from loaderkit.engine.work import Bytes
 
 logger = logging.getLogger("loaderkit")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import FunctionType
@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from loaderkit._internal.dtypes import Bytes, tensor_over
 from loaderkit.engine.metrics.stalls import WaitSegment
 from loaderkit.engine.process import error_transport
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
-from loaderkit.engine.slots import tensor_over
-from loaderkit.engine.work import Bytes, FieldSpec, SampleFailure
 from loaderkit.errors import StageError
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
@@ -166,26 +165,25 @@ def _copy(arrays: Sequence[Bytes], arena: SharedArena, allocator: Allocator, bor
 
 @dataclass
 class Delivered:
-    """A batch as it leaves the process that loads. `failures` and `error` are packed while it travels."""
+    """A finished work item as it leaves the process that loads. `failures` and `error` are packed while it travels."""
 
     epoch: int
-    step: int
     end: int
-    first_position: int
-    num_slots: int
+    num_items: int
+    name: str  # in messages
     result: Any
-    failures: list[SampleFailure]
+    context: Any  # of the result, for stages in the trainer's process
+    failures: Sequence[Any]  # tuples with a field `error`
     error: BaseException | None
     done_s: float
     segments: Sequence[WaitSegment]
-    specs: Mapping[str, FieldSpec] | None  # with the first batch only: what all of them look like
 
     def __len__(self) -> int:
-        return self.num_slots
+        return self.num_items
 
     def sealed(self) -> Delivered:
         """The same with errors in the form in which they travel."""
-        failures: Any = [failure._replace(error=error_transport.pack_error(failure.error)) for failure in self.failures]  # type: ignore[arg-type]
+        failures: Any = [failure._replace(error=error_transport.pack_error(failure.error)) for failure in self.failures]
         error: Any = None if self.error is None else error_transport.pack_error(self.error)
         return Delivered(**{**self.__dict__, "failures": failures, "error": error})
 
@@ -193,7 +191,7 @@ class Delivered:
         """The reverse of `sealed`."""
         failures = []
         for failure in self.failures:
-            error = error_transport.unpack_error(failure.error)  # type: ignore[arg-type]
+            error = error_transport.unpack_error(failure.error)
             assert isinstance(error, StageError)
             failures.append(failure._replace(error=error))
         raised = None if self.error is None else error_transport.unpack_error(self.error)  # type: ignore[arg-type]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from loaderkit.engine.process import error_transport, messages
 from loaderkit.engine.process.connection import Link
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.watchdog import HangReport
-from loaderkit.engine.work import FieldSpec
 
 _MOST_NUMBERS = 10_000  # in one message: a socket takes none of more than 200 kB
 logger = logging.getLogger("loaderkit")
@@ -24,7 +22,6 @@ class ReceivedBatch:
 
     generation: int
     batch: messages.Delivered
-    specs: Mapping[str, FieldSpec] = field(default_factory=dict)
 
 
 class Inbox(Protocol):
@@ -53,7 +50,6 @@ class Receiver:
     def __init__(self, link: Link, ledger: LeaseTable) -> None:
         self._link = link
         self._ledger = ledger
-        self._specs: Mapping[str, FieldSpec] = {}
 
     def take(self, generation: int = 0, timeout_s: float = 0.0) -> ReceivedBatch | None:
         """See `Inbox`; what was sent behind a later seek counts as well."""
@@ -62,7 +58,7 @@ class Receiver:
             if isinstance(message, messages.BatchMessage):
                 batch = self._open(message)
                 if message.generation >= generation:
-                    return ReceivedBatch(message.generation, batch.unsealed(), self._specs)
+                    return ReceivedBatch(message.generation, batch.unsealed())
                 del batch  # read ahead for a place that nobody wants any more
                 self.taken()
                 continue
@@ -74,7 +70,6 @@ class Receiver:
 
     def _open(self, message: messages.BatchMessage) -> messages.Delivered:
         batch: messages.Delivered = message.packed.open(self._ledger.lend(message.number, message.packed.blocks))
-        self._specs = batch.specs or self._specs
         return batch
 
     def taken(self) -> None:

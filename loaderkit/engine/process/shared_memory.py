@@ -27,9 +27,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from loaderkit._internal.cgroups import free_memory
+from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.interrupts import owned
 from loaderkit._internal.units import say_bytes
-from loaderkit.engine.work import Bytes
 from loaderkit.errors import ConfigError
 
 _ROOT = Path("/")

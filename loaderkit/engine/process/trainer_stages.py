@@ -19,7 +19,7 @@ from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
 from loaderkit.engine.metrics.trace import WHOLE, Lane, finished_lane, new_entries, num_entries
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.process.receiver import ReceivedBatch, Receiver
-from loaderkit.engine.work import BatchContext, Stage
+from loaderkit.engine.work import Stage
 
 _PATIENCE_S = 1.0
 logger = logging.getLogger("loaderkit")
@@ -33,7 +33,7 @@ class TrainerStages:
         self._clock = clock
         self._states = WorkerStates(len(stages))
         self._worker_clock: WorkerClock | None = None
-        self._place = (0, 0)  # epoch and step of the batch that the thread has, or had
+        self._name = ""  # of the batch that the thread has, or had
         self._is_recorded = False
 
     def follow(self, receiver: Receiver) -> TrainerInbox:
@@ -49,9 +49,8 @@ class TrainerStages:
         if worker_clock is None or worker_clock.open_state >= len(self._stages):
             return None
         stage, since_s = self._stages[worker_clock.open_state].name, worker_clock.since_s
-        epoch, step = self._place
         return watchdog.HangReport(
-            f"awaited: batch {step} of epoch {epoch}, in {stage} for {self._clock() - since_s:.1f} s, in this process\n"
+            f"awaited: {self._name}, in {stage} for {self._clock() - since_s:.1f} s, in this process\n"
             f"{watchdog.stack_of(thread)}",
             stage,
         )
@@ -86,18 +85,15 @@ class TrainerStages:
         segments = list(batch.segments)
         since_s, cause, error = batch.done_s, stalls.WAKEUP, batch.error
         worker_clock.item = (batch.epoch, batch.end, WHOLE, WHOLE)
-        self._place = (batch.epoch, batch.step)
+        self._name = batch.name
         for number, stage in enumerate(self._stages):
             if error is not None:
                 break
             now = worker_clock.enter(number)
             segments.append(stalls.WaitSegment(since_s, now, cause))
             since_s, cause = now, stage.name
-            context = BatchContext(
-                batch.epoch, batch.step, batch.first_position, batch.result["__key__"], arrived.specs
-            )
             try:
-                stage.run(batch.result, context)
+                stage.run(batch.result, batch.context)
             except Exception as failed:
                 error = failed
             worker_clock.served(number, len(batch), 0)

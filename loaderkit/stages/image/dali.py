@@ -24,11 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
-from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
-from loaderkit.stages.base import Encoded, GpuDecoded, Image
+from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
 from loaderkit.stages.image.jpeg import is_well_formed
 from loaderkit.stages.image.ops import LUMA, Adjust, Crop, Finalizer, Flip, ImageOp, ImageOps, Scale, size_after
 from loaderkit.stages.values import jpeg_size, to_tensor
@@ -106,9 +105,9 @@ class Renderer:
         fields: tuple[str, ...] | None,
         takes_jpegs: bool = True,
         max_pixels: int,
-        draws: Callable[[str, Chunk], NDArray[np.float64]],
-        decode: Callable[[Chunk], Any],
-        plain: Callable[[Chunk], None],
+        draws: Callable[[str, SampleChunk], NDArray[np.float64]],
+        decode: Callable[[SampleChunk], Any],
+        plain: Callable[[SampleChunk], None],
         finish: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._dali = _import_dali()
@@ -124,7 +123,7 @@ class Renderer:
         self._idle: deque[Any] = deque()  # pipelines that nobody works with: one thread at a time may
         self._has_warned = False
 
-    def __call__(self, chunk: Chunk) -> None:
+    def __call__(self, chunk: SampleChunk) -> None:
         """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails. Raises StageError where
         DALI has no memory, or the GPU fails."""
         chunk.place = None
@@ -139,7 +138,7 @@ class Renderer:
         """Let go of the pipelines."""
         self._idle.clear()
 
-    def _jobs(self, chunk: Chunk) -> dict[str, list[_Job]]:
+    def _jobs(self, chunk: SampleChunk) -> dict[str, list[_Job]]:
         """What DALI can do, by field."""
         draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
         found: dict[str, list[_Job]] = {}
@@ -187,7 +186,7 @@ class Renderer:
             size = size_after(steps, *size)
         return job
 
-    def _render(self, chunk: Chunk, field: str, jobs: list[_Job]) -> None:
+    def _render(self, chunk: SampleChunk, field: str, jobs: list[_Job]) -> None:
         """Let DALI do what it can of the jobs; the rest stays encoded."""
         for num_named in range(_MOST_NAMED + 1):
             error = self._run(chunk, field, jobs)
@@ -213,14 +212,14 @@ class Renderer:
                 )
             self._render_halves(chunk, field, whole)
 
-    def _render_halves(self, chunk: Chunk, field: str, jobs: list[_Job]) -> None:
+    def _render_halves(self, chunk: SampleChunk, field: str, jobs: list[_Job]) -> None:
         """Find those that DALI fails on, in about 2 log2(n) tries each."""
         middle = len(jobs) // 2
         for half in (jobs[:middle], jobs[middle:]) if middle else ():
             if self._run(chunk, field, half) is not None:
                 self._render_halves(chunk, field, half)
 
-    def _is_whole(self, chunk: Chunk, place: int, field: str) -> bool:
+    def _is_whole(self, chunk: SampleChunk, place: int, field: str) -> bool:
         """Whether our decoder takes an image."""
         sample = chunk.samples[place]
         assert sample is not None
@@ -228,7 +227,7 @@ class Renderer:
         self._decode(attempt)
         return attempt.samples[0] is not None
 
-    def _run(self, chunk: Chunk, field: str, jobs: Sequence[_Job]) -> Exception | None:
+    def _run(self, chunk: SampleChunk, field: str, jobs: Sequence[_Job]) -> Exception | None:
         """Put what DALI makes of the jobs into their samples; its error if it fails on one of them."""
         try:
             pipeline = self._idle.pop()
@@ -289,7 +288,7 @@ class Renderer:
             torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
 
-    def _on_the_cpu(self, chunk: Chunk, place: int, sample: Sample) -> None:
+    def _on_the_cpu(self, chunk: SampleChunk, place: int, sample: Sample) -> None:
         """What DALI has not done of a sample; one at a time, as a batch of decoded images takes gigabytes."""
         attempt = _alone(chunk, place, sample)
         self._decode(attempt)
@@ -333,10 +332,10 @@ def _complaint(error: Exception, graph: Graph) -> str | None:
     return None
 
 
-def _alone(chunk: Chunk, place: int, sample: Sample) -> Chunk:
+def _alone(chunk: SampleChunk, place: int, sample: Sample) -> SampleChunk:
     """A chunk of one sample of a chunk, with its memory."""
     slot = chunk.lo + place
-    found = Chunk(chunk.work_item, slot, slot + 1, chunk.epoch, chunk.indices[place : place + 1])
+    found = SampleChunk(chunk.work_item, slot, slot + 1, chunk.indices[place : place + 1])
     found.samples[0] = sample
     found.scratch = chunk.scratch
     return found

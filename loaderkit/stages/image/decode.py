@@ -18,13 +18,12 @@ import simplejpeg
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from loaderkit.engine.work import Chunk
 from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.native import jpeg
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.sources.formats.npy import view_npy, view_npz
-from loaderkit.stages.base import Encoded, FieldGroup, FieldNames, GpuDecoded, Image, InPlace, StageArgs
+from loaderkit.stages.base import Encoded, FieldGroup, FieldNames, GpuDecoded, Image, InPlace, SampleChunk, StageArgs
 from loaderkit.stages.image.formats import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
 from loaderkit.stages.image.ops import EVERYTHING, Crop, Needs
 from loaderkit.stages.image.resize import reduced_box
@@ -148,7 +147,10 @@ class Decoder:
         return left
 
     def finish(
-        self, chunk: Chunk, left: list[tuple[int, PartialImage]], failed: Callable[[Chunk, int, BaseException], None]
+        self,
+        chunk: SampleChunk,
+        left: list[tuple[int, PartialImage]],
+        failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> None:
         """Decode the pieces that are left of a chunk's samples: (place, piece) of each, a sample's one behind another."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
@@ -167,7 +169,11 @@ class Decoder:
         chunk.slowest = longest_s, slowest
 
     def _decode_whole(
-        self, chunk: Chunk, place: int, piece: PartialImage, failed: Callable[[Chunk, int, BaseException], None]
+        self,
+        chunk: SampleChunk,
+        place: int,
+        piece: PartialImage,
+        failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> float:
         """All of what could not be had in part; returns how long that took, in s."""
         sample = chunk.samples[place]

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from loaderkit.engine.work import Chunk
-from loaderkit.stages.base import FieldNames, StageArgs, image_fields
+from loaderkit.stages.base import FieldNames, SampleChunk, StageArgs, image_fields
 from loaderkit.stages.image.ops import Finalizer
 from loaderkit.stages.kernels import write_normalized
 from loaderkit.stages.values import describe
@@ -74,12 +73,12 @@ def finish_of(args: NormalizeArgs) -> Finalizer:
     )
 
 
-def normalize_slots(args: NormalizeArgs) -> Callable[[Chunk], None]:
+def normalize_slots(args: NormalizeArgs) -> Callable[[SampleChunk], None]:
     """A chunk stage right behind `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
 
     factors = cache(lambda num_channels: [tuple(found) for found in _factors(args, num_channels)])
 
-    def run(chunk: Chunk) -> None:
+    def run(chunk: SampleChunk) -> None:
         for name in image_fields(chunk.work_item.specs):
             slots = chunk.work_item.fields[name].array
             assert slots is not None

@@ -51,7 +51,10 @@ def test_the_chunks_of_a_batch_are_alike(batch: int, chunk_size: int) -> None:
     lengths = [hi - lo for lo, hi in bounds]
     assert len(lengths) == -(-batch // chunk_size)
     assert max(lengths) - min(lengths) <= 1
-    assert all(chunk.indices.tolist() == work_item.indices[chunk.lo : chunk.hi].tolist() for chunk in work_item.chunks)
+    assert all(
+        [chunk.index_of(place) for place in range(len(chunk))] == work_item.indices[chunk.lo : chunk.hi].tolist()
+        for chunk in work_item.chunks
+    )
 
 
 def test_long_chunks_are_not_tried_longer() -> None:

@@ -9,13 +9,13 @@ from thread_switches import race
 
 from loaderkit.engine.metrics.slow_samples import SlowItems, slowest
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
-from loaderkit.engine.work import Chunk, WorkItem
+from loaderkit.stages.base import BatchWork, SampleChunk
 
 
-def chunk_of(*samples: int) -> Chunk:
+def chunk_of(*samples: int) -> SampleChunk:
     indices = np.array(samples, np.int64)
-    work_item = WorkItem(epoch=3, step=0, positions=indices, indices=indices)
-    return Chunk(work_item, 0, len(samples), 3, indices)
+    work_item = BatchWork(epoch=3, step=0, positions=indices, indices=indices)
+    return SampleChunk(work_item, 0, len(samples), indices)
 
 
 @given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=200, unique=True))

@@ -22,8 +22,8 @@ from loaderkit import Pipeline
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock, WorkerStates
-from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.native import kernels
+from loaderkit.stages.base import BatchWork, SampleChunk
 
 INDICES = np.arange(4)
 
@@ -243,7 +243,7 @@ def test_both_ledgers_say_the_same(steps: list[tuple[str, int, float]], data: st
             worker_clock.failed(number, int(much))
             other.failed(number, int(much))
         else:
-            chunk = Chunk(WorkItem(epoch=0, step=0, positions=INDICES, indices=INDICES), 0, 4, 0, INDICES)
+            chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=INDICES, indices=INDICES), 0, 4, INDICES)
             for one in (worker_clock, other):
                 chunk.slowest = (float(much), 1) if number else None
                 one.served(number, int(much), 7 * number, chunk)

@@ -18,11 +18,12 @@ from numbers_dataset import build, numbers, wait_for
 import loaderkit
 from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.worker_process import WorkerSpec
-from loaderkit.engine.work import BatchContext, Stage
+from loaderkit.engine.work import Stage
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.build import make_parts
 from loaderkit.pipeline.engine_factory import Assembly, Recipe, RemoteEngine
 from loaderkit.sampling.shard import Shard
+from loaderkit.stages.base import BatchContext
 
 
 def late_engine(
@@ -58,7 +59,7 @@ class TestLateStages:
         seen: list[tuple[int, int, str]] = []
 
         def late(batch: dict[str, Any], context: BatchContext) -> None:
-            seen.append((os.getpid(), context.first_position, context.specs["x"].kind))
+            seen.append((os.getpid(), context.first_position, context.keys[0]))
             batch["filling"] = batch["filling"] * 2
 
         engine = late_engine(late, num_processes)
@@ -67,7 +68,7 @@ class TestLateStages:
         batches.append(engine.next())
         assert [batch.result["x"][0].item() for batch in batches] == [0, 8, 16, 48]
         assert all(torch.equal(b.result["filling"][:, 0], 2 * b.result["x"]) for b in batches)
-        assert {(os.getpid(), position, "slab") for position in (0, 8, 16, 48)} <= set(seen)
+        assert {(os.getpid(), position, str(position)) for position in (0, 8, 16, 48)} <= set(seen)
         stats = engine.stats({}, 0)
         assert [stage.name for stage in stats.stages] == ["read", "batch", "late"]
         assert stats.stages[-1].num_items >= 32

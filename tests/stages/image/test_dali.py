@@ -20,10 +20,9 @@ from PIL import Image as Pillow
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.work import Chunk
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.registry import STAGES
-from loaderkit.stages.base import Image
+from loaderkit.stages.base import Image, SampleChunk
 from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.ops import Crop, Flip, Scale, size_after
 
@@ -303,7 +302,7 @@ class TestDamaged:
         looked_at: list[int] = []
         is_whole = Renderer._is_whole
 
-        def count(renderer: Renderer, chunk: Chunk, place: int, field: str) -> bool:
+        def count(renderer: Renderer, chunk: SampleChunk, place: int, field: str) -> bool:
             looked_at.append(place)
             return is_whole(renderer, chunk, place, field)
 

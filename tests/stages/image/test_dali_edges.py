@@ -21,10 +21,9 @@ from PIL import Image as Pillow
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.stages import values as images
-from loaderkit.stages.base import Encoded, GpuDecoded
+from loaderkit.stages.base import BatchWork, Encoded, GpuDecoded, SampleChunk
 from loaderkit.stages.image.dali import Graph, Renderer
 from loaderkit.stages.image.geometry import ResizeArgs, resize_steps
 
@@ -269,7 +268,9 @@ class TestRefusedByDali:
         """What is whole for us and not for DALI: here because `decode` looks at nothing."""
         datas = [make_photo(n) for n in range(8)]
         datas[5] = datas[5][:201] + b"\xfa" + datas[5][202:]  # DALI finds this table wrong
-        chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(8), indices=np.arange(8)), 0, 8, 0, np.arange(8))
+        chunk = SampleChunk(
+            BatchWork(epoch=0, step=0, positions=np.arange(8), indices=np.arange(8)), 0, 8, np.arange(8)
+        )
         chunk.samples = [{"image": Encoded(memoryview(data), "jpg")} for data in datas]
         renderer = Renderer(
             Graph((("resize", resize_steps(ResizeArgs(size=(16, 16)))),), None, 8, None),
@@ -308,11 +309,13 @@ class TestNoImagesFault:
         looked_at: list[int] = []
         ended: list[str] = []
 
-        def decode(chunk: Chunk) -> None:
+        def decode(chunk: SampleChunk) -> None:
             looked_at.append(chunk.lo)
 
         monkeypatch.setattr("loaderkit.stages.image.dali._build", lambda dali, graph: Refusing(words, ended))
-        chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, 0, np.arange(4))
+        chunk = SampleChunk(
+            BatchWork(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, np.arange(4)
+        )
         chunk.samples = [{"image": Encoded(memoryview(make_photo(n)), "jpg")} for n in range(4)]
         renderer = Renderer(
             Graph((("resize", resize_steps(ResizeArgs(size=(16, 16)))),), None, 4, 1),

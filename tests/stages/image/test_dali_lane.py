@@ -16,11 +16,10 @@ from PIL import Image as Pillow
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.work import Chunk, FieldSpec, WorkItem
 from loaderkit.pipeline.build import make_parts
 from loaderkit.pipeline.compiler import Compiler
 from loaderkit.pipeline.engine_factory import Assembly, Recipe
-from loaderkit.stages.base import GpuDecoded, Image
+from loaderkit.stages.base import BatchWork, FieldSpec, GpuDecoded, Image, SampleChunk
 
 
 def source(folder: Path) -> Pipeline:
@@ -101,10 +100,10 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
     parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
     assembly = Assembly(Recipe(config, parts.source, parts.connector, parts.schedule, 1))
     indices = np.arange(2)
-    work_item = WorkItem(epoch=0, step=0, positions=indices, indices=indices, end=2)
+    work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=2)
     work_item.specs = {"image": FieldSpec("rendered", (3, 8, 8), "uint8", True, "a", 192)}
     work_item.values["image"] = [None, None]
-    chunk = Chunk(work_item, 0, 2, 0, indices)
+    chunk = SampleChunk(work_item, 0, 2, indices)
     chunk.samples = [{"image": GpuDecoded(torch.full((1, 3, 8, 8), n, dtype=torch.uint8), 0)} for n in range(2)]
     next(stage.run for stage in assembly.stages if stage.kind == "batch")(chunk)
     assert Counting.num_calls == 1

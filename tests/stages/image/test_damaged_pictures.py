@@ -17,9 +17,8 @@ from mutate import mutations, new_seed
 from odd_jpegs import ODD
 from PIL import Image as Pillow
 
-from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, Image
+from loaderkit.stages.base import BatchWork, Encoded, Image, SampleChunk
 from loaderkit.stages.image.decode import DecodeArgs, Decoder
 from loaderkit.stages.image.ops import Crop, DecodeNeed
 
@@ -127,7 +126,9 @@ def outcome(decoder: Decoder, data: bytes) -> Image | BaseException:
     except ValueError as error:
         return error
     if left:
-        chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, 0, np.arange(1))
+        chunk = SampleChunk(
+            BatchWork(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, np.arange(1)
+        )
         chunk.samples = [sample]
         decoder.finish(chunk, [(0, piece) for piece in left], lambda chunk, place, error: errors.append(error))
     found: Image = sample["image"]

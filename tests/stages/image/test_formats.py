@@ -24,10 +24,9 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded
+from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
 from loaderkit.stages.image import formats as pictures
 from loaderkit.stages.image.decode import DecodeArgs, Decoder
 from loaderkit.stages.image.formats import FORMATS, Format
@@ -49,7 +48,7 @@ def decoded(data: bytes, way: str = "whole", extension: str = "jpg", **args: Any
     )
     sample: Sample = {"image": Encoded(memoryview(data), extension)}
     left = [(0, piece) for piece in decoder.begin(sample)]
-    chunk = Chunk(WorkItem(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, 0, np.arange(1))
+    chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=np.arange(1), indices=np.arange(1)), 0, 1, np.arange(1))
     chunk.samples = [sample]
     errors: list[BaseException] = []
     if left:

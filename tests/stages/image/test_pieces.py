@@ -21,10 +21,9 @@ from PIL import Image as Pillow
 import loaderkit
 from loaderkit import native
 from loaderkit.cli import main
-from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.pipeline import build as builder
-from loaderkit.stages.base import Encoded
+from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
 from loaderkit.stages.image import decode as decoding
 from loaderkit.stages.image.ops import Crop, DecodeNeed
 
@@ -443,7 +442,7 @@ class TestInAPipeline:
         monkeypatch.setattr(decoding, "jpeg", Slow())
         decoder = decoding.Decoder(decoding.DecodeArgs(), lambda height, width, _: DecodeNeed(Crop(1, 2, 5, 6)))
         indices = np.arange(3)
-        chunk = Chunk(WorkItem(epoch=0, step=0, positions=indices, indices=indices), 0, 3, 0, indices)
+        chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=indices, indices=indices), 0, 3, indices)
         files = [memoryview(encoded(photograph(20, 20, number), "420")) for number in range(3)]
         chunk.samples = [{"image": Encoded(file, "jpg")} for file in files]
         left = [(place, piece) for place, sample in enumerate(chunk.samples) for piece in decoder.begin(sample or {})]
@@ -458,7 +457,7 @@ class TestInAPipeline:
         assert shapes == [(5, 6, 3) if plain else (20, 20, 3) for plain in is_plain]
 
 
-def unexpected(chunk: Chunk, place: int, error: BaseException) -> None:
+def unexpected(chunk: SampleChunk, place: int, error: BaseException) -> None:
     raise error
 
 

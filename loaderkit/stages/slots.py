@@ -9,14 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loaderkit._internal.dtypes import tensor_over
+
 _UINT8 = np.dtype(np.uint8)  # to make one of the type takes NumPy 0.3 us
-
-
-def tensor_over(memory: torch.Tensor, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor from the first byte of `memory` on, by torch's name of its dtype. To autograd it is no view of that, so it may
-    be changed in place as any other."""
-    found = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-    return found.set_(memory.untyped_storage(), 0, shape, strides)
 
 
 def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

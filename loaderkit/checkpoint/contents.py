@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from loaderkit.checkpoint.formats.dcp import Layouts
+from loaderkit.checkpoint.formats.shard_archive import Layouts
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 
 SMALL_ARCHIVE = 256 * 2**10  # bytes; an archive up to this size is read whole, in one read

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from loaderkit.checkpoint.formats.restricted_pickle import Array, Dtype, StandIn
+from loaderkit.checkpoint.formats.plain_values import Array, Dtype
+from loaderkit.checkpoint.formats.restricted_pickle import StandIn
 from loaderkit.errors import CheckpointError
 from loaderkit.native.garbage import collected_later
 

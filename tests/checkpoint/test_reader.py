@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import loaderkit
 from loaderkit.checkpoint import StreamReader
-from loaderkit.checkpoint.formats.dcp import Blob, Layouts
+from loaderkit.checkpoint.formats.shard_archive import ArchivedTensor, Layouts
 from loaderkit.errors import FormatError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -103,25 +103,25 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 def test_archives_that_are_alike_are_read_once_and_others_are_not_mistaken_for_them() -> None:
-    def layout(read: Callable[[memoryview], Blob], data: bytes) -> Blob | str:
+    def layout(read: Callable[[memoryview], ArchivedTensor], data: bytes) -> ArchivedTensor | str:
         try:
             return read(memoryview(bytearray(data)))
         except FormatError as error:
             return str(error)
 
-    def anew(data: memoryview) -> Blob:
-        return Layouts().blob(data)
+    def anew(data: memoryview) -> ArchivedTensor:
+        return Layouts().read(data)
 
     first, other = saved(torch.arange(5.0)), saved(torch.arange(5.0) + 1)
     known = Layouts()
-    assert known.blob(memoryview(bytearray(first))) is known.blob(memoryview(bytearray(other)))
+    assert known.read(memoryview(bytearray(first))) is known.read(memoryview(bytearray(other)))
     for data in (
         saved(torch.arange(5)),
         saved(torch.arange(10.0)[::2].clone()),
         saved(torch.arange(6.0).reshape(2, 3)),
     ):
-        assert layout(known.blob, data) == layout(anew, data)
+        assert layout(known.read, data) == layout(anew, data)
     for place in range(len(first)):
-        layout(known.blob, first)
+        layout(known.read, first)
         changed = first[:place] + bytes([other[place] ^ 0x41]) + first[place + 1 :]
-        assert layout(known.blob, changed) == layout(anew, changed), place
+        assert layout(known.read, changed) == layout(anew, changed), place

@@ -1,6 +1,6 @@
-"""Which format the files of a checkpoint have, by what they begin with, and which of them belong to it.
+"""Tell the format of a checkpoint by the first bytes of its files.
 
-The beginnings of all files are read at once and kept: they hold most headers whole.
+The first bytes of all files are read at once and kept: they hold most headers whole.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
-from loaderkit.checkpoint.formats import safetensors, torch_zip
+from loaderkit.checkpoint.formats import safetensors, torch_zip, zip_records
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError
 
 METADATA = ".metadata"
 INDEX = ".index.json"
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
-_MAX_LOOKED_AT = 1000
-_LEAST_HEAD = 32
-_HEAD = 64 * 2**10  # of a file: tells its format, and is all of most headers
-_MOST_HEADS = 2**26  # bytes of all of them
+_MAX_CANDIDATES = 1000
+_MIN_HEAD = 32
+_HEAD = 64 * 2**10  # bytes of a file; most headers are no longer
+_MAX_HEADS = 2**26  # bytes of all files
 Fetch = Callable[[Sequence[ByteRange]], list[bytes]]
 
 
-def looked_at(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> list[str]:
-    """The files whose beginning is to tell the format."""
+def candidates(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> list[str]:
+    """The files whose first bytes are to be read. Raises CheckpointError for a checkpoint that was not committed."""
     if METADATA in infos and location.single is None:
         return [name for name in infos if name.endswith(_SUFFIXES)]
     parts = [name for name in infos if name.endswith(".distcp")]
@@ -32,7 +32,7 @@ def looked_at(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> lis
             f"{location.url} has {parts[0]} and no {METADATA}: the checkpoint was not committed, so it is not whole"
         )
     indexes = [name for name in infos if name.endswith(INDEX)]
-    names = [name for name in infos if name.endswith(_SUFFIXES)] if indexes else _candidates(infos)
+    names = [name for name in infos if name.endswith(_SUFFIXES)] if indexes else _usual_files(infos)
     for index in indexes:
         if not any(name.endswith(index.removesuffix(INDEX).rpartition(".")[2]) for name in names):
             raise CheckpointError(f"{location.connector.describe(infos[index].key)} is there, and none of its files is")
@@ -40,31 +40,31 @@ def looked_at(location: CheckpointLocation, infos: dict[str, ObjectInfo]) -> lis
 
 
 def heads_of(infos: list[ObjectInfo], fetch: Fetch) -> dict[str, bytes]:
-    """Key -> the first bytes of the object, all of them read at once."""
-    most = max(_LEAST_HEAD, min(_HEAD, _MOST_HEADS // max(len(infos), 1)))
+    """Key -> the first bytes of the object."""
+    most = max(_MIN_HEAD, min(_HEAD, _MAX_HEADS // max(len(infos), 1)))
     read = fetch([ByteRange(info.key, 0, min(most, info.size), info.etag) for info in infos])
     return {info.key: head for info, head in zip(infos, read, strict=True)}
 
 
-def kinds_of(
+def formats_of(
     location: CheckpointLocation, infos: dict[str, ObjectInfo], names: list[str], heads: dict[str, bytes]
 ) -> dict[str, list[str]]:
-    """Format -> the files of it, by what they begin with."""
-    found = {"dcp": [METADATA]} if METADATA in infos and location.single is None else {}
+    """Format -> its files."""
+    files = {"dcp": [METADATA]} if METADATA in infos and location.single is None else {}
     for name in names:
-        kind = _kind_of(location, infos[name], heads[infos[name].key])
-        if kind is not None:
-            found.setdefault(kind, []).append(name)
-    return found
+        format_ = _format_of(location, infos[name], heads[infos[name].key])
+        if format_ is not None:
+            files.setdefault(format_, []).append(name)
+    return files
 
 
-def _candidates(infos: dict[str, ObjectInfo]) -> list[str]:
+def _usual_files(infos: dict[str, ObjectInfo]) -> list[str]:
     usual = [name for name in infos if name.endswith(_SUFFIXES)]
-    return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_LOOKED_AT]
+    return usual or [name for name in infos if not name.endswith((".json", ".txt", ".md", ".yaml"))][:_MAX_CANDIDATES]
 
 
-def _kind_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> str | None:
-    if head.startswith(torch_zip.MAGIC):
+def _format_of(location: CheckpointLocation, info: ObjectInfo, head: bytes) -> str | None:
+    if head.startswith(zip_records.MAGIC):
         return "torch"
     if torch_zip.is_legacy(head):
         return "legacy"

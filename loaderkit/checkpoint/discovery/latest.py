@@ -1,4 +1,4 @@
-"""Find the newest checkpoint that is whole: what a job does that was restarted by its scheduler."""
+"""Find the newest whole checkpoint, as a job does that its scheduler has restarted."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def latest(
     """The URL of the newest complete checkpoint directly below `prefix`: "runs/a" holding "step-100/", "step-2000/".
 
     Newer is the larger number in the name ("step-2000" after "step-300"). A checkpoint is complete if its format says so,
-    every file it needs is there and long enough, and, with a manifest, as large as it says and its descriptions unchanged.
-    Those that are not are skipped with a warning that says why. Raises CheckpointError if none is left.
+    every file that it needs is there and long enough and, with a manifest, its sizes and its description are unchanged.
+    Others are skipped with a warning that says why. Raises CheckpointError if none is left.
     """
     given = connectors or {}
     location = locate(prefix, given)
@@ -67,10 +67,10 @@ def _names(location: CheckpointLocation) -> list[str]:
     if location.single is not None:
         raise CheckpointError(f"{location.url} is a file: give the directory that the checkpoints are in")
     cut = len(location.prefix)
-    found = dict.fromkeys(info.key[cut:].partition("/")[0] for info in location.connector.list(location.prefix))
-    return [name for name in found if not name.endswith((NAME, ".tmp"))]  # .tmp: on its way to another name
+    names = dict.fromkeys(info.key[cut:].partition("/")[0] for info in location.connector.list(location.prefix))
+    return [name for name in names if not name.endswith((NAME, ".tmp"))]  # .tmp: not renamed yet
 
 
 def _by_number(name: str) -> list[Any]:
-    """Numbers in a name as numbers: "step-300" before "step-2000"."""
+    """A sort key with numbers as numbers: "step-300" before "step-2000"."""
     return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in _DIGITS.split(name)]

@@ -19,13 +19,13 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 class CheckpointLocation(NamedTuple):
-    """Where a checkpoint is. `single` is its one object; without it, it is the directory `prefix` ("" or "name/")."""
+    """Where a checkpoint is: its one object `single`, or without it the directory `prefix` ("" or "name/")."""
 
     url: str
     connector: Connector
     prefix: str
     single: ObjectInfo | None
-    owned: bool  # whether the connector is to be closed in the end
+    owned: bool  # True: `close` closes the connector
 
     def close(self) -> None:
         """Close the connector, unless it was given."""
@@ -41,7 +41,7 @@ class CheckpointLocation(NamedTuple):
 
 
 def locate(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> CheckpointLocation:
-    """Find what a URL or path means. Raises CheckpointError if nothing is there, and what the connector raises."""
+    """The location that a URL or path names. Raises CheckpointError if nothing is there, and what the connector raises."""
     url = os.fspath(url)
     root, key, given = _split(url, connectors)
     connector = given if given is not None else open_connector(root, connectors)
@@ -54,7 +54,7 @@ def locate(url: str | os.PathLike[str], connectors: Mapping[str, Connector]) -> 
 
 
 def _split(url: str, connectors: Mapping[str, Connector]) -> tuple[str, str, Connector | None]:
-    """(the connector's root, the key in it, the connector if it was given). A tar's folder is the root of what it holds."""
+    """(the connector's root, the key in it, the connector if it is given). The root of a tar's members is the tar's folder."""
     match = _URL.fullmatch(url)
     scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
     if scheme in connectors:
@@ -82,16 +82,15 @@ def _find(url: str, connector: Connector, key: str, owned: bool) -> CheckpointLo
         if inside is not None:
             return CheckpointLocation(url, archives, "", inside, owned)
         prefix = key.rstrip("/") + "/"
-        found = next(iter(archives.list(prefix)), None)
-        if found is None:
+        if next(iter(archives.list(prefix)), None) is None:
             raise CheckpointError(f"{url}: nothing of this name is in the archive {connector.describe(key[:cut])}")
         return CheckpointLocation(url, archives, _descend(archives, prefix), None, owned)
     prefix = f"{key}/" if key else ""
     try:
-        found = next(iter(connector.list(prefix)), None)
+        first = next(iter(connector.list(prefix)), None)
     except ObjectNotFoundError:
-        found = None
-    if found is None:
+        first = None
+    if first is None:
         raise CheckpointError(f"{url}: there is no such file, and no directory with files; check the path")
     return CheckpointLocation(url, connector, prefix, None, owned)
 
@@ -101,16 +100,16 @@ def _members(connector: Connector, info: ObjectInfo) -> list:  # type: ignore[ty
 
 
 def _descend(archives: TarConnector, prefix: str) -> str:
-    """The folder in an archive that everything in it lies in: `tar -c step-100` puts all under "step-100/"."""
+    """The folder of all members of an archive: `tar -c step-100` puts all under "step-100/"."""
     names = {info.key[len(prefix) :].rpartition("/")[0] for info in archives.list(prefix)}
     folders = [name.split("/") for name in names]
-    levels = zip(min(folders), max(folders), strict=False)  # what the first and the last share, all share
+    levels = zip(min(folders), max(folders), strict=False)  # all names share what the first and the last share
     common = "/".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], levels))
     return f"{prefix}{common}/" if common else prefix
 
 
 def _archive_in(connector: Connector, key: str) -> int:
-    """Where the name of an archive ends that `key` leads into; 0 if it leads into none."""
+    """The end, in `key`, of the name of the archive that it leads into; 0 if it leads into none."""
     cut = key.find(".tar/")
     while cut >= 0:
         if _stat(connector, key[: cut + 4]) is not None:

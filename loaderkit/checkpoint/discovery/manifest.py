@@ -1,7 +1,7 @@
 """A manifest: checksums of a checkpoint's objects, block by block, in a file beside them.
 
-`loaderkit manifest URL` writes it; restoring compares every block it reads. It covers all bytes of the checkpoint's files,
-descriptions as well as tensors, and says how large each file is, so that one which is cut short is noticed at once.
+`loaderkit manifest URL` writes it; a restore compares every block that it reads. It covers all bytes of the checkpoint's
+files, descriptions as well as tensors, and their sizes, so that a file that is cut short is noticed at once.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from loaderkit.errors import (
 NAME = "loaderkit-manifest.json"
 _VERSION = 1
 _MAX_MANIFEST = 2**30
-_MOST_COMPARED = 128  # blocks of descriptions that are read at once, in 32 MiB
+_MAX_COMPARED = 128  # blocks of descriptions that are read at once, in 32 MiB
 Verify = Literal["auto"] | bool
 logger = logging.getLogger("loaderkit")
 
 
 def manifest_key(location: CheckpointLocation) -> str:
-    """Where the manifest of a checkpoint lies: in its directory, or beside its one file."""
+    """The key of a checkpoint's manifest: in its directory, or beside its one file."""
     if location.single is not None:
         return f"{location.single.key}.{NAME}"
     return f"{location.prefix}{NAME}"
 
 
 def needed_objects(checkpoint: Checkpoint) -> list[ObjectInfo]:
-    """The objects a checkpoint consists of, manifests and strangers left out."""
+    """The objects of a checkpoint, without manifests and unrelated files."""
     keys = {shard.key for entry in checkpoint.tensors.values() for shard in entry.shards}
     keys |= {item.key for item in checkpoint.pickled.values()} | checkpoint.read
     return [info for info in checkpoint.objects.values() if info.key in keys]
@@ -62,7 +62,7 @@ def write_manifest(
     connectors: Mapping[str, Connector] | None = None,
     block_bytes: int = MAX_BLOCK_BYTES,
 ) -> dict[str, Any]:
-    """Read a checkpoint once and write the checksums of its blocks beside it; what was written.
+    """Read a checkpoint once and write the checksums of its blocks beside it; the manifest that was written.
 
     Raises CheckpointError for one that is not whole, or that lies where nothing can be written; ConfigError.
     """
@@ -70,7 +70,7 @@ def write_manifest(
         raise ConfigError(f"block_bytes is {block_bytes}: expected 4096 to {MAX_BLOCK_BYTES}")
     location = locate(url, connectors or {})
     try:
-        # A try that failed in the middle is nobody's to repeat: writing goes past the retries.
+        # Writes go past the retries, because a write that failed half-way must not be repeated.
         inner = location.connector.inner if isinstance(location.connector, RetryConnector) else location.connector
         write = getattr(inner, "write", None)
         if write is None or isinstance(location.connector, TarConnector):
@@ -94,21 +94,21 @@ def write_manifest(
 def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[str]:
     num_blocks = 32
     buffer = memoryview(bytearray(num_blocks * block_bytes))
-    found = []
+    hashes = []
     for begin in range(0, info.size, len(buffer)):
-        part = buffer[: min(len(buffer), info.size - begin)]
-        connector.read_into(info.key, begin, part, etag=info.etag)
-        found += [xxhash.xxh3_64_hexdigest(part[lo : lo + block_bytes]) for lo in range(0, len(part), block_bytes)]
-    return found
+        blocks = buffer[: min(len(buffer), info.size - begin)]
+        connector.read_into(info.key, begin, blocks, etag=info.etag)
+        hashes += [xxhash.xxh3_64_hexdigest(blocks[lo : lo + block_bytes]) for lo in range(0, len(blocks), block_bytes)]
+    return hashes
 
 
 def read_manifest(
     location: CheckpointLocation, checkpoint: Checkpoint, verify: Verify, fetch: Fetch
 ) -> dict[str, Checksums]:
-    """The checksums of a checkpoint's objects by key, sizes compared; nothing where there is no manifest, or with "auto" where
-    the store does not say whether there is one.
+    """The checksums of a checkpoint's objects by key, once their sizes are compared; none without a manifest, or with "auto"
+    where the store does not say whether there is one.
 
-    Raises CheckpointError if `verify` is True and there is none, or if an object has another size than it says.
+    Raises CheckpointError if `verify` is True and there is none, or if an object differs from the manifest in size.
     """
     if verify not in ("auto", True, False):
         raise ConfigError(f"verify {verify!r}: expected 'auto', True or False")
@@ -124,7 +124,7 @@ def read_manifest(
             ) from None
         return {}
     except AccessDeniedError as error:
-        # S3 answers so for what does not exist, where one may read and not list.
+        # S3 answers 403 for a missing object, too, if the user may read and not list.
         is_there = any(item.key == key for item in checkpoint.objects.values())
         if verify is True or is_there or isinstance(error, ExpiredCredentialsError):
             raise
@@ -134,9 +134,8 @@ def read_manifest(
         raise FormatError(f"{location.connector.describe(key)}: {info.size} bytes are too many for a manifest")
     data = bytearray(info.size)
     location.connector.read_into(key, 0, memoryview(data), etag=info.etag)
-    checksums = {
-        location.prefix + name: found for name, found in _parse(location.connector.describe(key), data).items()
-    }
+    parsed = _parse(location.connector.describe(key), data)
+    checksums = {location.prefix + name: item for name, item in parsed.items()}
     if gone := sorted(checksums.keys() - {item.key for item in checkpoint.objects.values()}):
         raise CheckpointError(
             f"{location.url} is not whole: its manifest has {', '.join(map(repr, gone[:5]))}"
@@ -163,37 +162,37 @@ def _parse(name: str, data: bytearray) -> dict[str, Checksums]:
         block = manifest["block_bytes"]
         if type(block) is not int or not 4096 <= block <= MAX_BLOCK_BYTES:
             raise ValueError(f"block_bytes {block!r}")
-        found = {}
+        checksums = {}
         for key, item in manifest["objects"].items():
             size, hashes = item["num_bytes"], item["hashes"]
             if type(size) is not int or not isinstance(hashes, list) or len(hashes) != -(-size // block):
                 raise ValueError(f"{key!r} has {len(hashes)} hashes of {size} bytes")
-            found[key] = Checksums(block, size, hashes)
+            checksums[key] = Checksums(block, size, hashes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{name} is no manifest of loaderkit: {error!r}") from None
-    return found
+    return checksums
 
 
 def _check_descriptions(checkpoint: Checkpoint, checksums: Mapping[str, Checksums], fetch: Fetch) -> None:
-    """What was read already to learn what lies where is compared, too: all that stands before and after the tensors."""
-    places: dict[str, list[tuple[int, int]]] = {}
+    """Compare the descriptions, which lie before and after the tensors. Raises CheckpointError."""
+    extents: dict[str, list[tuple[int, int]]] = {}
     for entry in checkpoint.tensors.values():
         for shard in entry.shards:
-            places.setdefault(shard.key, []).append((shard.start, shard.start + shard.length))
+            extents.setdefault(shard.key, []).append((shard.start, shard.start + shard.length))
     for item in checkpoint.pickled.values():
-        places.setdefault(item.key, []).append((item.start, item.start + item.length))
+        extents.setdefault(item.key, []).append((item.start, item.start + item.length))
     ranges: list[ByteRange] = []
     for info in needed_objects(checkpoint):
         known = checksums[info.key]
-        inside = places.get(info.key, [(info.size, info.size)])
+        inside = extents.get(info.key, [(info.size, info.size)])
         first, last = min(inside)[0], max(end for _, end in inside)
         head = range(-(-first // known.block_bytes))
         tail = range(last // known.block_bytes, len(known.hashes)) if last < info.size else ()
         for number in sorted({*head, *tail}):
             lo = number * known.block_bytes
             ranges.append(ByteRange(info.key, lo, min(known.block_bytes, info.size - lo), info.etag))
-    for begin in range(0, len(ranges), _MOST_COMPARED):
-        some = ranges[begin : begin + _MOST_COMPARED]
+    for begin in range(0, len(ranges), _MAX_COMPARED):
+        some = ranges[begin : begin + _MAX_COMPARED]
         for (key, lo, length, _), data in zip(some, fetch(some), strict=True):
             known = checksums[key]
             if xxhash.xxh3_64_hexdigest(data) != known.hashes[lo // known.block_bytes]:

@@ -1,19 +1,19 @@
-"""Open a checkpoint: recognise its format by its content, find it whole, and reduce it to boxes of bytes.
+"""Open a checkpoint: tell its format, check that it is whole, and read its contents.
 
-Nothing is written anywhere here. What is partial (a shard missing or short, an index without its files, not committed) is
-refused by name, and so is what holds two formats.
+A partial checkpoint (a file missing or short, an index without its files, not committed) is refused with the name of what is
+missing, and so is a directory with two formats. Nothing is written.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loaderkit.checkpoint.contents import Checkpoint, Shard, TensorEntry, strides_of
-from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, heads_of, kinds_of, looked_at
+from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, candidates, formats_of, heads_of
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
 from loaderkit.checkpoint.names import Index, Leaf, flatten
@@ -23,9 +23,9 @@ from loaderkit.native.garbage import collected_later
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
-_MAXMETADATA = 2**31
-_MOST_REST = 2**20  # of a header: what is longer is read by itself
-_MOST_RESTS = 64  # read at once
+_MAX_METADATA = 2**31
+_MAX_REST = 2**20  # bytes; a longer rest of a header is read by itself
+_MAX_RESTS = 64  # read at once
 _FORMATS = {
     "safetensors": "safetensors",
     "torch": "torch.save",
@@ -35,11 +35,11 @@ _FORMATS = {
 
 
 def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
-    """What is at a place. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
+    """The checkpoint at a location. `fetch` reads many ranges at once. Raises CheckpointError, FormatError, ConnectorError."""
     infos = {info.key[len(location.prefix) :]: info for info in location.children()}
-    looked = looked_at(location, infos)
-    heads = heads_of([infos[name] for name in looked], fetch)
-    kinds = kinds_of(location, infos, looked, heads)
+    names = candidates(location, infos)
+    heads = heads_of([infos[name] for name in names], fetch)
+    kinds = formats_of(location, infos, names, heads)
     if len(kinds) > 1:
         (first, some), (second, others), *_ = kinds.items()
         raise CheckpointError(
@@ -47,10 +47,10 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
             "file that is meant"
         )
     if not kinds:
-        names = ", ".join(list(infos)[:3]) or "nothing"
+        listed = ", ".join(list(infos)[:3]) or "nothing"
         raise CheckpointError(
             f"{location.url} holds no checkpoint: expected safetensors, torch.save or torch.distributed.checkpoint; there is "
-            f"{names}"
+            f"{listed}"
         )
     ((kind, files),) = kinds.items()
     if kind == "legacy":
@@ -67,13 +67,13 @@ def open_checkpoint(location: CheckpointLocation, fetch: Fetch) -> Checkpoint:
 
 
 def _reader(checkpoint: Checkpoint, info: ObjectInfo, head: bytes) -> Callable[[int, memoryview], None]:
-    """Reads in an object whose beginning is there already."""
+    """Reads in an object whose first bytes are in memory already."""
 
     def read(start: int, buffer: memoryview) -> None:
-        known = head[start : start + len(buffer)]
-        buffer[: len(known)] = known
-        if len(known) < len(buffer):
-            checkpoint.connector.read_into(info.key, start + len(known), buffer[len(known) :], etag=info.etag)
+        have = head[start : start + len(buffer)]
+        buffer[: len(have)] = have
+        if len(have) < len(buffer):
+            checkpoint.connector.read_into(info.key, start + len(have), buffer[len(have) :], etag=info.etag)
 
     return read
 
@@ -86,18 +86,18 @@ def _named(checkpoint: Checkpoint, info: ObjectInfo, error: Exception) -> Format
 
 
 def _open_safetensors(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    wanted = _indexed(checkpoint, files, ".safetensors")
-    infos = [checkpoint.objects[name] for name in (files if wanted is None else wanted)]
+    indexed = _indexed(checkpoint, files, ".safetensors")
+    infos = [checkpoint.objects[name] for name in (files if indexed is None else indexed)]
     for number, info in enumerate(infos):
-        if number % _MOST_RESTS == 0:
-            _complete(infos[number : number + _MOST_RESTS], fetch, heads)
+        if number % _MAX_RESTS == 0:
+            _complete(infos[number : number + _MAX_RESTS], fetch, heads)
         checkpoint.read.add(info.key)
         try:
             entries, _ = safetensors.read_header(_reader(checkpoint, info, heads.pop(info.key)), info.size)
         except FormatError as error:
             raise _named(checkpoint, info, error) from None
         _add_entries(checkpoint, info, entries)
-    _check_index(checkpoint, wanted)
+    _check_index(checkpoint, indexed)
 
 
 @collected_later
@@ -110,13 +110,13 @@ def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safeten
 
 
 def _complete(infos: list[ObjectInfo], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    """Read the rest of headers that are somewhat longer than what is there of them."""
+    """Add the rest of headers that are somewhat longer than the bytes in `heads`."""
     ranges = []
     for info in infos:
-        there = len(heads[info.key])
-        missing = safetensors.header_end(heads[info.key]) - there
-        if 0 < missing <= min(_MOST_REST, info.size - there):
-            ranges.append(ByteRange(info.key, there, missing, info.etag))
+        have = len(heads[info.key])
+        missing = safetensors.header_end(heads[info.key]) - have
+        if 0 < missing <= min(_MAX_REST, info.size - have):
+            ranges.append(ByteRange(info.key, have, missing, info.etag))
     for item, rest in zip(ranges, fetch(ranges), strict=True):
         heads[item.key] += rest
 
@@ -129,7 +129,7 @@ def _require_new(checkpoint: Checkpoint, name: str, info: ObjectInfo) -> None:
 
 
 def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str, list[str]] | None:
-    """File -> the names that the directory's index says are in it; None without an index."""
+    """File -> the names in it according to the directory's index; None without an index."""
     indexes = [name for name in checkpoint.objects if name.endswith(suffix + INDEX)]
     if not indexes:
         return None
@@ -149,40 +149,40 @@ def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str,
             raise TypeError("its weight_map is no table of file names")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _named(checkpoint, info, FormatError(f"it is no index of a checkpoint: {error!r}")) from None
-    wanted: dict[str, list[str]] = {}
+    indexed: dict[str, list[str]] = {}
     for name, file in names.items():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
             raise _named(checkpoint, info, FormatError(f"it places {name!r} in {file!r}, which is no file beside it"))
-        wanted.setdefault(file, []).append(name)
-    if missing := [file for file in wanted if file not in checkpoint.objects]:
+        indexed.setdefault(file, []).append(name)
+    if missing := [file for file in indexed if file not in checkpoint.objects]:
         raise CheckpointError(
-            f"{checkpoint.name} is not whole: {len(missing)} of {len(wanted)} shards are missing, such as {missing[0]!r}, "
+            f"{checkpoint.name} is not whole: {len(missing)} of {len(indexed)} shards are missing, such as {missing[0]!r}, "
             f"which {indexes[0]} names"
         )
-    if other := [file for file in wanted if file not in files]:
+    if other := [file for file in indexed if file not in files]:
         raise _named(
             checkpoint, checkpoint.objects[other[0]], FormatError(f"it is no {suffix[1:]} file, and the index names it")
         )
-    return wanted
+    return indexed
 
 
 def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
-    """Raise CheckpointError if a shard is missing of those whose names say how many there are: the index is written last."""
+    """Raise CheckpointError if a file is missing of those whose names give a total: writers write the index last."""
     numbers: dict[tuple[str, str, str], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
         numbers.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
-    for (stem, count, suffix), there in numbers.items():
-        num_shards, first = int(count), 0 if 0 in there else 1
-        missing = next((n for n in range(first, first + num_shards) if n not in there), None)
+    for (stem, count, suffix), present in numbers.items():
+        num_shards, first = int(count), 0 if 0 in present else 1
+        missing = next((n for n in range(first, first + num_shards) if n not in present), None)
         if missing is not None:
             raise CheckpointError(
-                f"{checkpoint.name} is not whole: it has no index and {len(there)} of {num_shards} shards; "
+                f"{checkpoint.name} is not whole: it has no index and {len(present)} of {num_shards} shards; "
                 f"'{stem}-{missing:0{len(count)}}-of-{count}{suffix}' is missing. Name a shard to restore what is in it alone"
             )
 
 
-def _check_index(checkpoint: Checkpoint, wanted: dict[str, list[str]] | None) -> None:
-    for file, names in (wanted or {}).items():
+def _check_index(checkpoint: Checkpoint, indexed: dict[str, list[str]] | None) -> None:
+    for file, names in (indexed or {}).items():
         for name in names:
             if name not in checkpoint.tensors and name not in checkpoint.values:
                 raise CheckpointError(
@@ -194,13 +194,13 @@ def _check_index(checkpoint: Checkpoint, wanted: dict[str, list[str]] | None) ->
 
 
 def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
-    wanted = _indexed(checkpoint, files, ".bin")
-    if wanted is None and len(files) > 1:
+    indexed = _indexed(checkpoint, files, ".bin")
+    if indexed is None and len(files) > 1:
         raise CheckpointError(
             f"{checkpoint.name} holds {len(files)} torch.save files ({', '.join(files[:4])}) and no index that says how they "
             "belong together: name the one that is meant"
         )
-    for name in files if wanted is None else wanted:
+    for name in files if indexed is None else indexed:
         info = checkpoint.objects[name]
         checkpoint.read.add(info.key)
 
@@ -213,7 +213,7 @@ def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: d
         except (FormatError, CheckpointError) as error:
             raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
         _add_leaves(checkpoint, info, leaves, archive.starts)
-    _check_index(checkpoint, wanted)
+    _check_index(checkpoint, indexed)
 
 
 @collected_later
@@ -222,7 +222,7 @@ def _add_leaves(checkpoint: Checkpoint, info: ObjectInfo, leaves: dict[str, Leaf
         _require_new(checkpoint, name, info)
         checkpoint.paths[name] = leaf.path
         if _is_view(leaf.value):
-            checkpoint.tensors[name] = _stored(leaf.value, starts, info.key)
+            checkpoint.tensors[name] = _entry(leaf.value, starts, info.key)
         else:
             checkpoint.values[name] = leaf.value
 
@@ -231,7 +231,7 @@ def _is_view(value: Any) -> bool:
     return isinstance(value, torch_zip.View)
 
 
-def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntry:
+def _entry(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntry:
     base, item = starts[view.storage.key], view.dtype.itemsize
     shard = Shard(
         (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides
@@ -245,13 +245,13 @@ def _stored(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEnt
 
 def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dict[str, bytes]) -> None:
     info = checkpoint.objects[METADATA]
-    if info.size > _MAXMETADATA:
+    if info.size > _MAX_METADATA:
         raise _named(checkpoint, info, FormatError(f"{info.size} bytes are too many for it"))
     data = bytearray(info.size)
     checkpoint.connector.read_into(info.key, 0, memoryview(data), etag=info.etag)
     checkpoint.read.add(info.key)
     try:
-        contents = dcp.read_metadata(bytes(data))
+        contents = dcp.read_metadata(bytes(data), checkpoint.prefix)
     except FormatError as error:
         raise _named(checkpoint, info, error) from None
     _check_files(checkpoint, contents)
@@ -259,59 +259,41 @@ def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dic
 
 
 @collected_later
-def _add_contents(checkpoint: Checkpoint, contents: dcp.Contents) -> None:
-    layouts = dcp.Layouts()
+def _add_contents(checkpoint: Checkpoint, contents: dcp.DcpContents) -> None:
     for name, path in contents.paths.items():
         checkpoint.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)
-    for name, tensor in contents.tensors.items():
-        shards = tuple(
-            Shard(
-                piece.offsets,
-                piece.sizes,
-                checkpoint.prefix + piece.place.path,
-                piece.place.start,
-                piece.place.length,
-                is_archive=True,
-                layouts=layouts,
-            )
-            for piece in tensor.pieces
-            if prod(piece.sizes)
-        )
-        checkpoint.tensors[name] = TensorEntry(tensor.dtype, tensor.shape, shards)
-    for name, place in contents.values.items():
-        key = checkpoint.prefix + place.path
-        checkpoint.pickled[name] = ByteRange(key, place.start, place.length, checkpoint.objects[place.path].etag)
+    for name, entry in contents.tensors.items():
+        filled = tuple(shard for shard in entry.shards if 0 not in shard.sizes)
+        checkpoint.tensors[name] = entry if len(filled) == len(entry.shards) else replace(entry, shards=filled)
+    for name, archive in contents.values.items():
+        etag = checkpoint.objects[archive.key[len(checkpoint.prefix) :]].etag
+        checkpoint.pickled[name] = archive._replace(etag=etag)
 
 
-def _places(contents: dcp.Contents) -> Iterable[tuple[str, dcp.DcpLocation]]:
-    for name, tensor in contents.tensors.items():
-        for piece in tensor.pieces:
-            yield name, piece.place
-    yield from contents.values.items()
+def _ends(contents: dcp.DcpContents) -> Iterator[tuple[str, str, int]]:
+    """(name, key, end) of all archives."""
+    for name, entry in contents.tensors.items():
+        for shard in entry.shards:
+            yield name, shard.key, shard.start + shard.length
+    for name, archive in contents.values.items():
+        yield name, archive.key, archive.start + archive.length
 
 
-def _check_files(checkpoint: Checkpoint, contents: dcp.Contents) -> None:
-    """Every file named is there and long enough; else the checkpoint is refused, naming what is missing."""
+def _check_files(checkpoint: Checkpoint, contents: dcp.DcpContents) -> None:
+    """Raise CheckpointError unless every file that is named is there and long enough."""
     missing: dict[str, str] = {}
-    for name, place in _places(contents):
-        info = checkpoint.objects.get(place.path)
-        if info is None and "/" in place.path:
-            info = next(
-                (
-                    i
-                    for i in checkpoint.connector.list(checkpoint.prefix + place.path)
-                    if i.key == checkpoint.prefix + place.path
-                ),
-                None,
-            )
+    for name, key, end in _ends(contents):
+        path = key[len(checkpoint.prefix) :]
+        info = checkpoint.objects.get(path)
+        if info is None and "/" in path:  # in a directory below, which is not listed
+            info = next((info for info in checkpoint.connector.list(key) if info.key == key), None)
             if info is not None:
-                checkpoint.objects[place.path] = info
+                checkpoint.objects[path] = info
         if info is None:
-            missing.setdefault(place.path, name)
-        elif place.start + place.length > info.size:
+            missing.setdefault(path, name)
+        elif end > info.size:
             raise CheckpointError(
-                f"{checkpoint.name} is not whole: {place.path} has {info.size} bytes, and {name!r} ends at byte "
-                f"{place.start + place.length}"
+                f"{checkpoint.name} is not whole: {path} has {info.size} bytes, and {name!r} ends at byte {end}"
             )
     if missing:
         file, name = next(iter(missing.items()))

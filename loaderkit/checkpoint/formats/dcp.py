@@ -1,6 +1,6 @@
-"""The `.metadata` of a torch.distributed.checkpoint directory: which tensors there are, in which pieces, in which files.
+"""The `.metadata` of a torch.distributed.checkpoint directory: its tensors, their shards, and the files with the shards.
 
-It is a pickle of a few dataclasses, read by `unpickling`: nothing of it runs.
+It is a pickle of a few dataclasses, read by `restricted_pickle`, so nothing in it runs.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from loaderkit.checkpoint.contents import Shard, TensorEntry
 from loaderkit.checkpoint.formats import torch_zip
-from loaderkit.checkpoint.formats.restricted_pickle import Opaque, Record, load_pickle, record, shown
+from loaderkit.checkpoint.formats.restricted_pickle import Record, load_pickle, record, shown
+from loaderkit.checkpoint.formats.shard_archive import Layouts
+from loaderkit.connectors.base import ByteRange
 from loaderkit.errors import FormatError
 from loaderkit.native.garbage import collected_later
 
@@ -24,45 +26,21 @@ _IN_METADATA = (
     "Metadata", "MetadataIndex", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
 _MAX_DIMS = 64
-_MAX_CUT = 8  # dimensions along which a tensor is cut into pieces
-_MOST_CORNERS = 2**24  # of the pieces of a tensor: two million pieces by rows and columns
+_MAX_CUT = 8  # dimensions along which a tensor is cut into shards
+_MAX_CORNERS = 2**24  # of the shards of a tensor: two million shards by rows and columns
 
 
-class DcpLocation(NamedTuple):
-    """Where torch.save's archive of one piece, or one value, lies: bytes [start, start + length) of a file."""
+class DcpContents(NamedTuple):
+    """The contents of a checkpoint by name: tensors, archives of plain values, and the paths in the nested state."""
 
-    path: str
-    start: int
-    length: int
-
-
-class DcpPiece(NamedTuple):
-    """A box of a tensor, and where it lies."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: DcpLocation
-
-
-class Described(NamedTuple):
-    """A tensor of the checkpoint: what it is as a whole, and its pieces, which cover it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[DcpPiece, ...]
-
-
-class Contents(NamedTuple):
-    """What the checkpoint holds, by name: tensors, and values pickled by themselves; and the paths that the names stand for."""
-
-    tensors: dict[str, Described]
-    values: dict[str, DcpLocation]
+    tensors: dict[str, TensorEntry]
+    values: dict[str, ByteRange]
     paths: dict[str, tuple[str | int, ...]]
 
 
 @collected_later
-def read_metadata(data: bytes) -> Contents:
-    """The contents that a `.metadata` file describes. Raises FormatError."""
+def read_metadata(data: bytes, prefix: str = "") -> DcpContents:
+    """The contents that a `.metadata` file describes; `prefix`, its directory, begins the keys. Raises FormatError."""
     names: dict[str, Any] = {**torch_zip.names()}
     for name in _IN_METADATA:
         names[f"torch.distributed.checkpoint.metadata.{name}"] = record(name)
@@ -73,32 +51,33 @@ def read_metadata(data: bytes) -> Contents:
     described, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise FormatError("it lacks state_dict_metadata or storage_data: was it written by a storage of another kind?")
-    places = {(fqn, offsets): place for fqn, offsets, place in _places(stored)}
-    contents = Contents({}, {}, _paths(metadata.get("planner_data")))
+    archives = {(fqn, offsets): archive for fqn, offsets, archive in _archives(stored, prefix)}
+    contents = DcpContents({}, {}, _paths(metadata.get("planner_data")))
+    layouts = Layouts()
     for name, what in described.items():
         if not isinstance(name, str):
             raise FormatError(f"a name is {shown(name)}, not text")
         if _is(what, "BytesStorageMetadata"):
-            place = places.get((name, None))
-            if place is None:
+            archive = archives.get((name, None))
+            if archive is None:
                 raise FormatError(f"it says nowhere where the value {name!r} lies")
-            contents.values[name] = place
+            contents.values[name] = archive
         elif _is(what, "TensorStorageMetadata"):
-            contents.tensors[name] = _tensor(name, what, places)
+            contents.tensors[name] = _tensor(name, what, archives, layouts)
         else:
             raise FormatError(f"{name!r} is neither a tensor nor a value: {shown(what)}")
-    _check_places(contents)
+    _check_overlap(contents, len(prefix))
     return contents
 
 
 def _paths(planned: Any) -> dict[str, tuple[str | int, ...]]:
-    """name -> path in the nested state, as far as what the planner left is that."""
+    """name -> path in the nested state, where the planner has stored one."""
     if not isinstance(planned, dict):
         return {}
     return {
         name: tuple(path)
         for name, path in planned.items()
-        if isinstance(name, str) and isinstance(path, (tuple, list)) and all(type(part) in (str, int) for part in path)
+        if isinstance(name, str) and isinstance(path, (tuple, list)) and all(type(key) in (str, int) for key in path)
     }
 
 
@@ -106,7 +85,8 @@ def _is(value: Any, name: str) -> bool:
     return isinstance(value, Record) and type(value).__name__ == name
 
 
-def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | None, DcpLocation]]:
+def _archives(stored: dict[Any, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...] | None, ByteRange]]:
+    """(name, offsets of a shard or None, archive) of all shards and values."""
     for index, info in stored.items():
         if not _is(index, "MetadataIndex") or not _is(info, "_StorageInfo"):
             raise FormatError("its storage_data is not that of files: was it written by a storage of another kind?")
@@ -124,10 +104,12 @@ def _places(stored: dict[Any, Any]) -> Iterator[tuple[str, tuple[int, ...] | Non
             raise FormatError(f"{fqn!r} lies in {path!r}, which leads out of the checkpoint's directory")
         if offsets is not None and not _are_sizes(offsets):
             raise FormatError(f"it places a piece of {fqn!r} at {shown(offsets)} in the tensor: that is no place")
-        yield fqn, None if offsets is None else tuple(offsets), DcpLocation(path, start, length)
+        yield fqn, None if offsets is None else tuple(offsets), ByteRange(prefix + path, start, length)
 
 
-def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | None], DcpLocation]) -> Described:
+def _tensor(
+    name: str, what: Record, archives: dict[tuple[str, tuple[int, ...] | None], ByteRange], layouts: Layouts
+) -> TensorEntry:
     properties, shape, chunks = what.get("properties"), what.get("size"), what.get("chunks")
     state = properties.state if _is(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -137,7 +119,7 @@ def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | N
         raise FormatError(f"{name!r} has {len(shape)} dimensions, and torch makes no tensor of more than {_MAX_DIMS}")
     if prod(max(size, 1) for size in shape) * dtype.itemsize > 2**62:
         raise FormatError(f"the tensor {name!r} of shape {list(shape)} is larger than anything")
-    pieces = []
+    shards = []
     for chunk in chunks:
         offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Record) else (None, None)
         if not (_are_sizes(offsets) and _are_sizes(sizes) and len(offsets) == len(sizes) == len(shape)):
@@ -146,36 +128,37 @@ def _tensor(name: str, what: Record, places: dict[tuple[str, tuple[int, ...] | N
             raise FormatError(
                 f"a piece of {name!r} at {list(offsets)} of size {list(sizes)} reaches beyond {list(shape)}"
             )
-        place = places.get((name, tuple(offsets)))
-        if place is None:
+        archive = archives.get((name, tuple(offsets)))
+        if archive is None:
             raise FormatError(f"it says nowhere where the piece of {name!r} at {list(offsets)} lies")
-        if place.length < prod(sizes) * dtype.itemsize:
+        if archive.length < prod(sizes) * dtype.itemsize:
             raise FormatError(
-                f"the piece of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {place.length} bytes"
+                f"the piece of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {archive.length} bytes"
             )
-        pieces.append(DcpPiece(tuple(offsets), tuple(sizes), place))
-    _check_cover(name, tuple(shape), pieces)
-    return Described(dtype, tuple(shape), tuple(pieces))
+        key, start, length, _ = archive
+        shards.append(Shard(tuple(offsets), tuple(sizes), key, start, length, is_archive=True, layouts=layouts))
+    _check_cover(name, tuple(shape), shards)
+    return TensorEntry(dtype, tuple(shape), tuple(shards))
 
 
-def _check_cover(name: str, shape: tuple[int, ...], pieces: list[DcpPiece]) -> None:
-    """Raise FormatError unless each element is in one piece.
+def _check_cover(name: str, shape: tuple[int, ...], shards: list[Shard]) -> None:
+    """Raise FormatError unless each element is in one shard.
 
-    Pieces tile a box if and only if their corners, those with an odd number of upper bounds counted negative, cancel out to the
-    corners of the box: they are the mixed differences of how often each element is in a piece. So no pair is compared.
+    Shards tile a box if and only if their corners, those with an odd number of upper bounds counted negative, cancel out to the
+    corners of the box: they are the mixed differences of how often each element is in a shard. So no pair is compared.
     """
-    pieces = [piece for piece in pieces if 0 not in piece.sizes]
-    if sum(prod(piece.sizes) for piece in pieces) != prod(shape):
+    shards = [shard for shard in shards if 0 not in shard.sizes]
+    if sum(prod(shard.sizes) for shard in shards) != prod(shape):
         raise FormatError(f"the pieces of {name!r} do not cover its shape {list(shape)}, or overlap")
-    if len(pieces) <= 1 or not prod(shape):
+    if len(shards) <= 1 or not prod(shape):
         return
     whole = np.array([shape], np.int64)
-    lower = np.array([piece.offsets for piece in pieces], np.int64)
-    upper = lower + np.array([piece.sizes for piece in pieces], np.int64)
+    lower = np.array([shard.offsets for shard in shards], np.int64)
+    upper = lower + np.array([shard.sizes for shard in shards], np.int64)
     cut = np.flatnonzero(((lower > 0) | (upper < whole)).any(axis=0))
-    if len(cut) > _MAX_CUT or len(cut) * len(lower) * 2 ** len(cut) > _MOST_CORNERS:
+    if len(cut) > _MAX_CUT or len(cut) * len(lower) * 2 ** len(cut) > _MAX_CORNERS:
         raise FormatError(
-            f"{name!r} is cut along {len(cut)} dimensions into {len(pieces)} pieces, and no writer cuts one into so many"
+            f"{name!r} is cut along {len(cut)} dimensions into {len(shards)} pieces, and no writer cuts one into so many"
         )
     lower, upper = np.concatenate([lower, 0 * whole]), np.concatenate([upper, whole])
     signs = np.ones(len(lower), np.int64)
@@ -193,67 +176,23 @@ def _check_cover(name: str, shape: tuple[int, ...], pieces: list[DcpPiece]) -> N
         raise FormatError(f"two pieces of {name!r} overlap")
 
 
-def _check_places(contents: Contents) -> None:
-    """Raise FormatError if two places share bytes: what is restored would be more than the files hold."""
-    by_path: dict[str, list[tuple[int, int, str]]] = {}
-    for name, tensor in contents.tensors.items():
-        for piece in tensor.pieces:
-            if 0 not in piece.sizes:
-                by_path.setdefault(piece.place.path, []).append((piece.place.start, piece.place.length, name))
-    for name, place in contents.values.items():
-        by_path.setdefault(place.path, []).append((place.start, place.length, name))
-    for path, places in by_path.items():
-        places.sort()
-        for (start, length, name), (after, _, other) in pairwise(places):
+def _check_overlap(contents: DcpContents, len_prefix: int) -> None:
+    """Raise FormatError if two archives share bytes: the checkpoint would have more bytes than its files."""
+    by_key: dict[str, list[tuple[int, int, str]]] = {}
+    for name, entry in contents.tensors.items():
+        for shard in entry.shards:
+            if 0 not in shard.sizes:
+                by_key.setdefault(shard.key, []).append((shard.start, shard.length, name))
+    for name, archive in contents.values.items():
+        by_key.setdefault(archive.key, []).append((archive.start, archive.length, name))
+    for key, archives in by_key.items():
+        archives.sort()
+        for (start, length, name), (after, _, other) in pairwise(archives):
             if start + length > after:
-                raise FormatError(f"{name!r} and {other!r} lie at the same bytes of {path!r}, from {after} on")
+                raise FormatError(
+                    f"{name!r} and {other!r} lie at the same bytes of {key[len_prefix:]!r}, from {after} on"
+                )
 
 
 def _are_sizes(values: Any) -> TypeGuard[Sequence[int]]:
     return isinstance(values, (tuple, list)) and all(type(value) is int and 0 <= value <= 2**62 for value in values)
-
-
-class Blob(NamedTuple):
-    """What lies in the archive of one piece: where its bytes begin in it, and how they are laid out (in elements)."""
-
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class Layouts:
-    """Finds out how small archives are laid out, each kind of them once: torch.save writes tensors of one shape alike, but for
-    the tensor and checksums. To compare the bytes that tell takes 10 us, to read the archive 100."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[NDArray[np.int64], bytes, Blob]] = {}  # by size: telling bytes, where and which
-
-    def blob(self, data: memoryview) -> Blob:
-        """As `read_blob`, of an archive that is there as a whole."""
-        size, array = len(data), np.frombuffer(data, np.uint8)
-        known = self._known.get(size)
-        if known is not None and array[known[0]].tobytes() == known[1]:
-            return known[2]
-
-        def read(start: int, buffer: memoryview) -> None:
-            buffer[:] = data[start : start + len(buffer)]
-
-        found = read_blob(read, size)
-        telling = np.zeros(size, np.bool_)
-        for start, end in torch_zip.telling_bytes(read, size):
-            telling[start:end] = True
-        where = np.flatnonzero(telling)
-        self._known[size] = where, array[where].tobytes(), found
-        return found
-
-
-def read_blob(read: torch_zip.Read, size: int) -> Blob:
-    """The one tensor in an archive of `size` bytes, as `FileSystemWriter` makes them. Raises FormatError."""
-    archive = torch_zip.read_archive(read, size)
-    view = archive.value
-    if not isinstance(view, torch_zip.View):
-        what = view.what if isinstance(view, Opaque) else type(view).__name__
-        raise FormatError(f"it holds no plain tensor, but {what}")
-    start = archive.starts[view.storage.key] + view.offset * view.dtype.itemsize
-    return Blob(start, view.dtype, view.shape, view.strides)

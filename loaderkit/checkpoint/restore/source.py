@@ -17,7 +17,9 @@ from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Shard, Shar
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint
-from loaderkit.checkpoint.formats import dcp, torch_zip
+from loaderkit.checkpoint.formats import torch_zip
+from loaderkit.checkpoint.formats.shard_archive import read_shard
+from loaderkit.checkpoint.formats.zip_records import Read
 from loaderkit.checkpoint.names import opaque_in, settle
 from loaderkit.checkpoint.restore.requests import new_tensors
 from loaderkit.checkpoint.restore.selection import Dtype, parse_dtype
@@ -147,15 +149,15 @@ class OpenCheckpoint:
         plain = {}
         for (name, shard), head, tail in zip(archives, read[::2], read[1::2], strict=True):
             try:
-                blob = dcp.read_blob(self._reader_inside(shard, head, tail), shard.length)
-                plain[name, shard.offsets] = unpacked(shard, self.contents.tensors[name].dtype, blob)
+                stored = read_shard(self._reader_inside(shard, head, tail), shard.length)
+                plain[name, shard.offsets] = unpacked(shard, self.contents.tensors[name].dtype, stored)
             except FormatError as error:
                 raise FormatError(
                     f"{self.contents.describe(shard.key)}: {name!r} from byte {shard.start} on: {error}"
                 ) from None
         return plain
 
-    def _reader_inside(self, shard: Shard, head: bytes, tail: bytes) -> torch_zip.Read:
+    def _reader_inside(self, shard: Shard, head: bytes, tail: bytes) -> Read:
         """Reads in an archive whose head and tail are in memory already."""
         tail_start = shard.length - len(tail)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from loaderkit.checkpoint.contents import Shard, TensorEntry, strides_of
-from loaderkit.checkpoint.formats import dcp
+from loaderkit.checkpoint.formats.shard_archive import ArchivedTensor, Layouts
 from loaderkit.errors import FormatError
 
 Shape = tuple[int, ...]
@@ -212,28 +212,28 @@ def _unpack(
     """The `place` of a span that is an archive: it copies a box of the tensor in it to `view`."""
 
     def place(data: memoryview) -> None:
-        blob = (shard.layouts or dcp.Layouts()).blob(data)
-        _check_blob(blob, dtype, shard)
+        stored = (shard.layouts or Layouts()).read(data)
+        _check_archived(stored, dtype, shard)
         item = dtype.itemsize
-        start = blob.start + sum(o * s for o, s in zip(offsets, blob.strides, strict=True)) * item
-        spanned = 1 + sum((n - 1) * stride for n, stride in zip(sizes, blob.strides, strict=True))
-        _copy(view, as_tensor(data[start : start + spanned * item], dtype, sizes, blob.strides))
+        start = stored.start + sum(o * s for o, s in zip(offsets, stored.strides, strict=True)) * item
+        spanned = 1 + sum((n - 1) * stride for n, stride in zip(sizes, stored.strides, strict=True))
+        _copy(view, as_tensor(data[start : start + spanned * item], dtype, sizes, stored.strides))
 
     return place
 
 
-def _check_blob(blob: dcp.Blob, dtype: torch.dtype, shard: Shard) -> None:
+def _check_archived(stored: ArchivedTensor, dtype: torch.dtype, shard: Shard) -> None:
     """Raise FormatError unless an archive holds what `.metadata` says."""
-    if blob.dtype != dtype or blob.shape != shard.sizes:
+    if stored.dtype != dtype or stored.shape != shard.sizes:
         raise FormatError(
-            f"it holds {blob.dtype} {list(blob.shape)}, and .metadata says {dtype} {list(shard.sizes)}: the two do not "
+            f"it holds {stored.dtype} {list(stored.shape)}, and .metadata says {dtype} {list(shard.sizes)}: the two do not "
             "belong together"
         )
 
 
-def unpacked(shard: Shard, dtype: torch.dtype, blob: dcp.Blob) -> Shard:
+def unpacked(shard: Shard, dtype: torch.dtype, stored: ArchivedTensor) -> Shard:
     """The shard as plain bytes, once the layout of its archive is known. Raises FormatError."""
-    _check_blob(blob, dtype, shard)
-    spanned = 1 + sum((n - 1) * stride for n, stride in zip(shard.sizes, blob.strides, strict=True))
-    start = shard.start + blob.start
-    return replace(shard, start=start, length=spanned * dtype.itemsize, strides=blob.strides, is_archive=False)
+    _check_archived(stored, dtype, shard)
+    spanned = 1 + sum((n - 1) * stride for n, stride in zip(shard.sizes, stored.strides, strict=True))
+    start = shard.start + stored.start
+    return replace(shard, start=start, length=spanned * dtype.itemsize, strides=stored.strides, is_archive=False)

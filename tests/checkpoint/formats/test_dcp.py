@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from loaderkit.checkpoint.formats.dcp import Described, read_metadata
+from loaderkit.checkpoint.contents import TensorEntry
+from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.errors import FormatError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -42,7 +43,7 @@ def described(shape: tuple[int, ...], boxes: list[Box], **places: Any) -> bytes:
     return pickle.dumps(Metadata({"w": tensor, **values}, None, stored))
 
 
-def tensor_in(data: bytes) -> Described:
+def tensor_in(data: bytes) -> TensorEntry:
     return read_metadata(data).tensors["w"]
 
 
@@ -67,7 +68,7 @@ class TestCover:
         ],
     )
     def test_is_accepted(self, shape: tuple[int, ...], boxes: list[Box]) -> None:
-        assert [(piece.offsets, piece.sizes) for piece in tensor_in(described(shape, boxes)).pieces] == boxes
+        assert [(shard.offsets, shard.sizes) for shard in tensor_in(described(shape, boxes)).shards] == boxes
 
     @pytest.mark.parametrize("num_pieces", [2, 4, 1500])
     def test_one_piece_twice_and_one_missing(self, num_pieces: int) -> None:
@@ -93,7 +94,7 @@ class TestCover:
         for offsets, sizes in boxes:
             counts[tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))] += 1
         if (counts == 1).all():
-            assert len(tensor_in(described(shape, boxes)).pieces) == len(boxes)
+            assert len(tensor_in(described(shape, boxes)).shards) == len(boxes)
         else:
             with pytest.raises(FormatError, match="overlap"):
                 tensor_in(described(shape, boxes))
@@ -111,22 +112,22 @@ class TestCover:
 
     def test_pieces_without_elements_are_in_nobody_s_way(self) -> None:
         empty = [((1,), (0,)), ((4,), (0,))]
-        assert len(tensor_in(described((4,), [*grid((4,), [[2]]), *empty])).pieces) == 4
+        assert len(tensor_in(described((4,), [*grid((4,), [[2]]), *empty])).shards) == 4
 
 
 class TestPlaces:
     def test_are_not_shared(self) -> None:
         boxes = grid((4,), [[2]])
-        first = tensor_in(described((4,), boxes)).pieces[0].place
+        first = tensor_in(described((4,), boxes)).shards[0]
         assert read_metadata(described((4,), boxes, k=_StorageInfo("__1_0.distcp", 0, 9))).values["k"].length == 9
         for start in (first.start, first.start + first.length - 1):
-            place = _StorageInfo(first.path, start, first.length)
+            place = _StorageInfo(first.key, start, first.length)
             with pytest.raises(FormatError, match=r"lie at the same bytes of '__0_0\.distcp'"):
                 read_metadata(described((4,), boxes, k=place))
 
     def test_hold_what_they_are_said_to(self) -> None:
         data = described((2000,), [((0,), (2000,))])
-        assert tensor_in(data).pieces[0].place.length == 8500
+        assert tensor_in(data).shards[0].length == 8500
         short = data.replace((8500).to_bytes(2, "little"), (7999).to_bytes(2, "little"))
         with pytest.raises(FormatError, match="cannot lie in 7999 bytes"):
             tensor_in(short)

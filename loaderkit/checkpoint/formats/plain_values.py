@@ -1,0 +1,101 @@
+"""Stand-ins for the plain values of a pickle: containers, numbers, bytes, and NumPy arrays of numbers."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from loaderkit.checkpoint.formats.restricted_pickle import Global, StandIn, functions, shown
+
+_SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
+
+
+@cache
+def plain_names() -> Mapping[str, Any]:
+    """Stand-ins for containers and plain values, and for NumPy arrays of numbers, which states of RNGs hold."""
+    called: dict[str, Callable[..., Any]] = {
+        "collections.OrderedDict": FrozenTable,
+        "collections.defaultdict": lambda *_: {},
+        "collections.Counter": lambda values=(): dict(values),
+        "_codecs.encode": _encode,
+        "numpy.dtype": Dtype,
+    }
+    for module in ("builtins", "__builtin__"):
+        called[f"{module}.set"] = set
+        called[f"{module}.frozenset"] = frozenset
+        called[f"{module}.complex"] = complex
+        called[f"{module}.bytearray"] = _bytearray
+    for core in ("numpy.core", "numpy._core"):
+        called[f"{core}.multiarray._reconstruct"] = lambda *_: Array()
+        called[f"{core}.multiarray.scalar"] = _scalar
+    return MappingProxyType({**functions(called), "numpy.ndarray": Global("numpy.ndarray")})
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"bytes encoded as {shown(encoding)}")
+    return text.encode("latin1")
+
+
+def _bytearray(data: object = b"", encoding: str = "latin1") -> bytearray:
+    if isinstance(data, str):
+        data = _encode(data, encoding)
+    if not isinstance(data, bytes):
+        raise pickle.UnpicklingError("a bytearray of other than bytes")
+    return bytearray(data)
+
+
+class FrozenTable(OrderedDict[Any, Any]):
+    """Stands for an OrderedDict. Its attributes, such as `_metadata` of a module's state, are not set: a pickle could replace
+    `items` with anything."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class Dtype(StandIn):
+    """A NumPy dtype of numbers."""
+
+    __slots__ = ("value",)
+    what = "numpy.dtype"
+    is_settled = True
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if not isinstance(name, str) or not _SIMPLE_DTYPE.fullmatch(name):
+            raise pickle.UnpicklingError(f"a NumPy type {shown(name)} that is not a number's")
+        self.value = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">"):
+            self.value = self.value.newbyteorder(state[1])
+
+
+class Array(StandIn):
+    """A NumPy array of numbers, once it is built."""
+
+    __slots__ = ("value",)
+    what = "numpy.ndarray"
+    is_settled = True
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
+            raise pickle.UnpicklingError("an array of objects")
+        self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C").copy()
+
+
+def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if not isinstance(dtype, Dtype) or not isinstance(data, bytes) or len(data) != dtype.value.itemsize:
+        raise pickle.UnpicklingError("a NumPy number of a type that is none")
+    return np.frombuffer(data, dtype.value)[0]

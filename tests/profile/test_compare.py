@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import ttest_1samp, ttest_ind
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.compare import compare_reports, say
 from loaderkit.profile.ranks import merge
 from loaderkit.profile.report import Report, Step
-from loaderkit.profile.statistics import compare, paired, steady, student_t, welch, windows
+from loaderkit.profile.statistics import compare, paired, steady, welch, windows
 
 MakeReport = Callable[..., Report]
 
@@ -53,11 +54,11 @@ def of_step(steps: object) -> float:
     return statistics.fmean(step.compute_s + step.stall_s for step in steps)  # type: ignore[attr-defined]
 
 
-def test_students_t_is_that_of_the_tables() -> None:
-    for freedom, expected in {4: 2.7764, 5: 2.5706, 8: 2.3060, 19: 2.0930, 38: 2.0244, 1000: 1.9623}.items():
-        assert student_t(freedom) == pytest.approx(expected, rel=1e-3)
-    assert student_t(2) == pytest.approx(4.3027)
-    assert student_t(1.7) == pytest.approx(12.7062)  # on the safe side
+def test_intervals_are_those_of_scipy() -> None:
+    one, other = [1.0, 1.2, 0.9, 1.1], [1.5, 2.5, 2.0]
+    interval = ttest_ind(other, one, equal_var=False).confidence_interval(0.95)
+    assert welch(one, other)[1:] == pytest.approx(interval)
+    assert paired(one)[1:] == pytest.approx(ttest_1samp(one, 0.0).confidence_interval(0.95))
 
 
 def test_runs_alike_are_rarely_told_apart_and_unlike_ones_nearly_always() -> None:

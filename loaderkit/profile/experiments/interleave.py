@@ -7,7 +7,6 @@ that pauses fills its batches ahead: so many are taken without being counted whe
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +17,13 @@ from typing import Any, NamedTuple, Protocol
 from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.loops import Batches, Step, endless
 from loaderkit.profile.report import Rate
+from loaderkit.profile.statistics import paired
 from loaderkit.stages.slowed import Slowdown
 
 _LEAST_ROUNDS = 3
 LEAST_BATCHES = 2 * (1 + _LEAST_ROUNDS) * 4
 """That two variants take turns with at least: one is drained, one begins the window, and two are counted; the first window of
 each says nothing yet."""
-# Student's t for 95 %, both sides, by degrees of freedom.
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 class Looped(Batches, Protocol):
@@ -141,8 +139,7 @@ def ratio_of(one: Variant, other: Variant) -> tuple[float, float]:
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
     """The mean and half the width of its 95 % interval; of a single value, all of it."""
-    mean = statistics.fmean(values)
     if len(values) < 2:
-        return mean, abs(mean)
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return mean, _T.get(len(values) - 1, 2.1) * error
+        return values[0], abs(values[0])
+    mean, _, high = paired(values)
+    return mean, high - mean

@@ -1,32 +1,23 @@
-"""`--fail-if "stall>5%"`: a condition on a report's figures, for a script that must not go on when data is late.
-
-stall > 5%        what the loop waited, of the time      utilisation < 90%     compute / total, as MLPerf Storage counts
-stall_after_start > 5%     from the first batch on
-step_p99 > 200ms  of a step: computing and waiting       samples_per_s < 2000
-"""
+"""`--fail-if "stall>5%"`: a condition on a report's figures, for a script that has to stop when data is late."""
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from loaderkit._internal.units import parse_seconds
 from loaderkit.pipeline.config.diagnostics import nearest
 from loaderkit.profile.report import Report
 
-_BEFORE = "the first batch came before, or was the only one"
-_FORM = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|<|>)\s*(\S+(?:\s+\S+)*?)\s*")
-_COMPARE: Mapping[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+_CONDITION = re.compile(r"\s*([A-Za-z_]\w*)\s*(<=|>=|<|>)\s*(\S+(?:\s+\S+)*?)\s*")
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure that a condition may be about; None where the report has it not."""
+class Figure(NamedTuple):
+    """A figure of a report; `of` returns None where it was not measured."""
 
     unit: Literal["percent", "seconds", "number"]
     of: Callable[[Report], float | None]
@@ -45,8 +36,7 @@ FIGURES: Mapping[str, Figure] = {
 }
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """`figure` compared with `bound` (percent, seconds or a number)."""
 
     figure: str
@@ -54,21 +44,23 @@ class Condition:
     bound: float
 
     def holds(self, report: Report) -> bool:
-        """Whether it is so. A figure that the report has not is taken for one that fails."""
+        """True if the figure is so, and if it was not measured."""
         value = FIGURES[self.figure].of(report)
-        return value is None or _COMPARE[self.comparison](value, self.bound)
+        return value is None or bool(_COMPARE[self.comparison](value, self.bound))
 
     def say(self, report: Report) -> str:
-        """The figure, beside the bound."""
-        value = FIGURES[self.figure].of(report)
-        missing = _BEFORE if self.figure in ("first_batch", "stall_after_start") else "there was no whole step"
-        found = f"not measured: {missing}" if value is None else _say(self.figure, value)
-        return f"{self.figure} is {found} ({self.comparison} {_say(self.figure, self.bound)})"
+        """The figure and its bound in words."""
+        unit, of = FIGURES[self.figure]
+        value = of(report)
+        starts = self.figure in ("first_batch", "stall_after_start")
+        missing = "the first batch came before, or was the only one" if starts else "there was no whole step"
+        measured = f"not measured: {missing}" if value is None else _say(unit, value)
+        return f"{self.figure} is {measured} ({self.comparison} {_say(unit, self.bound)})"
 
 
 def parse_condition(text: str) -> Condition:
-    """The condition of a text such as "stall>5%". Raises ValueError, which says what is wrong and what there is."""
-    match = _FORM.fullmatch(text)
+    """The condition of a text such as "stall>5%". Raises ValueError, which names what is wrong and what is possible."""
+    match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError(
             f"{text!r} is no condition: expected a figure, one of < <= > >=, and a value, as in stall>5%; figures are "
@@ -78,36 +70,25 @@ def parse_condition(text: str) -> Condition:
     if name not in FIGURES:
         raise ValueError(f"{text!r}: there is no figure {name!r}; {nearest(name, FIGURES)}")
     try:
-        return Condition(name, comparison, _READ[FIGURES[name].unit](value))
+        return Condition(name, comparison, _parse_bound(value, FIGURES[name].unit))
     except ValueError as error:
         raise ValueError(f"{text!r}: expected {error}") from None
 
 
-def _percent(text: str) -> float:
+def _parse_bound(text: str, unit: str) -> float:
+    if unit == "seconds":
+        return parse_seconds(text)
+    is_percent = unit == "percent"
     try:
-        found = float(text.removesuffix("%"))
+        bound = float(text.removesuffix("%") if is_percent else text)
     except ValueError:
-        raise ValueError(f"a share of the time such as 5%, not {text!r}") from None
-    if not 0 <= found <= 100:
-        raise ValueError(f"a share of the time from 0% to 100%, not {text!r}")
-    return found
+        raise ValueError(f"{'a share of the time such as 5%' if is_percent else 'a number'}, not {text!r}") from None
+    if not (0 <= bound <= 100 if is_percent else 0 <= bound < math.inf):
+        raise ValueError(
+            f"{'a share of the time from 0% to 100%' if is_percent else 'a number from 0 on'}, not {text!r}"
+        )
+    return bound
 
 
-def _number(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        raise ValueError(f"a number, not {text!r}") from None
-    if not 0 <= found < float("inf"):
-        raise ValueError(f"a number from 0 on, not {text!r}")
-    return found
-
-
-_READ: Mapping[str, Callable[[str], float]] = {"percent": _percent, "number": _number, "seconds": parse_seconds}
-
-
-def _say(figure: str, value: float) -> str:
-    unit = FIGURES[figure].unit
-    if unit == "percent":
-        return f"{value:.1f}%"
-    return f"{value:.6g}" if unit == "number" else f"{value:.4g}s"
+def _say(unit: str, value: float) -> str:
+    return f"{value:.1f}%" if unit == "percent" else f"{value:.6g}" if unit == "number" else f"{value:.4g}s"

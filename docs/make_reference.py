@@ -23,7 +23,7 @@ from loaderkit.cli.app import app
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args, SourceArgs
 from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
-from loaderkit.profile import ranks, report, restore_report
+from loaderkit.profile import ranks, report, report_parts
 from loaderkit.stages.base import StageArgs
 
 TARGET = Path(__file__).parent / "reference.md"
@@ -181,27 +181,22 @@ def render() -> str:
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
-    parts += [BATCH, STATS, "## Stall report\n", report_parts(), "## Command line\n", commands()]
+    parts += [BATCH, STATS, "## Stall report\n", report_tables(), "## Command line\n", commands()]
     assert SourceArgs.model_fields
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 
-def report_parts() -> str:
+def report_tables() -> str:
     """The report's JSON: a table for every object in it."""
-    of_restores = [
-        restore_report.RestoreReport,
-        restore_report.RestoreVerdict,
-        restore_report.StageTime,
-        restore_report.ObjectRow,
-    ]
-    known = [*vars(report).values(), ranks.RankRow, ranks.Merged, *of_restores]
-    models = [model for model in known if isinstance(model, type) and issubclass(model, report.Part)]
+    parts_by_name = {name: model for name, model in vars(report_parts).items() if name != "Part"}
+    known = [report.Report, *parts_by_name.values(), ranks.RankRow, ranks.Merged, report.RestoreReport]
+    models = [model for model in known if isinstance(model, type) and issubclass(model, report_parts.Part)]
     parts = [
         "What `loaderkit profile --json` writes and `report.to_dict()` of `with loader.profile() as report` returns. The whole is "
         f"`Report`, `schema_version` {report.SCHEMA_VERSION}; new keys may come without a new version. `profile --merge --json` writes "
         "`Merged`, and of a pipeline that restores a checkpoint it is a `RestoreReport`.\n"
     ]
-    for model in [report.Report, *(model for model in models if model not in (report.Part, report.Report))]:
+    for model in models:
         rows = [
             f"| `{name}` | {json_type(field.annotation)} | {field.description or ''} |"
             for name, field in model.model_fields.items()

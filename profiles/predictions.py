@@ -21,7 +21,8 @@ from loaderkit.pipeline.loader import Loader
 from loaderkit.profile.experiments.causal import check_verdict
 from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
 from loaderkit.profile.experiments.loops import drive, endless, resting
-from loaderkit.profile.report import Report, Setting
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.whatif.table import verify, what_if
 from loaderkit.stages.slowed import Slowdown
 from profiles.bottlenecks import CASES, DOZEN, Case, build, is_right

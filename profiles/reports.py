@@ -26,12 +26,8 @@ import safetensors.torch
 import torch
 
 from loaderkit.checkpoint import write_manifest
-from loaderkit.profile.render import restore
-from loaderkit.profile.render.summary import as_text
-from loaderkit.profile.render.tables import comparison
 from loaderkit.profile.render.terminal import to_text
-from loaderkit.profile.report import Report
-from loaderkit.profile.restore_report import RestoreReport
+from loaderkit.profile.report import Report, RestoreReport
 from profiles.stores.servers import Seaweed, delay, upload
 
 ROOT = Path(__file__).parents[1]
@@ -150,10 +146,8 @@ def make(images: Path, names: list[str]) -> None:
 def text_of(path: Path) -> str:
     """What the terminal shows of a report's JSON file, in lines of at most 80 characters."""
     text = path.read_text()
-    if json.loads(text).get("kind") == "restore":
-        return restore.to_text(RestoreReport.model_validate_json(text))
-    report = Report.from_json(text)
-    return to_text(report) + ("" if report.baseline is None else as_text(comparison(report.baseline)))
+    kind = RestoreReport if json.loads(text).get("kind") == "restore" else Report
+    return to_text(kind.from_json(text))
 
 
 def section(text: str, title: str) -> str:

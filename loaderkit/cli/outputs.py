@@ -16,8 +16,7 @@ from loaderkit.cli import console
 
 if TYPE_CHECKING:
     from loaderkit.profile.ranks import Merged
-    from loaderkit.profile.report import Report
-    from loaderkit.profile.restore_report import RestoreReport
+    from loaderkit.profile.report import Report, RestoreReport
 
 
 @dataclass(frozen=True)
@@ -82,35 +81,40 @@ def compared(report: Report, outputs: Outputs) -> Report:
     return report.model_copy(update={"baseline": compare_reports(outputs.baseline, report)})
 
 
-def deliver(report: Report, outputs: Outputs, pipeline: Path | None, trace_json: Callable[[], str] | None) -> None:
-    """Show it and write it. `pipeline` is the file that a patch would be for; `trace_json` makes the trace."""
-    from loaderkit.profile.render.tables import comparison
+def deliver(
+    report: Report | RestoreReport,
+    outputs: Outputs,
+    pipeline: Path | None = None,
+    trace_json: Callable[[], str] | None = None,
+) -> None:
+    """Show the report and write it. `pipeline` is the file that a patch would change; `trace_json` makes the trace."""
     from loaderkit.profile.render.terminal import render, to_text
+    from loaderkit.profile.report import Report
     from loaderkit.profile.yaml_edit import diff_of
 
-    patch = diff_of(pipeline, report.verdict.settings) if pipeline is not None else None
+    loop = report if isinstance(report, Report) else None
     if outputs.is_on_stdout:
         sys.stdout.write(report.to_json())
     else:
         console.stdout().print(render(report))
-        if report.baseline is not None:
-            console.stdout().print(comparison(report.baseline))
     texts: dict[Path, str] = {}
     if outputs.json is not None:
         texts[outputs.json] = report.to_json()
     if outputs.trace is not None and trace_json is not None:
         texts[outputs.trace] = trace_json()
+    stem, patch = None, None
     if outputs.folder is not None:
-        stem = _stem(outputs.folder, report.name, f"-rank{report.rank}" if report.world_size > 1 else "")
+        stem = _stem(outputs.folder, report.name, f"-rank{loop.rank}" if loop and loop.world_size > 1 else "")
         texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
+        patch = diff_of(pipeline, loop.verdict.settings) if loop and pipeline else None
         if patch is not None:
             texts[Path(f"{stem}.patch")] = patch
-    if outputs.html is not None:
+    if outputs.html is not None and loop is not None:
         from loaderkit.profile.render.html import to_html
 
-        texts[outputs.html] = to_html(report)
+        texts[outputs.html] = to_html(loop)
     _write(texts)
-    if patch is not None and outputs.folder is not None:
+    if patch is not None:
         console.say(f"to apply the change: patch {shlex.quote(str(pipeline))} < {shlex.quote(f'{stem}.patch')}")
 
 
@@ -130,23 +134,6 @@ def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> No
 
         worst = max(found.ranks, key=lambda row: row.extra_s).rank
         texts[outputs.html] = to_html(next(report for report in reports if report.rank == worst), found)
-    _write(texts)
-
-
-def deliver_restore(report: RestoreReport, outputs: Outputs) -> None:
-    """Show and write what was found about a restore."""
-    from loaderkit.profile.render.restore import render, to_text
-
-    if outputs.is_on_stdout:
-        sys.stdout.write(report.to_json())
-    else:
-        console.stdout().print(render(report))
-    texts: dict[Path, str] = {}
-    if outputs.json is not None:
-        texts[outputs.json] = report.to_json()
-    if outputs.folder is not None:
-        stem = _stem(outputs.folder, report.name)
-        texts |= {Path(f"{stem}.json"): report.to_json(), Path(f"{stem}.txt"): to_text(report)}
     _write(texts)
 
 

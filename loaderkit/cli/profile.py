@@ -13,7 +13,7 @@ import typer
 from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, described, maker, open_step, progress, sizes_of
 from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_parts
-from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, deliver_restore, open_outputs, read_report
+from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.build import Parts
@@ -180,7 +180,7 @@ def _profile_restore(config: PipelineConfig, outputs: Outputs, *, cold: bool) ->
 
     with progress("reading"):
         report = profile_restore(config, cold=cold)
-    deliver_restore(report, outputs)
+    deliver(report, outputs)
     if report.partial is not None:
         raise console.Interrupted(f"interrupted: the report is on {report.num_tensors} tensors")
 
@@ -198,7 +198,7 @@ def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition]
     reports = [read_report(path, "P") for path in given]
     if not merge:
         report = compared(reports[0], outputs)
-        deliver(report, outputs, None, None)
+        deliver(report, outputs)
         _check(report, conditions)
         return
     try:

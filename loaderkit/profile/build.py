@@ -21,11 +21,11 @@ from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.profile.report import (
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import (
     FirstBatch,
     Machine,
     PassMark,
-    Report,
     SlowItem,
     StageRow,
     StallPart,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from loaderkit._internal.units import say_seconds
-from loaderkit.profile.report import ComparedFigure, Comparison, Outcome, Report, Step
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import ComparedFigure, Comparison, Outcome, Step
 from loaderkit.profile.statistics import LEAST_STEPS, Difference, against, steady
 
 METHOD = (

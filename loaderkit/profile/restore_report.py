@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import Field
-
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import BulkConnector, Connector, counters_of
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
@@ -23,7 +21,8 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.tensor_loader import TensorLoader
 from loaderkit.profile.build import machine
 from loaderkit.profile.raw_read_baseline import RawRead, read_bare
-from loaderkit.profile.report import SCHEMA_VERSION, Machine, Part
+from loaderkit.profile.report import RestoreReport
+from loaderkit.profile.report_parts import ObjectRow, RestoreVerdict, StageTime
 
 _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
@@ -31,82 +30,6 @@ _MUCH = 0.2  # of the time of `read`
 _NEAR = 80.0  # percent of what the store gives: there is little to be had
 _FROM_MEMORY = 0.5
 _ALL = 0.02  # but for so little
-
-
-class ObjectRow(Part):
-    """One object of the checkpoint. Seconds are those of all threads together."""
-
-    object: str
-    num_bytes: int
-    num_reads: int
-    read_s: float
-    first_byte_s: float | None = Field(description="of read_s, until the first bytes came; null: the store cannot tell")
-    body_s: float | None = Field(
-        description="and from then on; several parts may come at once, and then it is more than read_s"
-    )
-    verify_s: float = Field(description="comparing checksums, by the threads that read")
-    copy_s: float = Field(description="from staging memory, as it is")
-    cast_s: float = Field(description="to another type, to strides, out of an archive, or to a GPU")
-    bytes_per_s: float = Field(description="of one thread while it reads")
-
-
-class StageTime(Part):
-    """One stage of the engine. Seconds of all its workers together."""
-
-    name: str
-    workers: int
-    busy_s: float
-    cpu_s: float = Field(description="of busy, on a CPU")
-    starved_s: float = Field(description="no range was left, or there was no memory for one")
-    num_bytes: int
-
-
-class RestoreVerdict(Part):
-    """What the restore waited for most, and the one change to make."""
-
-    limit: Literal["store", "read", "verify", "place", "memory", "start", "loop"]
-    evidence: str
-    change: str
-
-
-class RestoreReport(Part):
-    """All there is to say about one pass over a checkpoint."""
-
-    schema_version: int = SCHEMA_VERSION
-    kind: Literal["restore"] = "restore"
-    name: str
-    made_at: str
-    machine: Machine
-    url: str
-    format: str
-    partial: str | None = Field(None, description="why it ended early; null: it did not")
-    verdict: RestoreVerdict
-    num_tensors: int
-    num_bytes: int
-    fetched_bytes: int = Field(description="more than num_bytes where gaps between tensors were read over")
-    num_reads: int
-    num_reread: int = Field(description="ranges whose checksum differed the first time")
-    verified: bool
-    threads: int
-    open_s: float = Field(description="listing, and reading the description")
-    wall_s: float = Field(description="from then until the last tensor")
-    bytes_per_s: float
-    bare_bytes_per_s: float | None = Field(
-        description="of the same objects right after, by as many threads, into memory used again; null: interrupted"
-    )
-    percent_of_bare: float | None
-    note: str = Field(description="from where both were read, if that is known")
-    waited: dict[str, float] = Field(
-        description="the loop's waits in s by stage, or start, memory, wakeup; the longest first"
-    )
-    stages: list[StageTime]
-    objects: list[ObjectRow] = Field(description="those that took longest, at most 20")
-    num_objects: int
-    store: dict[str, Any] = Field(description="what the connector counts")
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return self.model_dump_json(indent=2) + "\n"
 
 
 def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:

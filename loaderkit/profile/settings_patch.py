@@ -17,7 +17,7 @@ from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.yaml_text import to_yaml
-from loaderkit.profile.report import Setting, VerdictPart
+from loaderkit.profile.report_parts import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
 _PAGE = 2**20

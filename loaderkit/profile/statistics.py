@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from loaderkit.profile.report import Step
+from loaderkit.profile.report_parts import Step
 
 NUM_WINDOWS = (20, 5)
 LEAST_STEPS = 10

@@ -18,7 +18,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse, stage_names
 from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
-from loaderkit.profile.report import Setting
+from loaderkit.profile.report_parts import Setting
 
 
 def edited(text: str, settings: Sequence[Setting]) -> str:

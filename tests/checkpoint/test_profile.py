@@ -24,8 +24,9 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.page_cache import cached_share, evict
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.builder import Pipeline
-from loaderkit.profile.render.restore import to_text
-from loaderkit.profile.restore_report import RestoreReport, judge, profile_restore
+from loaderkit.profile.render.terminal import to_text
+from loaderkit.profile.report import RestoreReport
+from loaderkit.profile.restore_report import judge, profile_restore
 
 PIPELINE = Path(__file__).parents[2] / "pipelines" / "restore.yaml"
 CPU = "stages.transfer.device=cpu"
@@ -63,7 +64,7 @@ def fits_together(report: RestoreReport) -> None:
 @pytest.mark.parametrize("dtype", ["null", "bfloat16"])
 def test_figures_fit_together(folder: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     assert main(["profile", str(PIPELINE), "--set", CPU, "--set", f"source.dtype={dtype}", "--json", "-"]) == 0
-    report = RestoreReport.model_validate_json(capsys.readouterr().out)
+    report = RestoreReport.from_json(capsys.readouterr().out)
     fits_together(report)
     assert report.verified
     assert {Path(row.object).name for row in report.objects} == {"large.safetensors", "small.safetensors"}
@@ -79,7 +80,7 @@ def test_what_people_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert lines[0].startswith("restore: 15.05 MB in ")
     assert max(map(len, lines)) <= 80
     found = {path.suffix: path for path in (tmp_path / "out").iterdir()}
-    report = RestoreReport.model_validate_json(found[".json"].read_text())
+    report = RestoreReport.from_json(found[".json"].read_text())
     assert found[".txt"].read_text() == to_text(report)
     assert report.note == "both from disk"
     assert "large.safetensors" in to_text(report)
@@ -187,7 +188,7 @@ def test_ctrl_c_leaves_a_report_on_what_was_read(
     path = tmp_path / "report.json"
     before = threading.active_count()
     assert main(["profile", str(PIPELINE), "--set", CPU, "--json", str(path)]) == 128 + signal.SIGINT
-    report = RestoreReport.model_validate_json(path.read_text())
+    report = RestoreReport.from_json(path.read_text())
     assert (report.partial, report.bare_bytes_per_s, report.percent_of_bare) == ("interrupted", None, None)
     assert report.num_tensors < 22
     captured = capsys.readouterr()

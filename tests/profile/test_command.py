@@ -18,7 +18,8 @@ from conftest import HELPERS
 from loaderkit.cli import main
 from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.profile.experiments.search import Tuned
-from loaderkit.profile.report import Rate, Report, Setting
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Rate, Setting
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.compare import compare_reports, say
 from loaderkit.profile.ranks import merge
-from loaderkit.profile.report import Report, Step
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Step
 from loaderkit.profile.statistics import compare, paired, steady, welch, windows
 
 MakeReport = Callable[..., Report]

@@ -13,7 +13,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.experiments.headspace import Subset, conclude, measure_headspace
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, in_turns
-from loaderkit.profile.report import Rate
+from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.settings_patch import num_processes, several_processes
 
 

@@ -17,7 +17,8 @@ from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts
 from loaderkit.profile.render.html import to_html, why_no_html
-from loaderkit.profile.report import Headspace, Measured, Rate, Report, WhatIf
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Headspace, Measured, Rate, WhatIf
 
 pytestmark = pytest.mark.matrix(1)
 

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 
 from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
 from loaderkit.profile.experiments.loops import Step
-from loaderkit.profile.report import CausalCheck, Report, StageRow, VerdictPart
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import CausalCheck, StageRow, VerdictPart
 from loaderkit.stages.slowed import Manner, Slowdown
 
 _SHARE = 0.5

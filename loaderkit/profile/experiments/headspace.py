@@ -18,7 +18,7 @@ from loaderkit.connectors.page_cache import evict
 from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.interleave import Looped, Make, RateWindow, rate_of
 from loaderkit.profile.experiments.loops import Step, endless
-from loaderkit.profile.report import Headspace, Rate
+from loaderkit.profile.report_parts import Headspace, Rate
 
 _NUM_WINDOWS = 4
 MOST_BATCHES = 32  # of the subset

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.loops import Batches, Step, endless
-from loaderkit.profile.report import Rate
+from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.statistics import paired
 from loaderkit.stages.slowed import Slowdown
 

@@ -21,7 +21,7 @@ from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, in_turns, ratio_of
 from loaderkit.profile.experiments.loops import Step, drive, endless
-from loaderkit.profile.report import Part, Rate, Setting
+from loaderkit.profile.report_parts import Part, Rate, Setting
 from loaderkit.profile.settings_patch import num_processes, value_of
 
 _SEARCH, _REFINE, _COMPARE = 0.45, 0.35, 0.2

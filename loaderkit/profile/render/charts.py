@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from loaderkit.profile.report import Report, Step, WhatIf
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Step, WhatIf
 
 Spec = dict[str, Any]
 

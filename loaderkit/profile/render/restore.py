@@ -1,29 +1,20 @@
-"""The report on a restore for a terminal: the verdict first; readable at 80 columns and without colour."""
+"""The report on a restore for a terminal, readable at 80 columns and without colour."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled
-from loaderkit.profile.restore_report import RestoreReport
+from loaderkit.profile.render.summary import facts_table, table_of, titled
+from loaderkit.profile.report import RestoreReport
 
 
-def to_text(report: RestoreReport, width: int = 80) -> str:
-    """The report without colour."""
-    return as_text(render(report), width)
-
-
-def render(report: RestoreReport) -> RenderableType:
-    """All of the report that people read at once; the rest is in its JSON."""
-    return Group(*_sections(report))
-
-
-def _sections(report: RestoreReport) -> Iterator[RenderableType]:
+def restore_sections(report: RestoreReport) -> Iterator[RenderableType]:
+    """The parts of the report, the verdict first."""
     verdict = report.verdict
     size, rate = say_size(report.num_bytes), f"{say_size(report.bytes_per_s)}/s"
     partial = f" (partial: {report.partial})" if report.partial else ""

@@ -9,7 +9,7 @@ from loaderkit._internal.units import say_seconds
 from loaderkit.profile.compare import say
 from loaderkit.profile.ranks import Merged
 from loaderkit.profile.render.summary import table_of
-from loaderkit.profile.report import Comparison
+from loaderkit.profile.report_parts import Comparison
 
 
 def comparison(found: Comparison) -> RenderableType:

@@ -8,21 +8,24 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds
+from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled, tuning_table
-from loaderkit.profile.report import Headspace, Rate, Report, SlowItem, StageRow, WhatIf
+from loaderkit.profile.render.tables import comparison
+from loaderkit.profile.report import Report, RestoreReport
+from loaderkit.profile.report_parts import Headspace, Rate, SlowItem, StageRow, WhatIf
 
 _BAR = 20
 _WORTH_TELLING = 5.0  # percent of the time
 
 
-def to_text(report: Report, width: int = 80) -> str:
+def to_text(report: Report | RestoreReport, width: int = 80) -> str:
     """The report without colour."""
     return as_text(render(report), width)
 
 
-def render(report: Report) -> RenderableType:
-    """All of the report that people read at once; the rest is in its JSON."""
-    return Group(*_sections(report))
+def render(report: Report | RestoreReport) -> RenderableType:
+    """What a reader needs first; the rest is in the JSON."""
+    return Group(*(restore_sections(report) if isinstance(report, RestoreReport) else _sections(report)))
 
 
 def _sections(report: Report) -> Iterator[RenderableType]:
@@ -44,6 +47,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield from titled(title, _what_if(report.what_if))
     if report.tuning.get("decisions"):
         yield from titled("Tuned", tuning_table({"tuning": report.tuning}))
+    if report.baseline is not None:
+        yield comparison(report.baseline)
 
 
 def _verdict(report: Report) -> Iterator[RenderableType]:

@@ -10,7 +10,8 @@ from loaderkit._internal.units import format_bytes
 from loaderkit.pipeline.config.diagnostics import Problems
 from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
 from loaderkit.pipeline.config.validation import check_lowered
-from loaderkit.profile.report import Report, Setting
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import num_processes, value_of, workers_settings
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from loaderkit.profile.report import Report, StageRow
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import StageRow
 
 _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs were all in use
 

@@ -9,7 +9,8 @@ from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
 from loaderkit.profile.experiments.loops import Step
-from loaderkit.profile.report import Measured, Report, WhatIf
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import Measured, WhatIf
 from loaderkit.profile.whatif.bounds import bounds, predict
 from loaderkit.profile.whatif.changes import changes
 from loaderkit.profile.whatif.demands import model_of

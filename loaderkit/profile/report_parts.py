@@ -1,0 +1,277 @@
+"""The parts of a report. Everything in them is a plain value, and None was not measured."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Part(BaseModel):
+    """A part of the report. Fields that a newer version has added are passed over when it is read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Setting(Part):
+    """One value of the pipeline's description, as `--set` and `overrides` take it."""
+
+    key: str = Field(description='dotted, as in "prefetch.concurrency"')
+    before: Any = Field(None, description="as it was; null: not set")
+    value: Any = Field(description="as it should be")
+
+
+class CausalCheck(Part):
+    """Whether the loop really follows the stage that is blamed: it was slowed down on purpose, for a moment."""
+
+    stage: str = Field(description="the stage that was slowed")
+    delay_s: float = Field(description="put into it, for every item")
+    expected_percent: float = Field(description="how much longer a batch had to take, were the verdict right")
+    measured_percent: float = Field(description="how much longer it took")
+    interval_percent: float = Field(description="half the width of the 95 % interval of that")
+    agrees: bool | None = Field(description="null: too noisy to say")
+    evidence: str
+
+
+class VerdictPart(Part):
+    """What limits the loop, and the one change to make."""
+
+    stage: str | None = Field(description="the stage to blame, or start, memory, wakeup; null: training is the limit")
+    kind: str = Field(
+        description="training, computing, gil, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup or "
+        "unknown"
+    )
+    percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
+    confidence: float = Field(description="from 0 to 1")
+    evidence: str
+    change: str = Field(description="what to do, in words")
+    settings: list[Setting] = Field([], description="the same as values to set; empty where it is nothing to be set")
+    check: CausalCheck | None = None
+
+
+class StallPart(Part):
+    """What the loop waited for. The causes sum to the whole."""
+
+    total_s: float
+    percent: float = Field(description="of the time between the first wait and the last")
+    by_stage: dict[str, float] = Field(description="seconds by stage, or start, memory, wakeup; the longest first")
+    after_start_percent: float | None = Field(
+        None, description="the same of the time from the first batch on; null: only one batch, or it came before"
+    )
+
+
+class StageRow(Part):
+    """One stage. workers x time = busy + starved + blocked + idle; busy = computing + io + gil + delayed."""
+
+    name: str
+    kind: str
+    pool: int = Field(description="stages with the same number are run by the same workers")
+    workers: int
+    num_items: int
+    num_bytes: int
+    num_failed: int
+    busy_s: float
+    cpu_s: float = Field(description="of busy, computing")
+    io_s: float = Field(description="of busy, waiting for a store, a device or a lock of the user's")
+    gil_s: float = Field(
+        description="of busy, waiting for Python's lock: what it waited, where turns have shown that the lock is held"
+    )
+    delayed_s: float = Field(description="of busy, ready to run while no CPU was free")
+    starved_s: float = Field(description="no input; of a pool, at its first stage")
+    blocked_s: float = Field(description="no room behind it; of a pool, at its last stage")
+    idle_s: float = Field(description="workers that were not wanted")
+    slot_s: float = Field(description="the sum")
+    p50_s: float | None = Field(description="for an item")
+    p99_s: float | None
+    items_per_s: float
+    bytes_per_s: float
+    stall_s: float = Field(description="the loop waited for it")
+    stall_percent: float = Field(description="of the time")
+    queued_mean: float | None = Field(description="chunks waiting for its workers, over time")
+    queued_max: int | None
+
+
+class SlowItem(Part):
+    """One of the slowest samples."""
+
+    stage: str
+    seconds: float = Field(description="in that stage")
+    usual_s: float | None = Field(description="what a sample takes there, in the median")
+    key: str = Field(description="of the sample; of the first, where several were done as one")
+    origin: str = Field(description="the object it lies in")
+    num_together: int = Field(description="samples that were done as one, so that nobody knows which was slow")
+    epoch: int
+    at_s: float = Field(description="when it was done, since the report begins")
+
+
+class FirstBatch(Part):
+    """Where the time until the first batch went. The parts sum to the whole."""
+
+    import_s: float | None = Field(description="until the packages were there; null from within a program")
+    list_s: float = Field(description="to open the source and list it")
+    index_s: float = Field(description="of archives: to read or build their indexes")
+    workers_s: float = Field(description="to start threads or processes, until a chunk could run")
+    by_stage: dict[str, float] = Field(description="then: what the loop waited for")
+    total_s: float
+
+
+class Step(Part):
+    """One step of the loop: it computed, then waited for the next batch."""
+
+    at_s: float = Field(description="when it began, since the report begins")
+    compute_s: float
+    stall_s: float = Field(description="inside next()")
+
+
+class Steps(Part):
+    """The loop, cut at its batches. compute + stall + overhead + outside = wall."""
+
+    num_steps: int
+    wall_s: float = Field(description="of the whole report, by its own clock")
+    compute_s: float = Field(description="between two batches")
+    stall_s: float = Field(description="waiting, by the accounts of the engine")
+    overhead_s: float = Field(description="inside next() and not waiting: starting the workers, handing over")
+    outside_s: float = Field(description="before the first batch was asked for, between epochs, after the last one")
+    p50_s: float | None = Field(description="of a step: computing and waiting")
+    p99_s: float | None
+    compute_p50_s: float | None
+    compute_p99_s: float | None
+    stall_p50_s: float | None
+    stall_p99_s: float | None
+    every: int = Field(1, description="`steps` has one step in so many")
+    steps: list[Step] = Field([], description="at most 2,048")
+
+
+class PassMark(Part):
+    """A share of the time that the accelerator has to compute, to pass."""
+
+    name: str
+    at_least_percent: float
+    passes: bool
+
+
+class Utilisation(Part):
+    """How much of the time training computed, as MLPerf Storage defines it: the first step does not count."""
+
+    percent: float
+    marks: list[PassMark]
+
+
+class Rate(Part):
+    """A measured speed."""
+
+    samples_per_s: float
+    interval_percent: float = Field(description="half the width of the 95 % interval, from repeated windows")
+    seconds: float = Field(description="measured for so long")
+    num_batches: int
+
+
+class Headspace(Part):
+    """How far training is from never waiting: what each side could do if the other were no limit."""
+
+    consumer: Rate | None = Field(description="the training step alone, on batches that are ready; null: not given")
+    warm: Rate | None = Field(description="the pipeline alone, its data in memory as far as it fits")
+    cold: Rate | None = Field(description="the pipeline alone, its files out of the page cache and caches empty")
+    cold_note: str = Field("", description="why there is no cold rate, or what could not be emptied")
+    fetch_percent: float | None = Field(description="of the time of the cold pipeline, spent on fetching")
+    preprocess_percent: float | None = Field(description="the rest of it")
+    factor: float | None = Field(description="pipeline / consumer: below 1 training waits, whatever is read ahead")
+    summary: str
+
+
+class Measured(Part):
+    """What came of a change when it was made."""
+
+    samples_per_s: float
+    speedup: float | None = Field(None, description="over the pipeline as it is, in turns with which it was measured")
+    stall_percent: float
+    interval_percent: float = Field(description="half the width of the 95 % interval, of that")
+    error_percent: float = Field(description="of the predicted speed-up, in shares of the measured one")
+
+
+class WhatIf(Part):
+    """A change, and what the model says it would bring."""
+
+    name: str
+    settings: list[Setting] = Field(description="what to set; empty where it is not a setting (a faster disk)")
+    samples_per_s: float
+    stall_percent: float
+    speedup: float = Field(description="over what the model says of the pipeline as it is")
+    limit: str = Field(description="what the limit would be then: a stage, cpus, gil, or training")
+    note: str = ""
+    can_run: bool = Field(description="whether --verify can try it here")
+    measured: Measured | None = None
+
+
+Outcome = Literal["better", "worse", "changed", "noise", "unknown"]
+
+
+class ComparedFigure(Part):
+    """A figure of two runs."""
+
+    name: str
+    unit: Literal["per_s", "percent", "seconds"]
+    before: float | None
+    after: float | None
+    change: float | None = Field(description="of per_s and seconds: in percent of before; of percent: in points")
+    low: float | None = Field(description="of the 95 % interval of the change; null: one value each, no interval")
+    high: float | None
+    outcome: Outcome = Field(description="noise: no larger than that; unknown: one value each, so nobody can say")
+
+
+class Comparison(Part):
+    """A report against an earlier one."""
+
+    made_at: str = Field(description="the earlier report, or the last of several")
+    num_runs: int = Field(description="how many earlier reports there are; figures before are their means")
+    summary: str
+    rows: list[ComparedFigure]
+    differences: list[str] = Field(description="what else was different: settings, the machine, the limit")
+    method: str
+
+
+class Machine(Part):
+    """Where it was measured."""
+
+    cpus: int = Field(description="that this process may use, quota included")
+    platform: str
+    python: str
+    torch: str
+    loaderkit: str
+    device: str = Field(description="cpu, or the name of the GPU that batches go to")
+
+
+class ObjectRow(Part):
+    """One object of the checkpoint. Seconds are those of all threads together."""
+
+    object: str
+    num_bytes: int
+    num_reads: int
+    read_s: float
+    first_byte_s: float | None = Field(description="of read_s, until the first bytes came; null: the store cannot tell")
+    body_s: float | None = Field(
+        description="and from then on; several parts may come at once, and then it is more than read_s"
+    )
+    verify_s: float = Field(description="comparing checksums, by the threads that read")
+    copy_s: float = Field(description="from staging memory, as it is")
+    cast_s: float = Field(description="to another type, to strides, out of an archive, or to a GPU")
+    bytes_per_s: float = Field(description="of one thread while it reads")
+
+
+class StageTime(Part):
+    """One stage of the engine. Seconds of all its workers together."""
+
+    name: str
+    workers: int
+    busy_s: float
+    cpu_s: float = Field(description="of busy, on a CPU")
+    starved_s: float = Field(description="no range was left, or there was no memory for one")
+    num_bytes: int
+
+
+class RestoreVerdict(Part):
+    """What the restore waited for most, and the one change to make."""
+
+    limit: Literal["store", "read", "verify", "place", "memory", "start", "loop"]
+    evidence: str
+    change: str

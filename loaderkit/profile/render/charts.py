@@ -7,6 +7,7 @@ Names from the data are values, never field names or expressions: whatever they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from loaderkit.profile.report import Report
@@ -64,13 +65,7 @@ def _steps(report: Report) -> Spec | None:
     if len(rows) < 2:
         return None
     shared: Spec = {
-        "x": {
-            "field": "at",
-            "type": "quantitative",
-            "title": "seconds since the report begins",
-            "axis": {"grid": False},
-            "scale": {"nice": False},
-        },
+        "x": _time(),
         "x2": {"field": "until"},
     }
     tooltip = [
@@ -129,7 +124,7 @@ def _waits(report: Report) -> Spec | None:
         encoding={
             "x": _time(),
             "y": {"field": "percent", "type": "quantitative", "title": "waiting, % of the time", "stack": "zero"},
-            "color": _colour("cause", dict(zip(causes, _in_turn(_CAUSE_COLOURS), strict=False))),
+            "color": _colour("cause", dict(zip(causes, cycle(_CAUSE_COLOURS), strict=False))),
             "order": {"field": "n"},
             "tooltip": [
                 _hover("cause", "waited for", None),
@@ -178,7 +173,7 @@ def _queues(report: Report) -> Spec | None:
         encoding={
             "x": _time(),
             "y": {"field": "count", "type": "quantitative", "title": "waiting", "axis": {"tickMinStep": 1}},
-            "color": _colour("what", dict(zip(shown, _in_turn(("#2a9d8f", *_CAUSE_COLOURS)), strict=False))),
+            "color": _colour("what", dict(zip(shown, cycle(("#2a9d8f", *_CAUSE_COLOURS)), strict=False))),
             "tooltip": [_hover("what", "what", None), _hover("count", "how many", "d"), _hover("at", "at, s", ".2f")],
         },
     )
@@ -301,8 +296,3 @@ def _hover(field: str, title: str, form: str | None) -> Spec:
     if form is None:
         return {"field": field, "type": "nominal", "title": title}
     return {"field": field, "type": "quantitative", "title": title, "format": form}
-
-
-def _in_turn(colours: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from colours

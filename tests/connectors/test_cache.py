@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -321,6 +320,7 @@ class Logged(FileConnector):
     def read_into(self, key, start, buffer, *, etag=None):
         with open(log, "a") as file:
             file.write(f"{key} {start // (4 << 20)}\\n")
+        print("fetches", flush=True)
         super().read_into(key, start, buffer, etag=etag)
 
 store, cache, log, turns = sys.argv[1:]
@@ -370,15 +370,17 @@ class TestProcesses:
 
     def test_killed_at_any_point(self, store: Path, tmp_path: Path) -> None:
         cache, log = tmp_path / "cache", tmp_path / "log"
-        for wait_s in (0.001, 0.01, 0.02, 0.03, 0.05, 0.08):
+        for num_fetches in (1, 1, 2, 3, 4, 5):  # of at least 48
             process = self.start(store, cache, log, 1000)
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-            threading.Event().wait(wait_s)  # the kill has to come while it works
-            process.kill()
+            assert process.stdout is not None
+            for _ in range(num_fetches):
+                assert process.stdout.readline() == "fetches\n"
+            process.kill()  # while it fetches
             process.communicate()
-            for path in pieces(cache)[:: 1 if wait_s < 0.02 else 7]:
+            for path in pieces(cache)[:: 1 if num_fetches < 2 else 7]:
                 path.touch()
         process = self.start(store, cache, log, 2)
         process.communicate("go\n", timeout=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbers_dataset import wait_for
 
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.connectors.memory import MemoryConnector
@@ -167,9 +167,7 @@ class TestReading:
         etag = inner.stat("a").etag
         connector = made(inner, blocks_of("a", etag, 1000, 100), memory_bytes=3000)
         assert read(connector, "a", 0, 1000, etag) == DATA[:1000]
-        deadline = time.monotonic() + 120
-        while connector.counters()["ahead_bytes"] < 4000:  # the next three: no room for more
-            assert time.monotonic() < deadline
+        wait_for(lambda: connector.counters()["ahead_bytes"] >= 4000)  # the next three: no room for more
         connector.seek(0, 50)
         inner.reads.clear()
         for place in range(50_000, 100_000, 1000):

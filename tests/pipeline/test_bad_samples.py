@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from numbers_dataset import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.bad_samples import Quarantined, places_of, read_quarantine
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
-
 
 STAGES = ["read", "decode", {"random_resized_crop": {"size": 16}}, {"batch": {"size": 8}}]
 

@@ -502,8 +502,8 @@ class TestClosing:
                 gc.collect()
             return time.perf_counter()
 
-        def ours() -> list[str]:
-            return [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
+        def ours() -> list[threading.Thread]:
+            return [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
 
         cycle: dict[str, Any] = {}
         cycle["self"] = cycle
@@ -518,9 +518,8 @@ class TestClosing:
             with scheduler._room:  # workers look at the clock again
                 scheduler.num_open -= 1
                 scheduler._room.notify_all()
-            deadline = time.monotonic() + 120
-            while ours() and time.monotonic() < deadline:
-                threading.Event().wait(0.01)
+            for thread in ours():
+                thread.join(120)
         finally:
             gc.enable()
         assert not ours()

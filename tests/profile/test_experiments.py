@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from numbers_dataset import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -52,8 +53,7 @@ class AllAtOnce:
         before = self.loader.stats()
         batches = iter(self.loader)
         first = next(batches)
-        while self.loader.stats().since(before).stages[-1].num_items < len(self):
-            pass
+        wait_for(lambda: self.loader.stats().since(before).stages[-1].num_items >= len(self))
         yield first
         yield from batches
 

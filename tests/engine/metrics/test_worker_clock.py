@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numbers_dataset import wait_for
 from worker_clocks import PythonAccount, both, cpu_s, state_s
 
 import loaderkit
@@ -405,10 +406,10 @@ class TestVerdicts:
         with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(8)) as loader:
             stream = iter(loader)
             next(stream)
-            time.sleep(0.1)  # the consumer is busy: time for what is to be ready
+            wait_for(lambda: loader.stats().num_ready > 0)  # the consumer is busy until the next batch is ready
             ready = loader.stats()
             for _ in stream:
-                time.sleep(0.02)
+                wait_for(lambda: loader.stats().num_ready > 0)
             stats = loader.stats(since=ready)
         assert stats.to_dict()["stall"]["percent"] < 50
         assert stats.stages[-1].blocked_s > stats.stages[0].busy_s
@@ -446,9 +447,7 @@ class TestVerdicts:
         consumer = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
         consumer.start()
         assert entered.wait(30)
-        deadline = time.monotonic() + 120
-        while loader.stats().to_dict()["stall"]["by_stage"].get("call", 0.0) < 0.05:
-            assert time.monotonic() < deadline
+        wait_for(lambda: loader.stats().to_dict()["stall"]["by_stage"].get("call", 0.0) >= 0.05)
         assert loader.stats().to_dict()["stall"]["percent"] > 90
         release.set()
         consumer.join(30)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from profiles.peers.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("skimage", reason="the benchmark's photographs come with scikit-image")
 pytest.importorskip("sklearn", reason="and with scikit-learn")
@@ -52,28 +54,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_results_are_complete_and_a_failing_contestant_costs_only_itself(place: Path) -> None:
     done, found, table = run(
-        place, "--work", "files", "--contestants", "loaderkit,dataloader-pillow,mosaic", "--rounds", "2",
-        "--also", "broken:prefetch.executor=nonsense", "--python", f"mosaic={place}/nowhere",
+        place, "--work", "records", "--contestants", "loaderkit,dataloader-in-process,spdl", "--rounds", "2",
+        "--also", "broken:prefetch.executor=nonsense", "--python", f"spdl={place}/nowhere",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    contestants = found["works"]["files"]["contestants"]
-    assert set(contestants) == {"loaderkit", "dataloader-pillow", "mosaic", "broken"}
-    for name in ("loaderkit", "dataloader-pillow"):
+    contestants = found["works"]["records"]["contestants"]
+    assert set(contestants) == {"loaderkit", "dataloader-in-process", "spdl", "broken"}
+    for name in ("loaderkit", "dataloader-in-process"):
         entry = contestants[name]
         assert entry["error"] is None
         assert entry["not_the_same_work"] == []
         assert [turn["round"] for turn in entry["turns"]] == [1, 2]
         assert all(turn["samples"] > 0 and turn["cpu_seconds"] >= 0 for turn in entry["turns"])
         assert entry["figure"]["least"] <= entry["figure"]["median"] <= entry["figure"]["most"]
-        assert entry["checks"]["images"] == "float32 [64, 3, 224, 224]"
         assert entry["version"]
         assert f"| {name} |" in table
-    assert contestants["dataloader-pillow"]["against"] == "loaderkit"
-    assert contestants["dataloader-pillow"]["ratio"]["median"] > 0
+    assert contestants["dataloader-in-process"]["against"] == "loaderkit"
+    assert contestants["dataloader-in-process"]["ratio"]["median"] > 0
     assert contestants["loaderkit"]["ratio"] is None
     assert "nonsense" in contestants["broken"]["error"]
     assert "- broken failed: ConfigError" in table
-    assert "make peers" in contestants["mosaic"]["error"]
+    assert "make peers" in contestants["spdl"]["error"]
     assert workers(place) == []
 
 
@@ -92,9 +93,10 @@ def test_works_of_the_same_day_are_joined(place: Path) -> None:
 
 @pytest.mark.prove
 def test_other_modes(place: Path) -> None:
-    works = "raw-tar-first,busy-step,memory"
+    works = "files,raw-tar-first,busy-step,memory"
     done, found, _ = run(place, "--work", works, "--contestants", "loaderkit,dataloader-pillow", "--rounds", "1")
     assert done.returncode == 0, done.stderr
+    assert found["works"]["files"]["contestants"]["loaderkit"]["checks"]["images"] == "float32 [64, 3, 224, 224]"
     raw = found["works"]["raw-tar-first"]["contestants"]["loaderkit"]
     assert raw["checks"]["num_samples"] == 400  # every sample once
     assert found["works"]["busy-step"]["unit"] == "steps/s"
@@ -104,7 +106,7 @@ def test_other_modes(place: Path) -> None:
 
 
 def test_nothing_is_left_when_it_is_stopped(place: Path) -> None:
-    arguments = ["--work", "files", "--contestants", "loaderkit,dataloader-pillow", "--rounds", "1000"]
+    arguments = ["--work", "records", "--contestants", "loaderkit,dataloader", "--rounds", "1000"]
     harness = subprocess.Popen(command(place, *arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert harness.stdout is not None
@@ -139,7 +141,8 @@ def test_two_checkouts_in_turns(place: Path) -> None:
     assert f"| {rows[0]['work']} |" in results.with_suffix(".md").read_text()
 
 
-def test_an_unknown_work_is_refused(place: Path) -> None:
-    done = subprocess.run(command(place, "--work", "fils"), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no work fils" in done.stderr
+def test_an_unknown_work_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["profiles.peers", "--work", "fils"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "no work fils" in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_resume_and_accounts(make: Callable[..., Loader]) -> None:
 
 def test_leaving_at_any_point_leaves_nothing(make: Callable[..., Loader]) -> None:
     before = threading.active_count()
-    for num_batches in range(5):
+    for num_batches in (0, 1, 4):
         loader = make(**{"errors.on_bad_sample": "skip"})
         stream = iter(loader)
         for _ in range(num_batches):

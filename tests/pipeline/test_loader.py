@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -524,15 +525,18 @@ class TestClosing:
             gc.enable()
         assert not ours()
 
-    def test_an_interpreter_that_ends_with_the_loader_open(self, photos: Path, tmp_path: Path) -> None:
+    @pytest.mark.matrix(1)
+    @pytest.mark.parametrize(("last", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
+    def test_an_interpreter_that_ends_with_the_loader_open(
+        self, last: str, code: int, photos: Path, tmp_path: Path
+    ) -> None:
         (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
-        for last in ("", "raise SystemExit(7)", "1 / 0"):
-            program = (
-                f"import loaderkit\nloader = loaderkit.build({str(tmp_path / 'p.yaml')!r})\nnext(iter(loader))\n{last}"
-            )
-            ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-            assert ran.returncode == {"": 0, "1 / 0": 1}.get(last, 7)
-            assert "loaderkit" not in ran.stderr.replace("<string>", "") or last == "1 / 0"
+        program = (
+            f"import loaderkit\nloader = loaderkit.build({str(tmp_path / 'p.yaml')!r})\nnext(iter(loader))\n{last}"
+        )
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert ran.returncode == code
+        assert "loaderkit" not in ran.stderr.replace("<string>", "") or last == "1 / 0"
 
     def test_use_after_a_fork_is_refused(self, photos: Path, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(augmented(photos).to_yaml())
@@ -595,5 +599,6 @@ def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "records.npy")], capture_output=True, text=True, check=True
     )
     assert "loaderkit.engine.base" in done.stdout.split()
-    for name in ("connectors.s3", "connectors.cache", "hosting", "prefetch.process", "profile", "checkpoint"):
+    for name in ("connectors.s3", "connectors.layers.cache", "engine.process.executor", "profile", "checkpoint"):
+        assert find_spec(f"loaderkit.{name}") is not None
         assert f"loaderkit.{name}" not in done.stdout.split()

@@ -1,7 +1,7 @@
-"""Threads for calls that may hang: whoever waits for one can give it up and go on.
+"""Threads for calls that may hang: the caller can cancel one and continue without it.
 
-A call in C cannot be stopped from outside. So it is made by a thread of its own, which writes its results only under a lock
-and only while somebody still wants them; if it is given up, the thread is written off, and ends when the call does.
+A call in C, or a user's function, cannot be stopped from outside. So a thread of its own makes it, and writes results only
+under a lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does.
 """
 
 from __future__ import annotations
@@ -18,56 +18,54 @@ from loaderkit._internal.forks import ending_forks
 from loaderkit.errors import ClosedError
 
 T = TypeVar("T")
-_MOST_LOST = 64
+_MOST_ABANDONED = 64
 _CLOSED = "it was closed while it was read"
 
 
-class CallCancelled(Exception):  # noqa: N818 - not an error, but how a thread learns that nobody waits
-    """Raised in the thread of a call that nobody waits for any more."""
+class CallCancelled(Exception):  # noqa: N818 - not an error: how a thread learns of it
+    """Raised in the thread of a call that was cancelled."""
 
 
 class Call(Generic[T]):
-    """One call on its way. The function gets it as its argument, to write results and to say that it goes on."""
+    """One call. Its function gets it as an argument, to write results and to report progress."""
 
     def __init__(self, function: Callable[[Call[T]], T], call_pool: CallPool, origin: object = None) -> None:
-        self.origin = origin  # what is true of one call may be true of all with the same
-        # It hangs if it says nothing for longer, also where nobody waits for it yet.
-        self.timeout_s: float | None = None
-        self.keeps_turn = False  # it has come to its end, but not done what it was for
-        # Those begun with it, of which one has its turn once this is done; None: that has been so.
-        self.others: deque[Call[T]] | None = None
+        self.origin = origin  # `CallPool.fail` ends all calls of one origin
+        self.timeout_s: float | None = None  # a call without progress for longer is stuck, waited for or not
+        self.keeps_turn = False  # the function returned, but without what it was to bring
+        self.others: deque[Call[T]] | None = None  # begun with it; one of them follows it. None: one has
         self._function = function
         self._call_pool = call_pool
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._is_given_up = False
+        self._is_cancelled = False
         self._has_ended = False
-        self._touched_s: float | None = None  # when it was begun, or last went on; None: not begun
+        self._touched_s: float | None = None  # its start or its last progress; None: not started
         self._result: T | None = None
         self._error: BaseException | None = None
 
     def write(self, target: Any, source: Any) -> None:
-        """`target[:] = source`, unless nobody waits any more: then the memory may be another one's. Raises `CallCancelled`."""
+        """`target[:] = source`. Raises `CallCancelled` after `cancel`: the memory may serve another purpose by then."""
         with self._lock:
-            if self._is_given_up:
+            if self._is_cancelled:
                 raise CallCancelled
             target[:] = source
             self._touched_s = self._call_pool.clock()
 
     def check_cancelled(self) -> None:
-        """Say so, for what is waited for with a time limit. Raises `CallCancelled` if nobody waits any more."""
+        """Report progress, which restarts the timeout. Raises `CallCancelled` after `cancel`."""
         self.write([], [])
 
     def wait(self, timeout_s: float) -> T:
-        """Its result. Raises its error, or TimeoutError once it has given no sign of life for `timeout_s`."""
+        """The result. Raises the call's error, or TimeoutError after `timeout_s` without progress, and cancels the call."""
         while not self._done.wait(max(0.0, self._left_s(timeout_s))):
             if self._touched_s is None:
                 try:
-                    self._call_pool.look_after()
+                    self._call_pool.replace_stuck_threads()
                 except BaseException:
-                    self.give_up()
+                    self.cancel()
                     raise
-            elif self._left_s(timeout_s) <= 0 and self.give_up():
+            elif self._left_s(timeout_s) <= 0 and self.cancel():
                 self._call_pool.count_timeout()
                 raise TimeoutError
         error, self._error = self._error, None  # its traceback holds the buffers
@@ -78,25 +76,30 @@ class Call(Generic[T]):
                 del error  # and would be held by itself
         return self._result  # type: ignore[return-value]
 
-    def give_up(self, error: BaseException | None = None) -> bool:
-        """From now on it writes nothing; who waits gets `error`. False if it is done already."""
+    def cancel(self, error: BaseException | None = None) -> bool:
+        """Let it write nothing from now on; its waiter gets `error`. Returns False if it is done already."""
         with self._lock:
             if self._done.is_set():
                 return False
-            self._is_given_up = True
+            self._is_cancelled = True
             if error is not None:
                 self._error = error
                 self._done.set()
             return True
 
     @property
-    def is_lost(self) -> bool:
-        """Whether it was given up while a thread was in it that has not come out again."""
-        return self._is_given_up and self._touched_s is not None and not self._has_ended
+    def is_cancelled(self) -> bool:
+        """True after `cancel`, and after a timeout in `wait`."""
+        return self._is_cancelled
 
     @property
-    def is_silent(self) -> bool:
-        """Whether it has given no sign of life for longer than it may."""
+    def is_abandoned(self) -> bool:
+        """True while a thread is stuck in it after it was cancelled."""
+        return self._is_cancelled and self._touched_s is not None and not self._has_ended
+
+    @property
+    def is_overdue(self) -> bool:
+        """True after `timeout_s` without progress."""
         return self._touched_s is not None and self.timeout_s is not None and self._left_s(self.timeout_s) <= 0
 
     def _left_s(self, timeout_s: float) -> float:
@@ -104,59 +107,73 @@ class Call(Generic[T]):
         return timeout_s if touched_s is None else touched_s + timeout_s - self._call_pool.clock()
 
     def run(self) -> None:
-        """Make the call, in the thread that has taken it."""
+        """Make the call, in a thread of the pool."""
         with self._lock:
-            if self._is_given_up:
+            if self._is_cancelled:
                 return
             self._touched_s = self._call_pool.clock()
         result, error = None, None
         try:
             result = ending_forks(self._function)(self)
             if self.others and not self.keeps_turn:
-                self._call_pool.pass_on(self, wakes=False)  # this thread comes for it
+                self._call_pool.pass_on(self, wakes=False)  # this thread takes it next
         except BaseException as raised:
             error = raised
         with self._lock:
             self._has_ended = True
-            if not self._is_given_up:
+            if not self._is_cancelled:
                 self._result, self._error = result, error
                 self._done.set()
         del error  # its traceback holds this frame
 
 
 class CallPool:
-    """At most `num_threads` daemon threads, started when there is something to do, and kept until `close`, or until `owner` is
-    gone, or the program ends. A child of the process begins with none."""
+    """At most `num_threads` daemon threads beside the abandoned ones, started on demand and kept until `close`, the end of
+    `owner` or the end of the program. A forked child begins with none."""
 
-    def __init__(self, owner: object, num_threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        owner: object,
+        num_threads: int,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        most_abandoned: int = _MOST_ABANDONED,
+        prepare_thread: Callable[[], None] | None = None,
+        join_s: float = 1.0,
+    ) -> None:
+        """`prepare_thread` is the first thing each thread calls; `join_s`: how long `close` waits for the threads."""
         self.clock = clock
         self.num_timeouts = 0
         self._num_threads = num_threads
         self._name = name
+        self._most_abandoned = most_abandoned
+        self._prepare_thread = prepare_thread
+        self._join_s = join_s
         self._begin_anew()
         _ALL.add(self)
-        # At exit, too: a thread that comes out of a call in C when there is no Python any more may end in a panic.
+        # Also at exit: a thread that returns from C after the interpreter's end may panic.
         weakref.finalize(owner, self.close)
 
     def _begin_anew(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Call[Any]] = deque()
-        self._threads: dict[threading.Thread, Call[Any] | None] = {}  # and what each is at
+        self._threads: dict[threading.Thread, Call[Any] | None] = {}  # and its call
         self._num_resting = 0
         self._number = 0
         self._is_closed = False
 
     def begin(self, function: Callable[[Call[T]], T], origin: object = None) -> Call[T]:
-        """Have `function` called by the next thread that is free."""
+        """Call `function` in the next free thread."""
         call = Call(function, self, origin)
         self.begin_all([call], 1)
         return call
 
     def begin_all(self, calls: Sequence[Call[T]], at_once: int) -> None:
-        """Have calls made, `at_once` of them at a time: a thread that has made one sees to the next, so that none has to wait
-        for whoever waits for them in order. For one that fails, or is given up, the next has no turn until `pass_on`. If this
-        raises, or is interrupted, some may have begun: give them all up."""
+        """Make calls, `at_once` of them at a time: the thread that finishes one takes the next, however slowly the caller waits
+        for them in order. After a call that fails or is cancelled, the next starts with `pass_on`. If this raises or is
+        interrupted, some may have begun: cancel them all."""
         others = deque(calls[at_once:])
         with self._lock:
             self._is_closed = False
@@ -165,7 +182,7 @@ class CallPool:
                 self._put(call)
 
     def pass_on(self, call: Call[Any], *, wakes: bool = True) -> None:
-        """Let one of the calls that were begun with `call` have its turn, unless it has had it."""
+        """Start one of the calls that were begun with `call`, unless one has followed it already."""
         if not call.others:
             return
         with self._lock:
@@ -175,7 +192,7 @@ class CallPool:
                 self._put(others.popleft(), wakes=wakes)
                 return
         for other in others or ():
-            other.give_up(ClosedError(_CLOSED))
+            other.cancel(ClosedError(_CLOSED))
 
     def _put(self, call: Call[Any], *, wakes: bool = True) -> None:
         self._waiting.append(call)
@@ -190,41 +207,40 @@ class CallPool:
                 raise
 
     def count_timeout(self) -> None:
-        """A call was given up because it took too long."""
+        """Count a call that was cancelled because it took too long."""
         with self._lock:
             self.num_timeouts += 1
 
     def fail(self, error: Callable[[], BaseException], origin: object = None) -> None:
-        """End all calls of `origin` that are under way: what one of them was told is true of all. Each gets its own error."""
+        """End all calls of `origin` that are under way, each with its own error: what one was told holds for all."""
         for call in self._all():
             if call.origin is origin:
-                call.give_up(error())
+                call.cancel(error())
 
     def _all(self) -> list[Call[Any]]:
-        """Those under way, and those that have no turn yet."""
+        """The calls under way, and those that wait for their turn."""
         with self._lock:
             begun = [call for call in (*self._waiting, *self._threads.values()) if call is not None]
             return [each for call in begun for each in (call, *(call.others or ()))]
 
-    def look_after(self) -> None:
-        """Something waits for long: replace threads that are stuck, also in calls that nobody waits for yet. Raises
-        TimeoutError when too many are."""
+    def replace_stuck_threads(self) -> None:
+        """Replace threads that are stuck, also in calls that are not waited for yet. Raises TimeoutError if too many are."""
         with self._lock:
             for call in list(self._threads.values()):
-                if call is not None and call.is_silent and call.give_up(TimeoutError()):
+                if call is not None and call.is_overdue and call.cancel(TimeoutError()):
                     self.count_timeout()
-            if self.num_lost > _MOST_LOST:
+            if self.num_abandoned > self._most_abandoned:
                 self.count_timeout()
-                raise TimeoutError(f"{self.num_lost} threads hang in calls that do not end")
+                raise TimeoutError(f"{self.num_abandoned} threads hang in calls that do not end")
             self._start_thread()
 
     @property
-    def num_lost(self) -> int:
-        """Threads stuck in calls that were given up."""
-        return sum(call is not None and call.is_lost for call in list(self._threads.values()))
+    def num_abandoned(self) -> int:
+        """Threads stuck in calls that were cancelled."""
+        return sum(call is not None and call.is_abandoned for call in list(self._threads.values()))
 
     def _start_thread(self) -> None:
-        if self._waiting and len(self._threads) < self._num_threads + min(self.num_lost, _MOST_LOST):
+        if self._waiting and len(self._threads) < self._num_threads + min(self.num_abandoned, self._most_abandoned):
             self._number += 1
             thread = threading.Thread(target=self._work, name=f"{self._name}-{self._number}", daemon=True)
             self._threads[thread] = None
@@ -238,36 +254,42 @@ class CallPool:
     def _work(self) -> None:
         me = threading.current_thread()
         try:
-            while (call := self._next(me)) is not None:
+            if self._prepare_thread is not None:
+                self._prepare_thread()
+            was_cancelled = False
+            while (call := self._next(me, was_cancelled)) is not None:
                 call.run()
+                was_cancelled = call.is_cancelled
                 del call
         finally:
             with self._lock:
                 self._threads.pop(me, None)
 
-    def _next(self, me: threading.Thread) -> Call[Any] | None:
+    def _next(self, me: threading.Thread, was_cancelled: bool) -> Call[Any] | None:
+        """The next call; None if the thread is to end: the pool is closed, or another thread took its place meanwhile."""
         with self._lock:
             self._threads[me] = None
             while not self._waiting:
-                # `_is_closed` last: to count may run the collector, which may close.
-                if len(self._threads) > self._num_threads + self.num_lost or self._is_closed:
-                    return None  # one that was stuck, and another took its place
+                # `_is_closed` last: counting may run the garbage collector, which may close.
+                if was_cancelled or len(self._threads) > self._num_threads + self.num_abandoned or self._is_closed:
+                    del self._threads[me]  # at once, so that a call that comes now starts another
+                    return None
                 self._num_resting += 1
                 self._changed.wait()
                 self._num_resting -= 1
             call = self._threads[me] = self._waiting.popleft()
             return call
 
-    def close(self, join_s: float = 1.0) -> None:
-        """Give up all calls and let the threads go; those stuck end with their calls. Idempotent; `begin` starts others."""
+    def close(self) -> None:
+        """Cancel all calls and end the threads; stuck ones end with their calls. Idempotent; `begin` starts others."""
         with self._lock:
             self._is_closed = True
             for call in self._all():
-                call.give_up(ClosedError(_CLOSED))
+                call.cancel(ClosedError(_CLOSED))
             self._waiting.clear()
             threads = list(self._threads)
             self._changed.notify_all()
-        deadline_s = time.monotonic() + join_s
+        deadline_s = time.monotonic() + self._join_s
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -277,7 +299,7 @@ _ALL: weakref.WeakSet[CallPool] = weakref.WeakSet()
 
 
 def _begin_anew_in_child() -> None:
-    """The threads are not here, and one of them may have held a lock."""
+    """A forked child has none of the threads, and one of them may have held a lock."""
     for call_pool in list(_ALL):
         call_pool._begin_anew()
 

@@ -146,13 +146,13 @@ def begun(call_pool: CallPool, functions: list[Callable[[Call[Any]], Any]], at_o
     return calls
 
 
-class TestHands:
+class TestCallPool:
     @pytest.fixture
     def call_pool(self) -> Iterator[CallPool]:
-        call_pool = CallPool(self, 2, "test-hands")
+        call_pool = CallPool(self, 2, "test-pool")
         yield call_pool
         call_pool.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-hands")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-pool")]
 
     def test_results_and_errors(self, call_pool: CallPool) -> None:
         calls = [call_pool.begin(lambda call, number=number: 10 // number) for number in (5, 2, 0, 1)]  # type: ignore[misc]
@@ -161,7 +161,7 @@ class TestHands:
             calls[2].wait(9)
         assert len(call_pool._threads) <= 2
 
-    def test_what_hangs_is_given_up_and_writes_nothing(self, call_pool: CallPool) -> None:
+    def test_what_hangs_is_cancelled_and_writes_nothing(self, call_pool: CallPool) -> None:
         release, ended = threading.Event(), threading.Event()
         memory = bytearray(3)
 
@@ -177,7 +177,7 @@ class TestHands:
         for call in stuck:
             with pytest.raises(TimeoutError):
                 call.wait(0.02)
-        assert call_pool.num_lost == 2
+        assert call_pool.num_abandoned == 2
         assert waiting.wait(0.02) == "done"  # by a thread in the place of one that is stuck
         release.set()
         ended.wait()
@@ -205,7 +205,7 @@ class TestHands:
 
     def test_what_goes_on_has_all_the_time(self) -> None:
         now_s = 0.0
-        call_pool = CallPool(self, 1, "test-hands", clock=lambda: now_s)
+        call_pool = CallPool(self, 1, "test-pool", clock=lambda: now_s)
 
         def slow(call: Call[str]) -> str:
             nonlocal now_s
@@ -224,7 +224,7 @@ class TestHands:
         def refuse(thread: threading.Thread) -> None:
             raise error
 
-        call_pool, done = CallPool(self, 1, "test-hands"), []
+        call_pool, done = CallPool(self, 1, "test-pool"), []
         with monkeypatch.context() as patched, pytest.raises((KeyboardInterrupt, RuntimeError)):
             patched.setattr(threading.Thread, "start", refuse)
             call_pool.begin(lambda call: done.append(1))
@@ -233,17 +233,17 @@ class TestHands:
         assert not done
 
     def test_closing_tells_who_waits(self) -> None:
-        call_pool = CallPool(self, 1, "test-hands")
+        call_pool = CallPool(self, 1, "test-pool", join_s=0.01)
         release = threading.Event()
         calls = [call_pool.begin(lambda call: release.wait()) for _ in range(3)]
-        call_pool.close(join_s=0.01)
+        call_pool.close()
         for call in calls:
             with pytest.raises(ClosedError):
                 call.wait(60)
         release.set()
 
     def test_several_a_few_at_a_time(self) -> None:
-        call_pool, lock, num_now, most = CallPool(self, 9, "test-hands"), threading.Lock(), 0, 0
+        call_pool, lock, num_now, most = CallPool(self, 9, "test-pool"), threading.Lock(), 0, 0
 
         def work(number: int, call: Call[int]) -> int:
             nonlocal num_now, most
@@ -301,13 +301,13 @@ class TestHands:
 
     @pytest.mark.parametrize("fails", [True, False])
     def test_those_that_have_no_turn_yet_end_with_the_others(self, fails: bool) -> None:
-        call_pool = CallPool(self, 1, "test-hands")
+        call_pool = CallPool(self, 1, "test-pool", join_s=0.01)
         release = threading.Event()
         calls = begun(call_pool, [lambda call: release.wait()] * 5, at_once=2)
         if fails:
             call_pool.fail(lambda: ValueError("expired"))
         else:
-            call_pool.close(join_s=0.01)
+            call_pool.close()
         for call in calls:
             with pytest.raises(ValueError if fails else ClosedError):
                 call.wait(60)
@@ -330,7 +330,7 @@ class TestHands:
 
     def test_a_turn_after_the_end(self) -> None:
         """The one that had it has failed, and closing does not know of the others."""
-        call_pool = CallPool(self, 1, "test-hands")
+        call_pool = CallPool(self, 1, "test-pool")
         calls = begun(call_pool, [lambda call: 1 // 0, *[lambda call: 1] * 3], at_once=1)
         with pytest.raises(ZeroDivisionError):
             calls[0].wait(60)
@@ -341,7 +341,7 @@ class TestHands:
                 call.wait(60)
 
     def test_what_was_begun_when_another_could_not_be_may_be_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        call_pool, release, memory = CallPool(self, 9, "test-hands"), threading.Event(), bytearray(3)
+        call_pool, release, memory = CallPool(self, 9, "test-pool"), threading.Event(), bytearray(3)
         start = threading.Thread.start
         started: list[threading.Thread] = []
 
@@ -360,16 +360,15 @@ class TestHands:
             patched.setattr(threading.Thread, "start", refuse_the_second)
             call_pool.begin_all(calls, at_once=3)
         for call in calls:
-            call.give_up()
+            call.cancel()
         release.set()
         assert call_pool.begin(lambda call: "done").wait(60) == "done"
         call_pool.close()
         assert memory == bytearray(3)
 
-    def test_what_is_not_waited_for_any_more_is_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_not_waited_for_any_more_is_not_made(self) -> None:
         """Also where the wait ends because too many threads hang."""
-        call_pool, release, done = CallPool(self, 1, "test-hands"), threading.Event(), []
-        monkeypatch.setattr("loaderkit.connectors.call_pool._MOST_LOST", 0)
+        call_pool, release, done = CallPool(self, 1, "test-pool", most_abandoned=0), threading.Event(), []
         stuck = call_pool.begin(lambda call: release.wait())
         with pytest.raises(TimeoutError):
             stuck.wait(0.02)
@@ -386,7 +385,7 @@ class TestHands:
             pass
 
         owner = Owner()
-        call_pool = CallPool(owner, 1, "test-hands")
+        call_pool = CallPool(owner, 1, "test-pool")
         assert call_pool.begin(lambda call: "done").wait(60) == "done"
         del owner
         gc.collect()
@@ -399,7 +398,7 @@ class TestHands:
             "from loaderkit.connectors.call_pool import CallPool\n"
             "class Owner: pass\n"
             "owner = Owner()\n"
-            "call_pool = CallPool(owner, 1, 'test-hands')\n"
+            "call_pool = CallPool(owner, 1, 'test-pool')\n"
             "assert call_pool.begin(lambda call: 1).wait(60) == 1\n"
             "held, done = threading.Event(), threading.Event()\n"
             "def hold():\n"

@@ -21,7 +21,7 @@ from loaderkit.stages.time_limit import TimeLimit
 
 def companions() -> list[threading.Thread]:
     gc.collect()
-    return [thread for thread in threading.enumerate() if thread.name.endswith("-limited")]
+    return [thread for thread in threading.enumerate() if "-limited-" in thread.name]
 
 
 class Trap:

@@ -21,7 +21,7 @@ from loaderkit.errors import RequestTimeoutError, TemporaryError
 
 T = TypeVar("T")
 _Offsets = list[int]  # in a class with a method `list` that name means the method
-_NUM_HANDS = 64
+_NUM_THREADS = 64
 _NUM_LISTED = 1000
 _LISTING_PATIENCE = 30  # fsspec lists in one call, however many pages that takes
 
@@ -38,7 +38,7 @@ class RetryConnector(ConnectorLayer):
         super().__init__(inner)
         self._policy, self._timeout_s, self._owns_inner = policy, timeout_s, owns_inner
         self._retries = Retries(policy)
-        self._call_pool = CallPool(self, _NUM_HANDS, "loaderkit-read")
+        self._call_pool = CallPool(self, _NUM_THREADS, "loaderkit-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(type(self), owns_inner=self._owns_inner)
@@ -87,7 +87,7 @@ class RetryConnector(ConnectorLayer):
                 f"{where}: nothing came for {timeout_s:g} s, so the read was given up; source.retry.timeout allows more"
             ) from None
         finally:
-            call.give_up()  # Ctrl-C: its thread is written off
+            call.cancel()  # after Ctrl-C its thread is abandoned
 
     def bulk(self) -> BulkReads:
         """Those of `inner`, tried again."""

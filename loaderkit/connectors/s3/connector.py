@@ -237,7 +237,7 @@ class S3Connector(BulkConnector):
                 part.has_come = True
         finally:
             for part in parts:
-                part.call.give_up()  # after an error the others must not write any more
+                part.call.cancel()  # after an error the others must not write any more
 
     def _finish(self, part: _Part, key: str, etag: str | None, begin_s: float) -> None:
         first = part.call

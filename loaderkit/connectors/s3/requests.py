@@ -107,7 +107,7 @@ class Requests:
     def begin_gets(self, calls: Sequence[Call[int]], at_once: int) -> None:
         """Have them made, `at_once` of them at a time. One that fails, or brings too little, keeps its turn until `pass_on`.
 
-        If this raises, or is interrupted, some may have begun: give them all up.
+        If this raises, or is interrupted, some may have begun: cancel them all.
         """
         self._call_pool.begin_all(calls, at_once)
 
@@ -179,7 +179,7 @@ class Requests:
                 f"source.retry.timeout allows more{f' ({error})' if str(error) else ''}"
             ) from None
         except BaseException as error:
-            call.give_up()  # Ctrl-C: what the thread still gets must not be written any more
+            call.cancel()  # Ctrl-C: what the thread still gets must not be written any more
             if type(error).__name__ != "S3Exception":
                 raise
             told = translate(str(error), where, self.store)

@@ -76,6 +76,20 @@ def blocks_of(key: str, etag: str, size: int, num: int) -> list[RangeSlice]:
 
 
 class TestReading:
+    def test_the_time_readers_wait_is_counted(self, inner: Watched) -> None:
+        etag = inner.stat("a").etag
+        inner.gate.clear()
+        connector = made(inner, blocks_of("a", etag, 1000, 3))
+        reader = threading.Thread(target=read, args=(connector, "a", 0, 1000, etag))
+        reader.start()
+        reader.join(0.05)
+        assert reader.is_alive()
+        inner.gate.set()
+        reader.join()
+        assert connector.counters()["ahead_wait_s"] > 0.01
+        assert connector.counters()["num_direct_reads"] == 0
+        connector.stop()
+
     def test_a_block_is_fetched_once_and_dropped(self, inner: Watched) -> None:
         etag = inner.stat("a").etag
         connector = made(inner, blocks_of("a", etag, 1000, 100))

@@ -15,7 +15,10 @@ class Plan(Protocol):
 
     is_prepared: bool
     """False until `prepare` has run."""
-    memory_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bound on the memory of what is open."""
 
     @property
     def batch_size(self) -> int:

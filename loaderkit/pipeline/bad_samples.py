@@ -142,7 +142,6 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
     assembly = Assembly(replace(recipe, config=replace(recipe.config, errors=errors)))
     plan = assembly.make_plan()
     plan.prepare()
-    assert plan.slabs is not None
     stages = [stage for stage in assembly.stages if stage.scope == "sample"]
     try:
         for line, index in places.items():
@@ -151,7 +150,7 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
                 epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
             )
             work_item.specs = plan.specs
-            work_item.fields = plan.slabs.take()
+            work_item.fields = plan.memory.take()
             work_item.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
             chunk = SampleChunk(work_item, 0, 1, indices)
             for stage in stages:

@@ -29,7 +29,10 @@ from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.engine.work import Stage
 from loaderkit.errors import SourceError
-from loaderkit.pipeline.batch_plan import BatchPlan, BatchShape
+from loaderkit.pipeline.batch_assembler import BatchAssembler, BatchShape
+from loaderkit.pipeline.batch_cursor import BatchCursor
+from loaderkit.pipeline.batch_memory import BatchMemory
+from loaderkit.pipeline.batch_plan import BatchPlan, specs_of_first
 from loaderkit.pipeline.compiler import Compiler
 from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
@@ -107,28 +110,43 @@ class Assembly:
 
     def make_plan(self, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
         """The plan of the batches; `allocate` gives memory for slabs."""
-        config, source = self._recipe.config, self._recipe.source
+        config, source, schedule = self._recipe.config, self._recipe.source, self._recipe.schedule
+        shard, compiler, errors = self._shard, self._compiler, config.errors
         batch = config.stage("batch").args
         assert isinstance(batch, BatchArgs)
-        errors = config.errors
-        lane = self._compiler.early_lane
+        shape = BatchShape(
+            batch.size,
+            batch.pad_value,
+            errors.on_bad_sample,
+            has_keys=self._names_samples(),
+            marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,
+        )
         return BatchPlan(
-            source=source,
-            order=order_of(config, source),
-            schedule=self._recipe.schedule,
-            shape=BatchShape(batch.size, batch.pad_value, errors.on_bad_sample, 16 + errors.max_bad_samples),
-            num_epochs=config.order.epochs,
-            probe=self._compiler.run_sample_stages,
-            specs_of=self._compiler.specs_of,
-            num_batches=self._shard.num_batches(config.prefetch.first_batches),
-            memory_bytes=self._shard.num_bytes(config.prefetch.memory),
-            pinned_for=self.device,
-            whole_chunks=self._compiler.graph is not None,
-            allocate=allocate,
-            on_seek=self._ahead.seek if self._ahead is not None else None,
-            shard=self._shard,
-            run=None if lane is None else lane.run,
-            names_samples=self._names_samples(),
+            BatchCursor(
+                order_of(config, source),
+                schedule,
+                num_epochs=config.order.epochs,
+                shard=shard,
+                on_seek=self._ahead.seek if self._ahead is not None else None,
+            ),
+            BatchMemory(
+                batch.size,
+                shard.num_batches(config.prefetch.first_batches),
+                shard.num_bytes(config.prefetch.memory),
+                shard=shard,
+                pinned_for=self.device,
+                allocate=allocate,
+            ),
+            BatchAssembler(source, shape, None if compiler.early_lane is None else compiler.early_lane.run),
+            key=source.key,
+            find_specs=partial(
+                specs_of_first,
+                source,
+                compiler.run_sample_stages,
+                compiler.specs_of,
+                num_tries=16 + errors.max_bad_samples,
+            ),
+            whole_chunks=compiler.graph is not None,
         )
 
     def _names_samples(self) -> bool:

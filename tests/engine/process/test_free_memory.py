@@ -85,7 +85,7 @@ def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: p
     pipeline = Pipeline.dataset(Megabytes()).read().batch(1).prefetch(batches=10)
     parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
     recipe = Recipe(parts.config, parts.source, None, parts.schedule, 2)
-    monkeypatch.setattr("loaderkit.pipeline.batch_plan.check_room", partial(check_room, root=root))
+    monkeypatch.setattr("loaderkit.pipeline.batch_memory.check_room", partial(check_room, root=root))
 
     def plan_of(share: Shard) -> BatchPlan:
         plan = Assembly(recipe, share).make_plan(lambda size: np.empty(size, np.uint8))

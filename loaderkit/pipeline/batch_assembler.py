@@ -1,0 +1,94 @@
+"""From the filled memory of a batch to what the user sees: bad slots left out, padding, keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.errors import StageError
+from loaderkit.sources.base import Source
+from loaderkit.stages.base import BatchWork
+from loaderkit.stages.batch import pad, put_together
+from loaderkit.stages.slots import Slots
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """What a batch looks like, besides its fields.
+
+    `has_keys`: with `__key__`, the samples' keys, which take as long to make as numbers take to be stacked. `marks_wrapped`:
+    with `__wrapped__`, the slots of samples that are read again to make ranks equal.
+    """
+
+    size: int
+    pad_value: float = 0
+    policy: Literal["raise", "skip", "replace"] = "raise"
+    has_keys: bool = True
+    marks_wrapped: bool = False
+
+
+class BatchAssembler:
+    """Makes dicts of full `BatchWork`s; from any thread."""
+
+    def __init__(self, source: Source, shape: BatchShape, run: Callable[..., Any] | None = None) -> None:
+        """`run` calls what assembles a batch: `TransferStream.run` where stages have left parts of it on a GPU."""
+        self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
+        self._shape = shape
+        self._run = run
+
+    def finish(self, work_item: BatchWork) -> dict[str, Any]:
+        """The batch as the user will see it but for the batch stages. Raises StageError for bad samples, if it is to."""
+        if self._run is None:
+            return self._assemble(work_item)
+        batch: dict[str, Any] = self._run(self._assemble, work_item)
+        return batch
+
+    def _assemble(self, work_item: BatchWork) -> dict[str, Any]:
+        shape, num_slots = self._shape, len(work_item)
+        slots = self._good_slots(work_item) if work_item.failures else None
+        batch: dict[str, Any] = {}
+        for name, spec in work_item.specs.items():
+            if spec.kind == "slab":
+                field = work_item.fields[name]
+                if slots is not None or num_slots < shape.size:
+                    field = field.part(slice(num_slots) if slots is None else slots)
+                batch[name] = field.tensor
+                continue
+            values = work_item.values[name]
+            kept = values if slots is None else [values[slot] for slot in slots]
+            if spec.kind == "rendered":
+                batch[name] = put_together(kept)
+            elif spec.kind == "pad":
+                batch[name], batch[f"{name}_sizes"] = pad(kept, shape.pad_value)
+            else:
+                batch[name] = kept
+        if shape.has_keys:
+            batch["__key__"] = self._keys(work_item.indices if slots is None else work_item.indices[slots])
+        if shape.marks_wrapped:
+            wrapped = np.zeros(num_slots, np.bool_) if work_item.wrapped is None else work_item.wrapped
+            marks = wrapped if slots is None else wrapped[slots]
+            batch["__wrapped__"] = Slots(marks, marks.shape, "bool").tensor
+        work_item.let_go()
+        return batch
+
+    def _good_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
+        """Those that are to be delivered; None for all, since the bad ones were replaced. Raises `StageError`."""
+        failures, num_slots = work_item.failures, len(work_item)
+        failures.sort(key=lambda failure: (failure.slot, failure.sample))
+        first = failures[0].error
+        if self._shape.policy == "raise":
+            raise first
+        if self._shape.policy == "replace":
+            return None
+        bad = {failure.slot for failure in failures}
+        if len(bad) == num_slots:
+            raise StageError(
+                f"all {num_slots} samples of {work_item} were bad, so nothing is left to deliver; the first: {first}",
+                stage=first.stage,
+                epoch=work_item.epoch,
+            ) from first.__cause__
+        return np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)

@@ -1,0 +1,117 @@
+"""Which samples come next: walks the epochs and steps of one rank, from any position on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
+from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.stages.base import BatchWork
+
+_BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
+
+
+class _Block(NamedTuple):
+    """The samples of the batches [step, end_step), computed at once. All arrays: [samples of those batches]."""
+
+    step: int
+    end_step: int
+    positions: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    wrapped: NDArray[np.bool_] | None
+
+
+class BatchCursor:
+    """Deals out the batches of one rank; of several loading processes, those of `shard`."""
+
+    def __init__(
+        self,
+        order: SamplePermutation,
+        schedule: BatchSampler,
+        *,
+        num_epochs: int | None = None,
+        shard: Shard = WHOLE,
+        on_seek: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`on_seek` is told (epoch, position) whenever the next batch is not the one behind the last."""
+        self._order = order
+        self._schedule = schedule
+        self._num_epochs = num_epochs
+        self._shard = shard
+        self._on_seek = on_seek
+        self._block: _Block | None = None
+        self.seek(0, 0)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, global position) of the next batch."""
+        return (self._epoch + 1, 0) if self._step >= self._num_steps else (self._epoch, self._end)
+
+    def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
+        """The `place` to which `seek` would bring it."""
+        return self._schedule.place_after(epoch, position, self._shard.number)
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Deal the batches out anew, from global `position` of `epoch` on."""
+        self._enter(epoch, position)
+        self._pass_over(self._shard.number)
+        if self._on_seek is not None:
+            self._on_seek(epoch, position)
+
+    def next(self) -> BatchWork | None:
+        """The next batch, without memory or chunks; None after the last epoch."""
+        while self._step >= self._num_steps:
+            if self._schedule.num_batches() == 0:
+                return None
+            self._enter(self._epoch + 1, 0)
+        if self._num_epochs is not None and self._epoch >= self._num_epochs:
+            return None
+        epoch, step, begin = self._epoch, self._step, self._end
+        positions, indices, wrapped = self._samples()
+        self._pass_over(1)
+        work_item = BatchWork(
+            epoch=epoch, step=step, positions=positions, indices=indices, wrapped=wrapped, begin=begin, end=self._end
+        )
+        if self._shard.of > 1:
+            self._pass_over(self._shard.of - 1)
+        return work_item
+
+    def _enter(self, epoch: int, position: int) -> None:
+        self._epoch, self._start, self._step, self._end = epoch, position, 0, position
+        self._num_steps = self._schedule.num_batches(position)
+        self._block = None
+
+    def _pass_over(self, num_batches: int) -> None:
+        while self._step + num_batches > self._num_steps and self._schedule.num_batches():
+            num_batches -= self._num_steps - self._step
+            self._enter(self._epoch + 1, 0)
+        self._step += num_batches
+        self._end = self._schedule.position_after(self._start, self._step)
+
+    def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
+        """(positions, samples, which of them are read again) of the batch at the current step."""
+        block = self._block
+        if block is None or self._step >= block.end_step:
+            block = self._block = self._next_block()
+        size = self._schedule.batch_size
+        lo = (self._step - block.step) * size
+        slots = slice(lo, lo + size)
+        # Bad samples are replaced in the indices, which are this batch's alone.
+        return block.positions[slots], block.indices[slots], None if block.wrapped is None else block.wrapped[slots]
+
+    def _next_block(self) -> _Block:
+        num_steps = max(1, _BLOCK_POSITIONS // self._schedule.batch_size)
+        positions = self._schedule.positions(self._start, self._step, num_steps)
+        num_samples = self._schedule.num_samples
+        wrapped = None
+        if positions[-1] >= num_samples:
+            wrapped = positions >= num_samples
+            positions %= num_samples
+        indices = self._order.indices(self._epoch, positions)
+        if indices is positions:
+            indices = positions.copy()
+        return _Block(self._step, self._step + num_steps, positions, indices, wrapped)

@@ -1,0 +1,98 @@
+"""The memory of the batches that are read ahead: how many fit, and slabs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from loaderkit._internal.dtypes import Bytes
+from loaderkit._internal.units import say_bytes
+from loaderkit.engine.process.shared_memory import check_room
+from loaderkit.errors import ConfigError
+from loaderkit.pipeline.slabs import SlabLayout, SlabPool
+from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.stages.base import FieldSpec
+from loaderkit.stages.slots import Slots
+
+
+class BatchMemory:
+    """At most `num_batches` batches of `batch_size` samples, in at most `num_bytes`; of several loading processes, in one."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_batches: int,
+        num_bytes: int,
+        *,
+        shard: Shard = WHOLE,
+        pinned_for: torch.device | None = None,
+        allocate: Callable[[int], Bytes] | None = None,
+    ) -> None:
+        """`pinned_for`: the CUDA device that slabs are copied to. `allocate` gives memory that another process sees."""
+        self.batch_size = batch_size
+        self.num_bytes = num_bytes
+        self._num_batches = num_batches
+        self._shard = shard
+        self._pinned_for = pinned_for
+        self._allocate = allocate
+        self._slabs: SlabPool | None = None
+        self._batch_bytes = 0  # a slab, and what of a batch lies in none, as far as the first sample tells
+        self.room = (num_batches, False)  # how many may be open, whether memory and not depth limits that
+
+    def prepare(self, specs: Mapping[str, FieldSpec]) -> None:
+        """Batches look like this. Raises ConfigError if the memory holds not even one."""
+        layout = SlabLayout.of(specs, self.batch_size)
+        self._batch_bytes = layout.num_bytes + sum(spec.num_bytes for spec in specs.values()) * self.batch_size
+        self._check_bound(self.num_bytes)
+        num_open, _ = self.room = self._room_for(self._num_batches, self.num_bytes)
+        self._check_machine(num_open)
+        self._slabs = SlabPool(
+            layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, shard=self._shard
+        )
+
+    def take(self) -> dict[str, Slots]:
+        """The fields of a free slab, [batch_size, ...] each, uninitialised."""
+        assert self._slabs is not None
+        return self._slabs.take()
+
+    def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:
+        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch, and if
+        the machine has none for that many more."""
+        num_batches, num_bytes = num_batches or self._num_batches, num_bytes or self.num_bytes
+        self._check_bound(num_bytes)
+        room = self._room_for(num_batches, num_bytes)
+        if self._slabs is not None:
+            self._check_machine(room[0] - self.room[0])
+            self._slabs.num_kept = room[0] + 2
+        self._num_batches, self.num_bytes, self.room = num_batches, num_bytes, room
+
+    def stats(self, num_open: int) -> dict[str, int]:
+        """Bytes of one batch, of those that are open, of those that are still seen, and of all slabs; for any thread."""
+        slabs = self._slabs
+        slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
+        return {
+            "slab_bytes": slab_bytes,
+            "batch_bytes": self._batch_bytes,
+            "open_bytes": num_open * self._batch_bytes,
+            "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
+            "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
+        }
+
+    def _check_bound(self, num_bytes: int) -> None:
+        if self._batch_bytes > num_bytes:
+            num = self._shard.of
+            each, times = (f" for each of {num} processes", f"{num} times ") if num > 1 else ("", "")
+            raise ConfigError(
+                f"prefetch.memory is {say_bytes(num_bytes)}{each}, but one batch of {self.batch_size} takes "
+                f"{say_bytes(self._batch_bytes)}: allow at least {times}that much, or make stages.batch.size smaller"
+            )
+
+    def _room_for(self, num_batches: int, num_bytes: int) -> tuple[int, bool]:
+        allowed = min(num_batches, num_bytes // self._batch_bytes) if self._batch_bytes else num_batches
+        return allowed, allowed < num_batches
+
+    def _check_machine(self, num_more: int) -> None:
+        """Raise ConfigError if the machine has no memory for more batches in every process like this one."""
+        if num_more > 0 and self._allocate is not None:
+            check_room(self._shard.of * num_more, self._batch_bytes)

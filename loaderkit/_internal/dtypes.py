@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -32,3 +33,14 @@ def num_bytes_of(dtype: str) -> int:
     known = type_in_numpy(dtype)
     size: int = getattr(torch, dtype).itemsize if known is None else known.itemsize
     return size
+
+
+def type_of_all(values: list[Any]) -> type | None:
+    """The type of all values; None where they are of several, or there are none."""
+    types = {*map(type, values)}
+    return types.pop() if len(types) == 1 else None
+
+
+def all_have_dtype(values: list[Any], dtype: Any) -> bool:
+    """True if there are values and all are tensors, or arrays, of this dtype."""
+    return {*map(attrgetter("dtype"), values)} == {dtype}

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, field_validator
 
+from loaderkit._internal.dtypes import type_of_all
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
-from loaderkit.native.values import type_of_all
 from loaderkit.sources.base import FieldRange, Sample
 from loaderkit.sources.listing import numbered
 

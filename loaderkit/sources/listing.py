@@ -86,10 +86,7 @@ class StringTable:
 
 def numbered(indices: NDArray[np.int64]) -> list[str]:
     """The keys of samples that have numbers instead: "0", "1", ... for int64 [n], none below 0."""
-    if kernels is None:
-        return list(map(repr, indices.tolist()))
-    found: list[str] = kernels.decimals(indices)
-    return found
+    return list(map(repr, indices.tolist()))
 
 
 class Listing:

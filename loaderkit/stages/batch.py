@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
-from loaderkit._internal.dtypes import type_in_numpy
-from loaderkit.native.values import all_have_dtype, type_of_all
+from loaderkit._internal.dtypes import all_have_dtype, type_in_numpy, type_of_all
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import Encoded, FieldSpec, GpuDecoded, Image, InPlace, SampleChunk, StageArgs
-from loaderkit.stages.kernels import stack, write_image
+from loaderkit.stages.kernels import write_image
 from loaderkit.stages.slots import Slots
 from loaderkit.stages.values import describe, to_tensor
 
@@ -254,8 +253,6 @@ def _land_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) ->
 
 def _write_tensors(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
     tensor = slots.tensor
-    if stack(values, tensor, lo):
-        return True
     fits: bool = values[0].shape == spec.shape and all_have_dtype(values, slots.tensor.dtype)
     if fits:
         is_whole = len(values) == tensor.shape[0]  # torch's len() is written in Python and takes 2 us, a slice 1

@@ -5,9 +5,6 @@ Written bytes are the same on both ways, resized ones within a level.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,25 +17,6 @@ Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
 _HAS_AVX2 = kernels is not None and kernels.resample([])
-
-
-@cache
-def _exchange() -> Any:
-    """What the C module is given to look into tensors by; None: torch is older than these functions."""
-    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-
-
-def stack(values: list[Any], slots: torch.Tensor, first: int) -> bool:
-    """Write small tensors into `slots[first]` and those behind it, if this C module and this torch can, and all of them fit: of
-    the rows' shape and dtype, dense, on the CPU. False says nothing of why, and what was written by then does not count.
-
-    64 tensors of one element take 5 us, and 14 in `torch.stack`, which converts what is of another dtype.
-    """
-    exchange = None if kernels is None else _exchange()
-    if exchange is None:
-        return False
-    is_written: bool = kernels.stack(exchange, torch.Tensor.is_neg, values, slots, first)
-    return is_written
 
 
 def write_image(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from PIL import Image
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.native import kernels as compiled
-from loaderkit.native.values import all_have_dtype, type_of_all
 from loaderkit.stages import kernels
 from loaderkit.stages.image.resize import _with_pillow
 
@@ -40,108 +37,6 @@ def either_way(pixels: kernels.Pixels, mirrored: bool) -> kernels.Pixels:
 
 
 pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
-
-
-VALUES = st.lists(
-    st.sampled_from([1, 2, 1.0, True, "a", b"a", None, np.float64(1), np.float32(1), torch.zeros(1), np.zeros(2)]),
-    max_size=6,
-)
-DTYPED: list[Any] = [
-    *(np.zeros(2, name) for name in ("<f8", ">f8", "f4", "i8", "?")),
-    *(torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32)),
-]
-
-
-@given(VALUES, st.lists(st.sampled_from(DTYPED), max_size=6), st.sampled_from(DTYPED))
-def test_types_and_dtypes_are_compared_alike_with_and_without_c(values: list[Any], dtyped: list[Any], one: Any) -> None:
-    types = {*map(type, values)}
-    expected = next(iter(types)) if len(types) == 1 else None
-    for c in (compiled, None):
-        with mock.patch.object(kernels, "kernels", c):
-            assert type_of_all(values) is expected
-            assert all_have_dtype(dtyped, one.dtype) is ({value.dtype for value in dtyped} == {one.dtype})
-
-
-@needs_c
-def test_only_lists_are_compared() -> None:
-    for wrong in ((), (1, 2), ([1], 2), ([1], "dtype")):
-        with pytest.raises((TypeError, AttributeError)):
-            compiled.shared(*wrong)
-
-
-def imaginary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, negative, in memory that has them positive."""
-    return torch.complex(tensor.double(), tensor.double()).conj().imag
-
-
-WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "plain": torch.clone,
-    "strided": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2] if tensor.ndim else tensor,
-    "expanded": lambda tensor: tensor.flatten()[0].expand(tensor.shape),
-    "sparse": torch.Tensor.to_sparse,
-    "meta": lambda tensor: tensor.to("meta"),
-    "zeros that are nowhere": lambda tensor: torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype),
-    "parameter": lambda tensor: torch.nn.Parameter(tensor.float()),
-    "with gradients": lambda tensor: tensor.double().requires_grad_(),
-    "imaginary": imaginary,
-    "a part of what is imaginary": lambda tensor: imaginary(tensor).flatten()[0].expand(tensor.shape),
-    "imaginary and dense": lambda tensor: imaginary(tensor).flatten()[0].reshape((1,) * tensor.ndim),
-    "of another dtype": torch.Tensor.half,
-    "longer": lambda tensor: torch.stack((tensor, tensor)),
-}
-SMALL_DTYPES = [torch.int64, torch.uint8, torch.bool, torch.float32, torch.float64, torch.bfloat16, torch.complex64]
-
-
-class TestStack:
-    @given(
-        st.lists(st.sampled_from([*WAYS]), min_size=1, max_size=5),
-        st.lists(st.integers(0, 3), max_size=3),
-        st.sampled_from(SMALL_DTYPES),
-        st.integers(0, 2),
-        st.booleans(),
-    )
-    def test_what_is_written_is_what_torch_stacks(
-        self, ways: list[str], shape: list[int], dtype: torch.dtype, first: int, all_plain: bool
-    ) -> None:
-        ways = ["plain"] * len(ways) if all_plain else ways
-        values: list[torch.Tensor] = []
-        for number, way in enumerate(ways):
-            plain = (torch.arange(math.prod(shape)).reshape(shape) + number + 1).to(dtype)
-            values.append(WAYS[way](plain) if plain.numel() and not dtype.is_complex else plain)
-        slots = torch.full((len(values) + 2, *shape), 1, dtype=dtype)
-        if kernels.stack(values, slots, first):
-            assert {value.dtype for value in values} == {dtype}
-            wanted = torch.full_like(slots, 1)
-            wanted[first : first + len(values)] = torch.stack([value.detach().resolve_neg() for value in values])
-            assert torch.equal(slots, wanted)
-        else:
-            simple = all_plain and 0 not in shape and not dtype.is_complex
-            assert not simple or compiled is None, "nothing speaks against it"
-
-    @needs_c
-    def test_nothing_is_written_beside_the_slots(self) -> None:
-        memory = torch.zeros(6, 2)
-        values = [torch.ones(2), torch.ones(2)]
-        for first in (-1, 3, 4, 2**62):
-            assert not kernels.stack(values, memory[1:5], first)
-        assert not memory.any()
-        assert kernels.stack(values, memory[1:5], 2)
-        assert memory.sum(1).tolist() == [0, 0, 0, 2, 2, 0]
-
-    def test_what_is_out_of_the_ordinary_is_left_to_torch(self) -> None:
-        value = torch.ones(2)
-        assert not kernels.stack([value], torch.zeros(4, 4)[:, ::2], 0)
-        assert not kernels.stack([torch.ones(2048)], torch.zeros(1, 2048), 0)
-        assert not kernels.stack([torch.tensor(1.0)], torch.tensor(1.0), 0)
-        assert not kernels.stack([value, np.ones(2, np.float32)], torch.zeros(2, 2), 0)
-        assert not kernels.stack([torch.nn.Parameter(value)], torch.zeros(1, 2), 0), "what it does may be its own"
-        assert not kernels.stack([torch._efficientzerotensor((2,), dtype=torch.int64)], torch.zeros(1, 2).long(), 0)
-
-    @needs_c
-    def test_only_the_structure_of_dlpack_is_taken(self) -> None:
-        for wrong in (None, 1, torch.zeros(1)):
-            with pytest.raises(ValueError, match="PyCapsule"):
-                compiled.stack(wrong, torch.Tensor.is_neg, [torch.zeros(1)], torch.zeros(1, 1), 0)
 
 
 @pytest.fixture

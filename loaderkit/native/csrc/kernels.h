@@ -16,10 +16,7 @@
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
  *     uniforms(key, indices, numbers)                        random numbers of samples, a tenth of NumPy's time for a few
- *     decimals(numbers)                                      numbers as texts
  *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
- *     shared(values, name)                                   the type of all, or their attribute
- *     stack(exchange, is_neg, values, target, first)         small tensors into rows
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
  *     Pause                                                  the garbage collector is off as long as one lives
@@ -75,10 +72,7 @@ PyObject *crop_box(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
 PyObject *uniforms(PyObject *self, PyObject *args);
-PyObject *decimals(PyObject *self, PyObject *object);
 PyObject *members(PyObject *self, PyObject *args);
-PyObject *shared(PyObject *self, PyObject *args);
-PyObject *stack(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *gil_wait(PyObject *self, PyObject *arg);

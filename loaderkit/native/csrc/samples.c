@@ -1,39 +1,6 @@
-/* Samples, many at a time: their keys, where they lie, and whether their values are alike. */
+/* Samples, many at a time: their keys and where they lie. */
 #include "kernels.h"
 #include <string.h>
-
-#define MOST_DIGITS 20
-
-/* decimals(numbers) -> list of str: numbers from 0 on, int64 [n], as they are written. */
-PyObject *decimals(PyObject *self, PyObject *object) {
-    Py_buffer view;
-    Py_ssize_t step;
-    (void)self;
-    if (get_column(object, &view, -1, 0, &step) < 0) {
-        return NULL;
-    }
-    const int64_t *numbers = view.buf;
-    const Py_ssize_t count = view.len / 8;
-    PyObject *found = PyList_New(count);
-    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
-        char digits[MOST_DIGITS];
-        int at = MOST_DIGITS;
-        uint64_t left = (uint64_t)numbers[i];
-        do {
-            digits[--at] = (char)('0' + left % 10);
-            left /= 10;
-        } while (left > 0);
-        PyObject *text = PyUnicode_New(MOST_DIGITS - at, 127);
-        if (text == NULL) {
-            Py_CLEAR(found);
-        } else {
-            memcpy(PyUnicode_1BYTE_DATA(text), digits + at, (size_t)(MOST_DIGITS - at));
-            PyList_SET_ITEM(found, i, text);
-        }
-    }
-    PyBuffer_Release(&view);
-    return found;
-}
 
 /* texts(data, ends, places) -> list of str: of the texts in UTF-8 that lie one behind another in `data` and end at `ends`,
  * those at `places`. Bytes that are no UTF-8 become lone surrogates, as in the names of files. */
@@ -160,37 +127,4 @@ PyObject *members(PyObject *self, PyObject *args) {
         PyBuffer_Release(&columns[num_open]);
     }
     return result;
-}
-
-/* The type of a value, or its attribute: a new reference. */
-static PyObject *trait_of(PyObject *value, PyObject *name) {
-    return name != NULL ? PyObject_GetAttr(value, name) : Py_NewRef((PyObject *)Py_TYPE(value));
-}
-
-/* shared(values, name=None) -> what all values have as their type, or attribute; None where they differ, or there are none. A
- * set of 64 types takes 1.4 us in Python and one of dtypes 4, here 0.1 and 2: of a batch that takes 250. */
-PyObject *shared(PyObject *self, PyObject *args) {
-    PyObject *values, *name = NULL, *found = NULL;
-    int is_same = 1;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O!|U", &PyList_Type, &values, &name)) {
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; is_same == 1 && i < PyList_GET_SIZE(values); i++) {
-        PyObject *value = Py_NewRef(PyList_GET_ITEM(values, i)), *trait = trait_of(value, name);
-        Py_DECREF(value);
-        if (trait == NULL) {
-            is_same = -1;
-        } else if (found == NULL) {
-            found = Py_NewRef(trait);
-        } else if (trait != found) {
-            is_same = name != NULL ? PyObject_RichCompareBool(trait, found, Py_EQ) : 0;
-        }
-        Py_XDECREF(trait);
-    }
-    if (is_same == 1) {
-        return found != NULL ? found : Py_NewRef(Py_None);
-    }
-    Py_XDECREF(found);
-    return is_same < 0 ? NULL : Py_NewRef(Py_None);
 }

@@ -12,8 +12,6 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.native import kernels
-
 U64 = NDArray[np.uint64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -49,10 +47,6 @@ def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np
     Draw j of sample i is output j of SplitMix64 seeded with a mix of the key and i, so it does not matter in which order
     or in what company samples are drawn.
     """
-    if kernels is not None:
-        numbers = np.empty((len(indices), num_draws))
-        kernels.uniforms(key, np.ascontiguousarray(indices, np.int64), numbers)
-        return numbers
     seeds = indices.astype(np.uint64)
     seeds *= GOLDEN
     seeds += np.uint64(key)

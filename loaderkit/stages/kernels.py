@@ -50,13 +50,8 @@ def packed(pixels: Pixels) -> Pixels:
     if pixels.shape[2] != 3 or pixels.strides[1:] != (-3, 1):
         return np.ascontiguousarray(pixels) if any(stride < 0 for stride in pixels.strides) else pixels
     # NumPy copies negative strides in 200 us at 224 x 224, torch mirrors in 7.
-    forwards = pixels[:, ::-1]
-    if kernels is None or not _is_packed(forwards):
-        flipped: Pixels = torch.flip(torch.from_numpy(np.ascontiguousarray(forwards)), (1,)).numpy()
-        return flipped
-    target = np.empty(pixels.shape, np.uint8)
-    kernels.mirror(target, forwards)
-    return target
+    flipped: Pixels = torch.flip(torch.from_numpy(np.ascontiguousarray(pixels[:, ::-1])), (1,)).numpy()
+    return flipped
 
 
 def can_resample() -> bool:

@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import simplejpeg
 import torch
 
-from loaderkit.native import kernels
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import GpuDecoded, Image
 from loaderkit.stages.kernels import packed
@@ -79,18 +77,6 @@ def to_tensor(image: Image) -> torch.Tensor:
     """The pixels as torch uint8 [C, H, W]; a view where strides allow it."""
     pixels = packed(image.pixels)
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
-
-
-def jpeg_size(data: memoryview) -> tuple[int, int] | None:
-    """(height, width) of a grey or RGB JPEG, from its header; None for anything else."""
-    if kernels is not None:
-        found: tuple[int, int] | None = kernels.jpeg_size(data)
-        return found
-    try:
-        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-    except Exception:  # KeyError, too: it does not know every sampling of chroma
-        return None
-    return None if colorspace in ("CMYK", "YCCK") else (height, width)
 
 
 def describe(value: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from pathlib import Path
@@ -94,8 +93,6 @@ class TestSameAsTorch:
             lambda c: c.write_normalized(np.zeros((1, 3, 4, 4), np.float32), -1, [view(0, 4, 4, 0)], SCALE, SHIFT),
             lambda c: c.write_normalized(np.zeros((2, 3, 4, 4), np.float32), 1, [view(0, 4, 4, 0)] * 2, SCALE, SHIFT),
             lambda c: c.write_normalized(np.zeros((2, 3, 4, 4)), 0, [view(0, 4, 4, 0)], SCALE, SHIFT),
-            lambda c: c.mirror(np.zeros((4, 3, 3), np.uint8), view(0, 4, 4, 0)),
-            lambda c: c.mirror(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1]),
             lambda c: c.resample([(np.zeros((4, 4, 4), np.uint8), view(0, 4, 4, 0), None, True)]),
             lambda c: c.resample([(np.zeros((0, 4, 3), np.uint8), view(0, 4, 4, 0), None, True)]),
             lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0)[:, ::-1], None, True)]),
@@ -111,11 +108,6 @@ class TestSameAsTorch:
     def test_what_does_not_fit_is_refused(self, call: Any) -> None:
         with pytest.raises(ValueError, match=r"must be|must have|must lie|differ"):
             call(compiled)
-
-    @pytest.mark.parametrize(("height", "num_draws"), [(5, 21), (5, 23), (5, 1), (5, 0), (0, 22), (-1, 22)])
-    def test_crops_have_22_draws_and_pictures_have_pixels(self, height: int, num_draws: int) -> None:
-        with pytest.raises(ValueError, match=r"draws|columns are"):
-            compiled.crop_box(height, 5, (0.1, 1.0), (0.7, 1.3), np.zeros(num_draws))
 
     @given(pictures, st.integers(1, 300), st.integers(1, 300))
     def test_resize_is_pillows_within_one_level(self, pixels: kernels.Pixels, height: int, width: int) -> None:
@@ -154,32 +146,6 @@ class TestSameAsTorch:
         if kernels.resampled_from(pixels) is not None:
             kernels.resample([(target, pixels, None, True)])
             assert (target == level).all()
-
-
-@needs_c
-class TestJpegSize:
-    @given(
-        st.integers(1, 300),
-        st.integers(1, 300),
-        st.sampled_from(["RGB", "L", "CMYK"]),
-        st.booleans(),
-        st.binary(max_size=40),
-        st.integers(0, 4000),
-    )
-    def test_is_the_decoders(
-        self, height: int, width: int, mode: str, progressive: bool, comment: bytes, cut: int
-    ) -> None:
-        file = io.BytesIO()
-        Image.new(mode, (width, height)).save(file, "JPEG", progressive=progressive, comment=comment)
-        data = file.getvalue()
-        size = None if mode == "CMYK" else (height, width)
-        assert compiled.jpeg_size(data) == size
-        assert compiled.jpeg_size(data[:cut]) in (size, None)
-
-    @given(st.binary(max_size=300).map(lambda tail: b"\xff\xd8" + tail))
-    def test_garbage_is_no_picture_or_one(self, data: bytes) -> None:
-        found = compiled.jpeg_size(data)
-        assert found is None or all(number > 0 for number in found)
 
 
 class TestReading:

@@ -7,15 +7,11 @@
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
  *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar
  *     group_names(names, num)                                the samples they make
- *     jpeg_size(data)                                        what the frame header says
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
- *     mirror(target, pixels)                                 packed rows, left and right exchanged
- *     crop_box(height, width, scale, ratio, draws)           where a random resized crop lies
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
- *     uniforms(key, indices, numbers)                        random numbers of samples, a tenth of NumPy's time for a few
  *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
@@ -59,7 +55,6 @@ int get_column(PyObject *object, Py_buffer *view, Py_ssize_t count, int flags, P
 
 PyObject *write_normalized(PyObject *self, PyObject *args);
 PyObject *write_planes(PyObject *self, PyObject *args);
-PyObject *mirror(PyObject *self, PyObject *args);
 PyObject *read_many(PyObject *self, PyObject *args);
 PyObject *cut(PyObject *self, PyObject *args);
 PyObject *read_range(PyObject *self, PyObject *args);
@@ -67,11 +62,8 @@ PyObject *read_hashed(PyObject *self, PyObject *args);
 PyObject *gather_ranges(PyObject *self, PyObject *args);
 PyObject *tar_run(PyObject *self, PyObject *args);
 PyObject *group_names(PyObject *self, PyObject *args);
-PyObject *jpeg_size(PyObject *self, PyObject *object);
-PyObject *crop_box(PyObject *self, PyObject *args);
 PyObject *resample(PyObject *self, PyObject *list);
 PyObject *permute(PyObject *self, PyObject *args);
-PyObject *uniforms(PyObject *self, PyObject *args);
 PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);

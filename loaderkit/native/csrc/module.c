@@ -2,7 +2,6 @@
 #include "kernels.h"
 
 static PyMethodDef methods[] = {
-    {"crop_box", crop_box, METH_VARARGS, "crop_box(height, width, scale, ratio, draws) -> (top, left, height, width)"},
     {"resample", resample, METH_O, "resample([(target, pixels, part, antialias), ...]) -> whether this CPU can"},
     {"read_range", read_range, METH_VARARGS, "read_range(path, start, buffer, around) -> (bytes read, mode, size, mtime_ns)"},
     {"read_hashed", read_hashed, METH_VARARGS, "read_hashed(path, start, buffer, block, address, around) -> the same, hashes of blocks, and s they took"},
@@ -10,13 +9,10 @@ static PyMethodDef methods[] = {
     {"cut", cut, METH_VARARGS, "cut(buffer, lengths) -> list of bytes"},
     {"tar_run", tar_run, METH_VARARGS, "tar_run(data, offset, end, size) -> (names, starts, sizes, next offset)"},
     {"group_names", group_names, METH_VARARGS, "group_names(names, num) -> the samples that members of a tar make"},
-    {"jpeg_size", jpeg_size, METH_O, "jpeg_size(data) -> (height, width) or None"},
     {"gather_ranges", gather_ranges, METH_VARARGS, "gather_ranges(path, starts, length, buffer) -> as read_range"},
     {"write_normalized", write_normalized, METH_VARARGS, "write_normalized(slots, first, images, scale, shift)"},
     {"write_planes", write_planes, METH_VARARGS, "write_planes(slots, slot, pixels)"},
-    {"mirror", mirror, METH_VARARGS, "mirror(target, pixels)"},
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
-    {"uniforms", uniforms, METH_VARARGS, "uniforms(key, indices, numbers): uniform numbers of every index, in place"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"forget_pauses", forget_pauses, METH_NOARGS, "forget_pauses(): in a fork's child, where nobody is inside"},

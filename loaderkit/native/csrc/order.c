@@ -1,4 +1,4 @@
-/* The arithmetic of the order; `loaderkit/keyed.py` says what it is. */
+/* The arithmetic of the order; `loaderkit/sampling/permutation.py` says what it is. */
 #include "kernels.h"
 
 #define GOLDEN 0x9E3779B97F4A7C15u
@@ -119,38 +119,4 @@ PyObject *permute(PyObject *self, PyObject *args) {
         return NULL;
     }
     Py_RETURN_NONE;
-}
-
-/* uniforms(key, indices, numbers): fills `numbers`, float64 [len(indices), any], a row a function of its index alone. */
-PyObject *uniforms(PyObject *self, PyObject *args) {
-    PyObject *objects[2];
-    Py_buffer indices, numbers;
-    Py_ssize_t step;
-    unsigned long long key;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "KOO", &key, &objects[0], &objects[1]) ||
-        get_column(objects[0], &indices, -1, 0, &step) < 0) {
-        return NULL;
-    }
-    const Py_ssize_t count = indices.len / 8;
-    if (get_column(objects[1], &numbers, -1, PyBUF_WRITABLE, &step) < 0) {
-        PyBuffer_Release(&indices);
-        return NULL;
-    }
-    const Py_ssize_t num_draws = count ? numbers.len / 8 / count : 0;
-    const int fits = numbers.len / 8 == count * num_draws;
-    if (fits) {
-        double *to = numbers.buf;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            const uint64_t seed = mixed(((const uint64_t *)indices.buf)[i] * GOLDEN + key);
-            for (Py_ssize_t k = 1; k <= num_draws; k++) {
-                *to++ = (double)(mixed(seed + (uint64_t)k * GOLDEN) >> 11) * 0x1p-53;
-            }
-        }
-    } else {
-        PyErr_SetString(PyExc_ValueError, "as many numbers for every index");
-    }
-    PyBuffer_Release(&indices);
-    PyBuffer_Release(&numbers);
-    return fits ? Py_NewRef(Py_None) : NULL;
 }

@@ -218,32 +218,3 @@ PyObject *write_planes(PyObject *self, PyObject *args) {
     PyBuffer_Release(&pixels);
     Py_RETURN_NONE;
 }
-
-PyObject *mirror(PyObject *self, PyObject *args) {
-    PyObject *target_object, *pixels_object;
-    Py_buffer target, pixels;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "OO", &target_object, &pixels_object) || get_pixels(pixels_object, &pixels, 0) < 0) {
-        return NULL;
-    }
-    if (PyObject_GetBuffer(target_object, &target, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
-        PyBuffer_Release(&pixels);
-        return NULL;
-    }
-    const Py_ssize_t height = pixels.shape[0], width = pixels.shape[1];
-    const int fits = target.len == 3 * height * width && target.buf != pixels.buf;
-    if (fits) {
-        const int wide = have_avx2();
-        for (Py_ssize_t y = 0; y < height; y++) {
-            mirror_row((const uint8_t *)pixels.buf + y * pixels.strides[0], (uint8_t *)target.buf + 3 * y * width, width,
-                       wide);
-        }
-    }
-    PyBuffer_Release(&target);
-    PyBuffer_Release(&pixels);
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "the target must have the pixels' size and be other memory");
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}

@@ -28,9 +28,9 @@ from loaderkit.errors import ConfigError, StageError
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
-from loaderkit.stages.image.jpeg import is_well_formed
+from loaderkit.stages.image.jpeg import is_well_formed, jpeg_size
 from loaderkit.stages.image.ops import LUMA, Adjust, Crop, Finalizer, Flip, ImageOp, ImageOps, Scale, size_after
-from loaderkit.stages.values import jpeg_size, to_tensor
+from loaderkit.stages.values import to_tensor
 
 logger = logging.getLogger("loaderkit")
 

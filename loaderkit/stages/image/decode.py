@@ -25,9 +25,10 @@ from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.sources.formats.npy import view_npy, view_npz
 from loaderkit.stages.base import Encoded, FieldGroup, FieldNames, GpuDecoded, Image, InPlace, SampleChunk, StageArgs
 from loaderkit.stages.image.formats import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
+from loaderkit.stages.image.jpeg import jpeg_size
 from loaderkit.stages.image.ops import EVERYTHING, Crop, Needs
 from loaderkit.stages.image.resize import reduced_box
-from loaderkit.stages.values import as_image, describe, jpeg_size
+from loaderkit.stages.values import as_image, describe
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
 

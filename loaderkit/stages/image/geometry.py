@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from loaderkit.native import kernels
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, Image, StageArgs
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Scale
@@ -253,9 +252,6 @@ def crop_box(
     Ten tries of a random area and a log-uniform aspect ratio; if none fits, the largest centred piece whose ratio is
     allowed.
     """
-    if kernels is not None:
-        found: tuple[int, int, int, int] = kernels.crop_box(height, width, scale, ratio, draws)
-        return found
     values = draws.tolist()
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
     for area_draw, ratio_draw in zip(values[:10], values[10:20], strict=True):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import ValidationError
 
-from loaderkit.native import kernels as compiled
 from loaderkit.sampling.random import uniforms
 from loaderkit.sources.base import Sample
 from loaderkit.stages import kernels
@@ -276,8 +274,6 @@ def test_crop_boxes_are_torchvisions_and_lie_inside(
     draws = draws_of(number, 22)
     top, left, h, w = geometry.crop_box(height, width, scale, ratio, draws)
     assert (top, left, h, w) == reference_box(height, width, scale, ratio, draws)
-    with mock.patch.object(geometry, "kernels", None):
-        assert geometry.crop_box(height, width, scale, ratio, draws) == (top, left, h, w)
     assert 0 <= top <= top + h <= height
     assert 0 <= left <= left + w <= width
     assert h > 0
@@ -292,15 +288,11 @@ def test_even_a_strip_of_one_pixel_gives_a_piece(
     height, width = (long, short) if upright else (short, long)
     draws = draws_of(number, 22)
     top, left, h, w = geometry.crop_box(height, width, (0.08, 1.0), ratio, draws)
-    with mock.patch.object(geometry, "kernels", None):
-        assert geometry.crop_box(height, width, (0.08, 1.0), ratio, draws) == (top, left, h, w)
     assert 0 <= top < top + h <= height
     assert 0 <= left < left + w <= width
 
 
-@pytest.mark.parametrize("c", [compiled, None])
-def test_the_fallback_is_the_largest_centred_piece_of_an_allowed_ratio(c: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(geometry, "kernels", c)
+def test_the_fallback_is_the_largest_centred_piece_of_an_allowed_ratio() -> None:
     tenths = np.full(22, 0.999)
     assert geometry.crop_box(100, 1000, (1.0, 1.0), (0.75, 4 / 3), tenths) == (0, 433, 100, 133)
     assert geometry.crop_box(1000, 90, (1.0, 1.0), (0.75, 4 / 3), tenths) == (440, 0, 120, 90)

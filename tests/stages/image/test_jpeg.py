@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import io
+
 import pytest
 from conftest import make_photo
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
-from loaderkit.stages.image.jpeg import is_well_formed
+from loaderkit.stages.image.jpeg import is_well_formed, jpeg_size
 
 WHOLE = make_photo(1)
 
@@ -41,3 +46,28 @@ def test_what_decoders_may_stumble_over_is_not(data: bytes) -> None:
 
 def test_every_prefix_is_looked_at_without_an_error() -> None:
     assert not any(is_well_formed(memoryview(WHOLE[:length])) for length in range(len(WHOLE) - 1))
+
+
+class TestJpegSize:
+    @given(
+        st.integers(1, 300),
+        st.integers(1, 300),
+        st.sampled_from(["RGB", "L", "CMYK"]),
+        st.booleans(),
+        st.binary(max_size=40),
+        st.integers(0, 4000),
+    )
+    def test_is_the_decoders(
+        self, height: int, width: int, mode: str, progressive: bool, comment: bytes, cut: int
+    ) -> None:
+        file = io.BytesIO()
+        Image.new(mode, (width, height)).save(file, "JPEG", progressive=progressive, comment=comment)
+        data = file.getvalue()
+        size = None if mode == "CMYK" else (height, width)
+        assert jpeg_size(memoryview(data)) == size
+        assert jpeg_size(memoryview(data)[:cut]) in (size, None)
+
+    @given(st.binary(max_size=300).map(lambda tail: b"\xff\xd8" + tail))
+    def test_garbage_is_no_picture_or_one(self, data: bytes) -> None:
+        size = jpeg_size(memoryview(data))
+        assert size is None or all(number > 0 for number in size)

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.formats.plain_values import Array, Dtype
 from loaderkit.checkpoint.formats.restricted_pickle import StandIn
 from loaderkit.errors import CheckpointError
-from loaderkit.native.garbage import collected_later
 
 _MAX_DEPTH = 100
 
@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
     path: Path = ()
 
 
-@collected_later
+@collector_off()
 def flatten(
     tree: Any,
     is_tensor: Callable[[Any], bool],

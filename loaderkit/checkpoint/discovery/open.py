@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, Shard, TensorEntry, strides_of
 from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, candidates, formats_of, heads_of
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
@@ -19,7 +20,6 @@ from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
 from loaderkit.checkpoint.names import Index, Leaf, flatten
 from loaderkit.connectors.base import ByteRange, ObjectInfo
 from loaderkit.errors import CheckpointError, FormatError
-from loaderkit.native.garbage import collected_later
 
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\..*)", re.DOTALL)
 _MAX_INDEX = 2**28
@@ -100,7 +100,7 @@ def _open_safetensors(checkpoint: Checkpoint, files: list[str], fetch: Fetch, he
     _check_index(checkpoint, indexed)
 
 
-@collected_later
+@collector_off()
 def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safetensors.Entry]) -> None:
     for entry in entries:
         _require_new(checkpoint, entry.name, info)
@@ -216,7 +216,7 @@ def _open_torch(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: d
     _check_index(checkpoint, indexed)
 
 
-@collected_later
+@collector_off()
 def _add_leaves(checkpoint: Checkpoint, info: ObjectInfo, leaves: dict[str, Leaf], starts: dict[str, int]) -> None:
     for name, leaf in leaves.items():
         _require_new(checkpoint, name, info)
@@ -258,7 +258,7 @@ def _open_dcp(checkpoint: Checkpoint, files: list[str], fetch: Fetch, heads: dic
     _add_contents(checkpoint, contents)
 
 
-@collected_later
+@collector_off()
 def _add_contents(checkpoint: Checkpoint, contents: dcp.DcpContents) -> None:
     for name, path in contents.paths.items():
         checkpoint.paths[name] = tuple(Index(key) if isinstance(key, int) else key for key in path)

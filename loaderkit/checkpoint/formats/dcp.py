@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 import torch
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Shard, TensorEntry
 from loaderkit.checkpoint.formats import torch_zip
 from loaderkit.checkpoint.formats.restricted_pickle import Record, load_pickle, record, shown
 from loaderkit.checkpoint.formats.shard_archive import Layouts
 from loaderkit.connectors.base import ByteRange
 from loaderkit.errors import FormatError
-from loaderkit.native.garbage import collected_later
 
 _IN_METADATA = (
     "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
@@ -38,7 +38,7 @@ class DcpContents(NamedTuple):
     paths: dict[str, tuple[str | int, ...]]
 
 
-@collected_later
+@collector_off()
 def read_metadata(data: bytes, prefix: str = "") -> DcpContents:
     """The contents that a `.metadata` file describes; `prefix`, its directory, begins the keys. Raises FormatError."""
     names: dict[str, Any] = {**torch_zip.names()}

@@ -12,10 +12,10 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit._internal.text import short_repr
 from loaderkit.checkpoint.formats.pickle_opcodes import check_opcodes
 from loaderkit.errors import FormatError
-from loaderkit.native.garbage import collected_later
 
 _MAX_UNKNOWN = 1000  # names that are not in the table; each takes a kilobyte
 
@@ -135,7 +135,7 @@ class Global(StandIn):
         raise pickle.UnpicklingError(f"it sets {name!r} of {self.what}")
 
 
-@collected_later
+@collector_off()
 def load_pickle(
     data: bytes | memoryview,
     names: Mapping[str, Any],

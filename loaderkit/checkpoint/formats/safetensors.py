@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.errors import FormatError
-from loaderkit.native.garbage import collected_later
 
 _MAX_HEADER = 100_000_000  # as safetensors' own reader
 _MAX_NUMBER = 2**62
@@ -74,7 +74,7 @@ def read_header(read: Read, size: int) -> tuple[list[Entry], dict[str, str]]:
     return _entries(bytes(text), 8 + length, size)
 
 
-@collected_later
+@collector_off()
 def _entries(text: bytes, data_start: int, size: int) -> tuple[list[Entry], dict[str, str]]:
     fields = _parse(text)
     metadata = fields.pop("__metadata__", {})

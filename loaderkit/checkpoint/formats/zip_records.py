@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.errors import FormatError
-from loaderkit.native.garbage import collected_later
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -93,7 +93,7 @@ def _directory(read: Read, size: int) -> tuple[bytes, int, int, tuple[int, int]]
     return data, count, start, wide
 
 
-@collected_later
+@collector_off()
 def _entries(data: bytes, count: int, limit: int) -> dict[str, ZipRecord]:
     records: dict[str, ZipRecord] = {}
     offset = 0

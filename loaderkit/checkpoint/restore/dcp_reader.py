@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, Shard, ShardId
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.ranks.group import RankGroup, default_store
@@ -37,7 +38,6 @@ from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import CheckpointError, ConfigError, PeerError
-from loaderkit.native.garbage import collected_later
 
 _CPU = torch.device("cpu")
 logger = logging.getLogger("loaderkit")
@@ -307,7 +307,7 @@ def _pickled(value: Any) -> io.BytesIO:
     return file
 
 
-@collected_later
+@collector_off()
 def metadata_of(contents: Checkpoint) -> Metadata:
     """The contents of a checkpoint of any format, as torch.distributed.checkpoint describes them."""
     described: dict[str, Any] = {}

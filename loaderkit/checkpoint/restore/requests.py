@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.checkpoint.contents import Checkpoint, Shard, TensorEntry
 from loaderkit.checkpoint.transfer.layout import ReadLimits, tensor_spans
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
 from loaderkit.errors import CheckpointError
-from loaderkit.native.garbage import collected_later
 
 _NUM_LISTED = 8
 _MAX_COMPARED = 2**26  # bytes of two tensors whose addresses are compared one by one
@@ -26,7 +26,7 @@ def _cast(stored: torch.dtype, dtype: torch.dtype | str | None) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------------ new tensors
 
 
-@collected_later
+@collector_off()
 def new_tensors(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device, dtype: torch.dtype | str | None
 ) -> list[ReadRequest]:
@@ -104,7 +104,7 @@ def _views(
 # ------------------------------------------------------------------------------------------------- given tensors
 
 
-@collected_later
+@collector_off()
 def given_tensors(
     checkpoint: Checkpoint,
     targets: Mapping[str, torch.Tensor],

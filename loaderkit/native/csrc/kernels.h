@@ -15,7 +15,6 @@
  *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
- *     Pause                                                  the garbage collector is off as long as one lives
  *     delayed()                                              how long this thread has waited for a CPU
  *     gil_wait(sleep_s)                                      how long a thread that wakes up waits for Python's lock
  *     attribute(begin, end, opened, marks, done, ...)        a wait by cause
@@ -70,8 +69,7 @@ PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *gil_wait(PyObject *self, PyObject *arg);
 PyObject *attribute(PyObject *self, PyObject *args);
 
-PyObject *forget_pauses(PyObject *self, PyObject *args);
 
-extern PyType_Spec ledger_spec, pause_spec;
+extern PyType_Spec ledger_spec;
 
 #endif

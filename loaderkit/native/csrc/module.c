@@ -15,7 +15,6 @@ static PyMethodDef methods[] = {
     {"permute", permute, METH_VARARGS, "permute(values, sizes, a, b, keys): positions become their images, in place"},
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
-    {"forget_pauses", forget_pauses, METH_NOARGS, "forget_pauses(): in a fork's child, where nobody is inside"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
     {"gil_wait", gil_wait, METH_O, "gil_wait(sleep_s) -> s that this thread, woken up, waited for Python's lock"},
     {"attribute", attribute, METH_VARARGS, "attribute(begin, end, opened, marks, done, names, first, last) -> s by cause, or None"},
@@ -25,12 +24,10 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", "Moving bytes and pixels, the order's arithmetic, and accounts.", -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__kernels(void) {
-    PyObject *self = PyModule_Create(&module), *ledger = PyType_FromSpec(&ledger_spec), *pause = PyType_FromSpec(&pause_spec);
-    if (self == NULL || ledger == NULL || pause == NULL || PyModule_AddObjectRef(self, "Ledger", ledger) < 0 ||
-        PyModule_AddObjectRef(self, "Pause", pause) < 0) {
+    PyObject *self = PyModule_Create(&module), *ledger = PyType_FromSpec(&ledger_spec);
+    if (self == NULL || ledger == NULL || PyModule_AddObjectRef(self, "Ledger", ledger) < 0) {
         Py_CLEAR(self);
     }
     Py_XDECREF(ledger);
-    Py_XDECREF(pause);
     return self;
 }

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from loaderkit.engine.metrics.trace import Handoff
 from loaderkit.engine.metrics.worker_clock import MOMENT_S, Clock, WorkerClock
-from loaderkit.native import kernels
 
 START = "start"
 MEMORY = "memory"
@@ -108,13 +107,6 @@ def segments_of(begin: float, end: float, path: ChunkPath, engine: WaitFacts) ->
 
 def attribute(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> dict[str, float]:
     """Seconds of the wait [begin, end) by cause."""
-    if kernels is not None:  # 1 us instead of 4
-        first = MEMORY if engine.was_short_of_memory else START
-        seconds_by_cause: dict[str, float] | None = kernels.attribute(
-            begin, end, path.opened_s, path.marks, path.done_s, engine.stage_names, first, WAKEUP
-        )
-        if seconds_by_cause is not None:
-            return seconds_by_cause
     return charge(segments_of(begin, end, path, engine), begin, end)
 
 

@@ -17,7 +17,6 @@
  *     Ledger                                                 a worker's time by state
  *     delayed()                                              how long this thread has waited for a CPU
  *     gil_wait(sleep_s)                                      how long a thread that wakes up waits for Python's lock
- *     attribute(begin, end, opened, marks, done, ...)        a wait by cause
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's
@@ -67,7 +66,6 @@ PyObject *members(PyObject *self, PyObject *args);
 PyObject *texts(PyObject *self, PyObject *args);
 PyObject *delayed(PyObject *self, PyObject *args);
 PyObject *gil_wait(PyObject *self, PyObject *arg);
-PyObject *attribute(PyObject *self, PyObject *args);
 
 
 extern PyType_Spec ledger_spec;

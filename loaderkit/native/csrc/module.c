@@ -17,7 +17,6 @@ static PyMethodDef methods[] = {
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
     {"gil_wait", gil_wait, METH_O, "gil_wait(sleep_s) -> s that this thread, woken up, waited for Python's lock"},
-    {"attribute", attribute, METH_VARARGS, "attribute(begin, end, opened, marks, done, names, first, last) -> s by cause, or None"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -303,9 +302,6 @@ class TestAttribution:
             facts,
         )
         assert sum(found.values()) == pytest.approx(length)
-        with mock.patch.object(stalls, "kernels", None):
-            path = stalls.ChunkPath(opened, marks, now + tail)
-            assert stalls.attribute(begin, begin + length, path, facts) == pytest.approx(found)
         # Another process traces more than the wait, which it does not know, and the wait is cut out later.
         longer = stalls.segments_of(
             min(begin, 0) - 5,

@@ -1,8 +1,7 @@
-"""Restoring: the same engine fills tensors from byte ranges of a checkpoint.
+"""Restores tensors from checkpoints on the engine, on one rank or several; the function is `loaderkit.restore`.
 
-    url ─> opening: which tensors, where ─> laying: byte ranges ─> plan: destinations ─> prefetch.Engine ─> tensors
-
-`loaderkit.restore` is in `restoring`; this package gives `latest`, `write_manifest` and `StreamReader`.
+url ─> discovery.open ──> restore.requests ─> transfer.layout ─> transfer.plan ──> engine: read, place ─> tensors
+       TensorEntry, Shard ReadRequest         ByteSpan           CoalescedRead
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _HOMES = {"StreamReader": "restore.dcp_reader", "latest": "discovery.latest", "w
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the reader brings torch.distributed with it."""
+    """Import on first use: the reader imports torch.distributed.checkpoint."""
     import importlib
 
     if name not in _HOMES:
         raise AttributeError(f"module 'loaderkit.checkpoint' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"loaderkit.checkpoint.{_HOMES[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(importlib.import_module(f"loaderkit.checkpoint.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

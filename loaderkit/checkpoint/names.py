@@ -1,4 +1,4 @@
-"""The dotted names of torch.distributed.checkpoint: a nested state is a flat table of tensors and plain values."""
+"""Dotted names, as of torch.distributed.checkpoint: a nested state as a flat table of tensors and plain values, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_DEPTH = 100
 
 
 class Index(int):
-    """A place in a list, in a path: unlike a whole number that is a table's key."""
+    """An index of a list in a path; a plain int is a key of a table."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ Path = tuple[Any, ...]
 
 
 class Leaf(NamedTuple):
-    """A value of a nested state, and where it stands: `container[key]`, the last of the keys in `path`."""
+    """A value of a nested state: `container[key]`, where `key` is the last of the keys in `path`."""
 
     container: Any
     key: Any
@@ -41,16 +41,15 @@ def flatten(
     single: str = "tensor",
     empty: list[Path] | None = None,
 ) -> dict[str, Leaf]:
-    """Name -> leaf. Tables are entered always, lists and tuples if they hold a tensor or a table; the rest is a leaf.
+    """Name -> leaf. Tables are entered, and so are lists and tuples that hold a tensor or a table; other values are leaves.
 
     Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
     `empty` is given the paths of empty tables, which have no name.
-    Raises CheckpointError for two leaves of one name, and for more than `limit` leaves and tables, or endless nesting, which
-    are bombs.
+    Raises CheckpointError for two leaves of one name, for more than `limit` leaves and tables, and for endless nesting.
     """
     num_visited = 0
-    found: dict[str, Leaf] = {}
-    known: dict[int, bool] = {}  # whether a list is to be entered: shared lists are looked at once
+    leaves: dict[str, Leaf] = {}
+    entered: dict[int, bool] = {}  # by id of a list: shared lists are searched once
 
     def is_entered(value: Any, depth: int) -> bool:
         if depth > _MAX_DEPTH:
@@ -59,10 +58,10 @@ def flatten(
             return True
         if not isinstance(value, (list, tuple)):
             return False
-        if id(value) not in known:
-            known[id(value)] = False
-            known[id(value)] = any(is_tensor(item) or is_entered(item, depth + 1) for item in value)
-        return known[id(value)]
+        if id(value) not in entered:
+            entered[id(value)] = False
+            entered[id(value)] = any(is_tensor(item) or is_entered(item, depth + 1) for item in value)
+        return entered[id(value)]
 
     def visit(name: str, leaf: Leaf, depth: int) -> None:
         nonlocal num_visited
@@ -72,10 +71,11 @@ def flatten(
                 f"it has more than {limit} values and tables, more than its description can hold: it is a bomb"
             )
         value = leaf.value
-        if not is_entered(value, depth):
-            if name in found:
+        may_enter = depth > _MAX_DEPTH or isinstance(value, (Mapping, list, tuple))
+        if not may_enter or not is_entered(value, depth):
+            if name in leaves:
                 raise CheckpointError(f"two values have the name {name!r}: rename one, as names are joined by dots")
-            found[name] = leaf
+            leaves[name] = leaf
             return
         if not value and empty is not None:
             empty.append(leaf.path)
@@ -84,11 +84,13 @@ def flatten(
             visit(_joined(name, key, depth), Leaf(value, key, item, (*leaf.path, key)), depth + 1)
 
     visit(single, Leaf(None, None, tree), 0)
-    return found
+    return leaves
 
 
 def _joined(name: str, key: Any, depth: int) -> str:
-    """The name of what stands under `key` in the table `name`."""
+    """The name of the value under `key` in the table `name`."""
+    if type(key) is str:
+        return f"{name}.{key}" if depth else key
     unknown = opaque_in({key})
     if unknown is not None:
         raise CheckpointError(f"a key in {name!r} is an object of {unknown.what}, which is not made")
@@ -99,9 +101,9 @@ def _joined(name: str, key: Any, depth: int) -> str:
 
 
 def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
-    """The first thing inside a plain value that was not made, an object or the class of one; None if there is none.
+    """The first stand-in inside a plain value for an object that is not made, or for the class of one; None if there is none.
 
-    Tensors, arrays and their types count as made, as `settle` replaces them, but not in sets and keys, where it does not look.
+    Tensors, arrays and dtypes do not count, because `settle` replaces them; in sets and keys they do, because it does not.
     """
     seen: set[tuple[int, bool]] = set()
     todo = [(value, True)]
@@ -126,8 +128,8 @@ def opaque_in(value: Any) -> StandIn | type[StandIn] | None:
 
 
 def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
-    """A plain value with stand-ins replaced: arrays by NumPy's, others by what `tensor` makes of them. What was shared in it
-    stays shared."""
+    """A plain value with its stand-ins replaced: those of arrays by NumPy arrays, others by the result of `tensor`. Values that
+    are shared stay shared."""
     made: dict[int, Any] = {}
 
     def visit(item: Any, depth: int) -> Any:
@@ -148,12 +150,12 @@ def settle(value: Any, tensor: Callable[[Any], Any]) -> Any:
 
 
 def _like(table: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A table of the same kind: a dict, or an OrderedDict."""
+    """A table of the same class: a dict, or an OrderedDict."""
     return OrderedDict(items) if isinstance(table, OrderedDict) else dict(items)
 
 
 def nest(flat: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> Any:
-    """Flat names as the nested state that `paths` say they came from: tables, and lists of what is there of them."""
+    """The nested state of flat names, in which each has its path in `paths`; lists have the items that are there."""
     root: dict[Any, Any] = {}
     for path in empty:
         _enter(root, path)

@@ -18,10 +18,10 @@ import loaderkit
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.checkpoint.discovery.archive import TarConnector
 from loaderkit.checkpoint.discovery.locate import locate
-from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, gap_of, limits_of, spread_of
+from loaderkit.checkpoint.transfer.plan import ReadRequest, chunk_bytes_of, limits_of
 from loaderkit.checkpoint.transfer.session import num_workers_of, plan_access
 from loaderkit.connectors.backoff import RetryPolicy
-from loaderkit.connectors.base import Connector, ConnectorTraits
+from loaderkit.connectors.base import Connector, ConnectorTraits, traits_of
 from loaderkit.connectors.config import CacheArgs, S3Args, StoreArgs
 from loaderkit.connectors.factory import open_connector
 from loaderkit.connectors.file import FileConnector
@@ -47,7 +47,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", ["x.safetensors", "", "x.tar"])
 def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
     place = locate(path.parent / name, {})
-    assert gap_of(place.connector) == 64 * 2**10
+    assert traits_of(place.connector).coalesce_gap == 64 * 2**10
     assert num_workers_of(place.connector, "auto") == max(2, num_cpus())
     place.close()
 
@@ -87,7 +87,7 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
             == spread * 2**20
         )
     for inner, spread in ((place, 32 * 2**20), (FileConnector(str(path.parent)), 0)):
-        assert spread_of(RetryConnector(inner, RetryPolicy(1.0, 2))) == spread
+        assert traits_of(RetryConnector(inner, RetryPolicy(1.0, 2))).part_size == spread
 
 
 @pytest.fixture
@@ -251,5 +251,5 @@ def test_what_stands_before_a_connector_says_what_that_one_does(path: Path) -> N
             CacheConnector(inner, cached.cache),
             ahead(CacheConnector(inner, cached.cache)),
         ):
-            assert gap_of(connector) == gap
-    assert gap_of(open_connector(folder, {}, cached)) == 64 * 2**10
+            assert traits_of(connector).coalesce_gap == gap
+    assert traits_of(open_connector(folder, {}, cached)).coalesce_gap == 64 * 2**10

@@ -1,1 +1,1 @@
-"""Formats of checkpoints, from bytes to entries. They decide nothing about reading."""
+"""Formats of checkpoints, from bytes to entries. Callables given to them do the reading."""

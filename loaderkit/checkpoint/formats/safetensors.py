@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds, and where. Nothing of it is trusted.
+"""The header of a safetensors file: its tensors and the ranges of their bytes. All of it is checked.
 
 8 bytes, the header's length N; N bytes of JSON, name -> {dtype, shape, data_offsets}; then the tensors' bytes, without a gap.
 See https://github.com/huggingface/safetensors#format
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import prod
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,12 +47,12 @@ class Entry(NamedTuple):
 
 
 def looks_like_safetensors(head: bytes, size: int) -> bool:
-    """Whether a file of `size` bytes that begins with `head` (9 bytes or more) is meant to be one."""
+    """True if a file of `size` bytes that begins with `head` (9 bytes or more) may be one."""
     return size >= 9 and len(head) >= 9 and head[8:9] == b"{"
 
 
 def header_end(head: bytes) -> int:
-    """Where the header of a file that begins with `head` says it ends, in bytes from the file's beginning; 8 if it does not."""
+    """The end of the header, in bytes, of a file that begins with `head`; 8 if `head` is too short to tell."""
     return 8 + (int.from_bytes(head[:8], "little") if len(head) >= 8 else 0)
 
 
@@ -80,20 +81,18 @@ def _entries(text: bytes, data_start: int, size: int) -> tuple[list[Entry], dict
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError("the safetensors header's __metadata__ is not a table of texts")
-    entries = sorted(
-        (_entry(name, value, data_start) for name, value in fields.items()), key=lambda e: (e.start, e.end)
-    )
+    entries = sorted((_entry(*item, data_start) for item in fields.items()), key=attrgetter("start", "end"))
     _check_places(entries, data_start, size)
     return entries, metadata
 
 
 def _parse(text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        table = dict(pairs)
+        if len(table) < len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise FormatError(f"the safetensors header names {twice!r:.200} twice")
-        return found
+        return table
 
     try:
         fields = json.loads(text, object_pairs_hook=unique)

@@ -51,6 +51,8 @@ def new_tensors(
 
 
 def _start_of(entry: TensorEntry) -> tuple[str, int]:
+    if len(entry.shards) == 1:
+        return entry.shards[0].key, entry.shards[0].start
     return min(((shard.key, shard.start) for shard in entry.shards), default=("", 0))
 
 
@@ -161,6 +163,8 @@ def _difference(
     if device is not None and not _same_device(tensor.device, device):
         return f"is on {tensor.device}, and device is {device}: leave `device` out, or move it first"
     if dtype == "target" and entry.dtype.is_floating_point == tensor.dtype.is_floating_point:
+        return None
+    if tensor.dtype == entry.dtype and dtype is None:
         return None
     expected = _cast(entry.dtype, dtype)
     if tensor.dtype != expected:

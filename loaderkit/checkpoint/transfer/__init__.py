@@ -1,1 +1,1 @@
-"""Moves byte ranges into tensors, on the engine."""
+"""Moves byte ranges of a checkpoint into tensors, on the engine."""

@@ -83,8 +83,8 @@ def _cuts(start: int, num_bytes: int, item: int, most_bytes: int) -> list[tuple[
 def _is_like(tensor: torch.Tensor, entry: TensorEntry) -> bool:
     """True if the stored bytes of the only shard are the tensor's own, in order."""
     shard = entry.shards[0]
-    is_dense = not shard.is_archive and shard.strides == strides_of(entry.shape)
-    return is_dense and tensor.dtype == entry.dtype and tensor.is_cpu and tensor.is_contiguous()
+    is_same = shard.strides == tensor.stride() and not shard.is_archive
+    return is_same and tensor.dtype == entry.dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
 def box_spans(

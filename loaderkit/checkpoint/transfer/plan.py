@@ -23,7 +23,7 @@ _CHUNK_BYTES = 8 * 2**20
 _MIN_CHUNK = 64 * 2**10
 _MIN_CHECKED_CHUNK = 2**20
 _MAX_GROUP = 256  # small tensors in one work item: their memory is made under the engine's lock, 10 us each
-SMALL_GAP = 256 * 2**10  # connectors with a larger gap have latency
+LATENCY_GAP = 256 * 2**10  # a store whose `coalesce_gap` is as large has latency
 
 PreparedRead = tuple[list[ByteSpan], Callable[[], list[tuple[str, Any]]]]
 
@@ -116,19 +116,9 @@ class ReadTotals:
             totals.cast_s += cast_s
 
 
-def gap_of(connector: Connector) -> int:
-    """The gap, in bytes, that is read faster than a further request: small in a file, large in an object store."""
-    return traits_of(connector).coalesce_gap
-
-
 def chunk_bytes_of(connector: Connector) -> int:
     """Bytes that are read at once where memory allows."""
-    return max(_CHUNK_BYTES, spread_of(connector))
-
-
-def spread_of(connector: Connector) -> int:
-    """Bytes from which on the connector splits a read into parallel requests; 0: it never does."""
-    return traits_of(connector).part_size
+    return max(_CHUNK_BYTES, traits_of(connector).part_size)
 
 
 def memory_of_worker(connector: Connector) -> int:
@@ -153,7 +143,9 @@ def limits_of(
             f"{num_workers} workers{' on every rank of this machine' if num_parts > 1 else ''}: allow that much"
         )
     # With checksums, the rest of the two blocks at a read's ends is read to staging memory, too.
-    return ReadLimits(most_bytes, gap_of(connector), most_bytes // 16, 2 * MAX_BLOCK_BYTES if is_checked else 0)
+    return ReadLimits(
+        most_bytes, traits_of(connector).coalesce_gap, most_bytes // 16, 2 * MAX_BLOCK_BYTES if is_checked else 0
+    )
 
 
 class TensorPlan:
@@ -325,7 +317,7 @@ def _in_chunks(reads: Sequence[CoalescedRead], limits: ReadLimits) -> list[list[
 
     For a store with latency each read is a chunk: the reads of one chunk follow one another.
     """
-    if limits.coalesce_gap >= SMALL_GAP:
+    if limits.coalesce_gap >= LATENCY_GAP:
         return [[read] for read in reads]
     chunks: list[list[CoalescedRead]] = []
     size = 0

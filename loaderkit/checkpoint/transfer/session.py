@@ -15,16 +15,14 @@ import torch
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.checkpoint.checksums import Checksums
 from loaderkit.checkpoint.transfer.plan import (
-    SMALL_GAP,
+    LATENCY_GAP,
     ReadRequest,
     TensorPlan,
-    gap_of,
     limits_of,
     memory_of_worker,
-    spread_of,
 )
 from loaderkit.checkpoint.transfer.stages import TransferStages
-from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_of
+from loaderkit.connectors.base import Connector, ObjectInfo, bulk_of, counters_of, traits_of
 from loaderkit.connectors.page_cache import cached_share, parts_of
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
@@ -71,8 +69,9 @@ def num_workers_of(
             raise ConfigError(f"concurrency {concurrency!r}: expected 'auto', or a number of threads from 1 on")
         return concurrency
     mean = _mean_bytes(requests)
-    if gap_of(connector) >= SMALL_GAP:
-        is_split = mean is not None and mean >= spread_of(connector) // 4 > 0
+    traits = traits_of(connector)
+    if traits.coalesce_gap >= LATENCY_GAP:
+        is_split = mean is not None and mean >= traits.part_size // 4 > 0
         return _SPLITTING_WORKERS if is_split else _REMOTE_WORKERS
     return 1 if mean is not None and mean < _SMALL_BYTES else max(2, num_cpus())
 
@@ -83,7 +82,7 @@ def plan_access(
     """How a rank that shares nothing reads `requests`: from a disk with more threads than CPUs, as far as memory allows, and
     past the page cache. Raises ConfigError as `num_workers_of`."""
     num_workers = num_workers_of(connector, concurrency, requests)
-    if gap_of(connector) >= SMALL_GAP or (_mean_bytes(requests) or 0) < _SMALL_BYTES:
+    if traits_of(connector).coalesce_gap >= LATENCY_GAP or (_mean_bytes(requests) or 0) < _SMALL_BYTES:
         return Access(num_workers)
     paths = parts_of(connector, ((*request.start, request.num_bytes) for request in requests))
     share = cached_share(paths) if paths else 1.0

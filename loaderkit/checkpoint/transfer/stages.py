@@ -14,8 +14,8 @@ import xxhash
 from loaderkit._internal.hashing import address_of_hash
 from loaderkit.checkpoint.checksums import Checksums
 from loaderkit.checkpoint.transfer.layout import ByteSpan
-from loaderkit.checkpoint.transfer.plan import SMALL_GAP, CoalescedRead, ReadChunk, ReadTotals, gap_of
-from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, ReadInto, bulk_of
+from loaderkit.checkpoint.transfer.plan import LATENCY_GAP, CoalescedRead, ReadChunk, ReadTotals
+from loaderkit.connectors.base import Connector, Hashed, ObjectInfo, ReadInto, bulk_of, traits_of
 from loaderkit.engine.work import Chunk, Stage
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError
 
@@ -97,7 +97,7 @@ class TransferStages:
         self._checksums = checksums
         self._device = device
         self._touched = touched
-        self._has_latency = gap_of(connector) >= SMALL_GAP
+        self._has_latency = traits_of(connector).coalesce_gap >= LATENCY_GAP
         bulk = bulk_of(connector)
         self._direct = direct and bulk.read_direct is not None
         self._read: ReadInto = bulk.read_direct if direct and bulk.read_direct is not None else connector.read_into

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.interrupts import opened
 from loaderkit.connectors.base import BulkConnector, BulkReads, ConnectorTraits, Hashed, ObjectInfo, Ranges
+from loaderkit.connectors.directory import Directory, etag_of
 from loaderkit.connectors.ranges import runs
 from loaderkit.errors import (
     AccessDeniedError,
@@ -26,14 +27,11 @@ from loaderkit.errors import (
 )
 from loaderkit.native import kernels
 
-# What a network disk may say while its server is away or has started again; a broken disk says EIO as well.
+# Errors of a network disk while its server is away or restarts; a broken disk gives EIO as well.
 _TEMPORARY = {
     errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN,
 }  # fmt: skip
-
-_Entry = tuple[str, os.DirEntry[str]]
-_Open = tuple[Iterator[_Entry], tuple[int, int]]
 
 
 class FileConnector(BulkConnector):
@@ -55,25 +53,7 @@ class FileConnector(BulkConnector):
         A file that vanishes meanwhile is left out. Raises `ObjectNotFoundError` if the root is missing,
         `AccessDeniedError` for a directory that may not be read.
         """
-        # One entry an open directory: what is left of it, its key, its identity (against endless loops of links).
-        identity = self._identity("")
-        if identity is None:
-            raise ObjectNotFoundError(f"there is no directory {self._root!r}; check the source's `url`")
-        stack: list[_Open] = [(iter(self._entries("", prefix)), identity)]
-        while stack:
-            entries, _ = stack[-1]
-            for key, entry in entries:
-                if not key.endswith("/"):
-                    info = self._info_of(key, entry)
-                    if info is not None:
-                        yield info
-                    continue
-                identity = self._identity(key)
-                if identity is not None and all(identity != above for _, above in stack):
-                    stack.append((iter(self._entries(key, prefix)), identity))
-                    break
-            else:
-                stack.pop()
+        return Directory(self._base, self._translated).files(prefix)
 
     def stat(self, key: str) -> ObjectInfo:
         """Size in bytes and etag (from the time of change and the size) of one file."""
@@ -82,7 +62,7 @@ class FileConnector(BulkConnector):
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._require_regular(key, status.st_mode)
-        return ObjectInfo(key, status.st_size, _etag(status.st_mtime_ns, status.st_size))
+        return ObjectInfo(key, status.st_size, etag_of(status.st_mtime_ns, status.st_size))
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the file's bytes from `start` on, or raise; see `Connector.read_into`."""
@@ -95,7 +75,7 @@ class FileConnector(BulkConnector):
         return BulkReads(self.read_many, self.gather_into, self.read_direct, self.read_hashed)
 
     def read_direct(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
-        """The same past the page cache; through it without the C module, and where the filesystem knows no other way."""
+        """`read_into` past the page cache (O_DIRECT); through it without the C module or O_DIRECT."""
         self._read(key, start, buffer, etag, direct=True)
 
     def _read(self, key: str, start: int, buffer: memoryview, etag: str | None, *, direct: bool = False) -> None:
@@ -120,7 +100,7 @@ class FileConnector(BulkConnector):
         direct: bool = False,
         etag: str | None = None,
     ) -> Hashed | None:
-        """`read_into`, or `read_direct`, and what the C function at `address` makes of every `block_bytes`; None, and nothing
+        """`read_into`, or `read_direct`, with the hash of every `block_bytes` by the C function at `address`; None, and nothing
         read, without the C module."""
         if kernels is None:
             return None
@@ -170,7 +150,7 @@ class FileConnector(BulkConnector):
         failed: Sequence[int] | None = range(len(keys))
         if kernels is not None:
             failed = kernels.read_many(self._path_or_nothing, keys, starts, lengths, etags, offsets, buffer)
-        # What failed, together or singly, is read again by itself: that says what is wrong with it, if it still is.
+        # A range that failed is read again by itself, which gives its own error, or succeeds.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():
             offset = offsets[number]
@@ -227,54 +207,14 @@ class FileConnector(BulkConnector):
 
     def _path_or_nothing(self, key: str) -> str:
         """Nothing for an empty part, "." or "..": two spellings of one file, or a way out of the root."""
-        around = f"/{key}/"  # looked through in a fifth of the time that a regular expression takes
-        return "" if "//" in around or "/./" in around or "/../" in around else self._base + key
-
-    def _entries(self, directory: str, prefix: str) -> Sequence[_Entry]:
-        """The entries of a directory that can match, in canonical order; a directory's key ends with "/"."""
-        found = []
-        try:
-            with os.scandir(self._base + directory) as entries:
-                for entry in entries:
-                    key = directory + entry.name
-                    if _is_directory(entry):
-                        key += "/"
-                    if key.startswith(prefix) or (key.endswith("/") and prefix.startswith(key)):
-                        found.append((key, entry))
-        except FileNotFoundError:
-            return []  # removed since its parent was read
-        except OSError as error:
-            raise self._translated(directory, error) from error
-        # "a-b/x" comes before "a/x": sorting directories with their slash makes the walk's order that of whole keys.
-        return sorted(found, key=lambda pair: os.fsencode(pair[0]))
-
-    def _identity(self, directory: str) -> tuple[int, int] | None:
-        """What tells one directory from another whatever its name; None if it is gone."""
-        try:
-            status = os.stat(self._base + directory)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._translated(directory, error) from error
-        return status.st_dev, status.st_ino
-
-    def _info_of(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
-        try:
-            status = entry.stat()
-        except FileNotFoundError:
-            return None  # removed meanwhile, or a link that leads nowhere
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return None
-            raise self._translated(key, error) from error
-        etag = _etag(status.st_mtime_ns, status.st_size)
-        return ObjectInfo(key, status.st_size, etag) if stat_bits.S_ISREG(status.st_mode) else None
+        slashed = f"/{key}/"  # searching it takes a fifth of the time of a regular expression
+        return "" if "//" in slashed or "/./" in slashed or "/../" in slashed else self._base + key
 
     def _check_status(self, key: str, status: Sequence[int], etag: str | None) -> None:
         """Raise unless what was read is a regular file and still the one of `etag`. `status`: mode, size, time in ns."""
         mode, size, mtime_ns = status
         self._require_regular(key, mode)
-        if etag is not None and etag != (found := _etag(mtime_ns, size)):
+        if etag is not None and etag != (found := etag_of(mtime_ns, size)):
             raise ObjectChangedError(
                 f"{self.describe(key)} was changed since it was listed "
                 f"(then {etag}, now {found}); start again, so that it is listed anew"
@@ -308,13 +248,6 @@ class FileConnector(BulkConnector):
         return kind(f"{name!r}: {error.strerror or error}")
 
 
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself, or one into a place that may not be seen: whoever reads it is told
-        return False
-
-
 def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> None:
     """Give a file its name; where files cannot be renamed (a bucket mounted by FUSE), write it anew under that name.
 
@@ -332,7 +265,7 @@ def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> 
         try:
             with open(path, "xb") as file:
                 file.write(data)
-        except FileExistsError:  # somebody else's, whole
+        except FileExistsError:  # another process wrote it, whole
             raise
         except BaseException:
             with suppress(OSError):
@@ -340,12 +273,8 @@ def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> 
             raise
 
 
-def _etag(mtime_ns: int, size: int) -> str:
-    return f"{mtime_ns:x}-{size:x}"
-
-
 def _read_range(path: str, start: int, buffer: memoryview, *, direct: bool = False) -> tuple[int, int, int, int]:
-    """Open, look, read, close: (bytes read, mode, size, time of change in ns). Other than a regular file is not read."""
+    """Open, fstat, read, close: (bytes read, mode, size, time of change in ns). Only a regular file is read."""
     if kernels is not None:
         found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer, direct)
         return found

@@ -1,4 +1,4 @@
-"""What every source offers, and the records it speaks in."""
+"""The contract of sources: what each of them offers, and the records it gives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class Table(NamedTuple):
 
 
 class Source(Protocol):
-    """A finite set of samples in canonical order, numbered from 0."""
+    """A finite set of samples in canonical order, numbered from 0.
+
+    A source may also have `table(indices) -> Table | None`, the ranges of many samples (None: ask one by one, as their fields
+    differ), and `keys(indices) -> list[str]`.
+    """
 
     classes: list[str] | None
 
@@ -58,16 +62,6 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """A short digest of what the samples are: keys and sizes, not where they lie or when they were written."""
-
-
-class TableSource(Protocol):
-    """What a `Source` may have besides, so that nothing is asked sample by sample."""
-
-    def table(self, indices: NDArray[np.int64]) -> Table | None:
-        """The ranges of these samples, or None if they have to be asked one by one: fields differ, or are missing."""
-
-    def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The keys of these samples."""
 
 
 class ItemSource(Protocol):

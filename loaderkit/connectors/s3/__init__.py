@@ -2,8 +2,9 @@
 
 connector.py    `S3Connector`
 requests.py     one request each: get, head, list, put, delete; the client, which belongs to one process
-settings.py     where the bucket is: description, environment, AWS configuration
-complaints.py   from what the client says to errors of loaderkit, without secrets
+client.py       the only module that imports s3torchconnector
+config.py       where the bucket is: description, environment, AWS configuration
+errors.py       from the client's messages to errors of loaderkit, without secrets
 """
 
 from loaderkit.connectors.s3.connector import S3Connector

@@ -123,6 +123,7 @@ RUN = "import sys; from loaderkit.cli import main; sys.exit(main(['run', 'p.json
 RESUME = "from pathlib import Path; from loaderkit.cli.demo.show import _resume; _resume(Path('nowhere'))"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("program", [RUN, RESUME])
 def test_processes_of_ours_import_nothing_from_where_one_works(program: str, photos: Path, tmp_path: Path) -> None:
     """Where one works may be where the data are."""

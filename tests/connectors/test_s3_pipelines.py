@@ -86,6 +86,7 @@ def test_executors(executor: str, uploaded: str, shards: Path, tmp_path: Path) -
     assert store["cache_hit_bytes"] > 0, "what indexed the shards left them there"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["files", "tar"])
 def test_several_processes_read_ahead_each_its_own(kind: str, uploaded: str, photos: Path, shards: Path) -> None:
     s3 = {"endpoint": uploaded}

@@ -152,6 +152,7 @@ class TestErrors:
 
 
 class TestInterrupts:
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("moment", [0.0, 0.05, 0.2, 0.6])
     def test_ctrl_c_ends_a_loop_at_once(self, moment: float, tmp_path: Path) -> None:
         """SIGINT at some moment of a busy loop: the process ends by KeyboardInterrupt, without hanging."""

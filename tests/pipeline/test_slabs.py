@@ -284,6 +284,7 @@ class TestNothingGrows:
         assert_no_more_than(before)
         assert resident_bytes() - resident < 16 * 2**20
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("overrides", [{}, {"stages.read.workers": 2, "stages.decode.workers": 2}])
     def test_large_photographs_in_a_small_budget(self, overrides: dict[str, Any], tmp_path: Path) -> None:
         """12 megapixels are 36 MB decoded. Besides the budget only what is being decoded may be there: one picture in each

@@ -95,7 +95,7 @@ class TestLiving:
         subprocess.run(["sh", "-c", command, "sh", *arguments], capture_output=True, timeout=60)
         assert result.read_text() == repr([(n, n) for n in range(64)])
 
-    @settings(max_examples=4, derandomize=True)
+    @settings(max_examples=2, derandomize=True)
     @given(
         batch=st.integers(3, 20),
         workers=st.integers(1, 4),

@@ -1,4 +1,4 @@
-"""The account as it is, and as it is where loaderkit was installed without a compiler."""
+"""Worker clocks as they are, and as they are where loaderkit was installed without a compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock
 
 
 def _in_python() -> type[WorkerClock]:
-    spec = importlib.util.spec_from_file_location("accounts_in_python", worker_clock.__file__)
+    spec = importlib.util.spec_from_file_location("worker_clock_in_python", worker_clock.__file__)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,15 +24,25 @@ def _in_python() -> type[WorkerClock]:
     return found
 
 
-PythonAccount = _in_python()
-both = pytest.mark.parametrize("account_type", [WorkerClock, PythonAccount], ids=["as it is", "in Python"])
+class HandClock:
+    """A clock that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def state_s(account: WorkerClock, now: float) -> list[float]:
+PythonWorkerClock = _in_python()
+both = pytest.mark.parametrize("clock_type", [WorkerClock, PythonWorkerClock], ids=["as it is", "in Python"])
+
+
+def state_s(one: WorkerClock, now: float) -> list[float]:
     """Its seconds by state."""
-    return type(account).summed([account], now)[0]
+    return type(one).summed([one], now)[0]
 
 
-def cpu_s(account: WorkerClock) -> list[float]:
+def cpu_s(one: WorkerClock) -> list[float]:
     """Its CPU seconds by stage."""
-    return [ClockTotals._make(row).cpu_s for row in type(account).summed([account], 0.0)[1]]
+    return [ClockTotals._make(row).cpu_s for row in type(one).summed([one], 0.0)[1]]

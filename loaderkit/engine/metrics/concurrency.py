@@ -1,4 +1,4 @@
-"""What the trial of several workers against one has found."""
+"""What the comparison of one worker alone with several has measured."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ _HELD = 2 / 3
 
 
 class ContentionResult(NamedTuple):
-    """What came of letting all workers work, or one alone."""
+    """How one worker alone compares with all workers of a pool. None: not measured."""
 
     alone_share: float | None = None
-    """What one alone got done, in shares of what all did together. About one over `num_inside`: each goes at its own pace.
-    About 1: there is something that only one of them can use at a time. None: there was no reason to try."""
+    """The throughput of one worker alone, as a share of that of all. About 1 / `num_inside`: each works at its own pace.
+    About 1: all need something that only one can use at a time. None: there was no reason to compare."""
     waiting_share: float | None = None
-    """Of the time in which workers that overlapped could have had a CPU, how much they waited for something else."""
+    """Of the time in which workers side by side could have had a CPU, the share in which they waited for something else."""
     gil_taken: float | None = None
-    """Of the times that a worker woke up and wanted Python's lock, the share at which another thread had it."""
+    """Of the times that a worker woke up and asked for the GIL, the share at which another thread held it."""
     num_inside: float | None = None
-    """How many there were on average while workers overlapped: fewer than all of them where the loop takes no more."""
+    """How many workers were side by side on average: fewer than there are where the loop takes no more."""
     slowdowns: Mapping[str, float] = {}
-    """By stage, how many times as long an item took while workers overlapped as with one alone, had there always been a CPU.
-    About 1: each goes at its own pace. About `num_inside`: only one at a time can be in that stage. Of a lock that one worker
-    has many times while another waits, only `alone_share` tells. Without those that were not tried."""
+    """By stage that was compared: how many times as long an item took with several workers as with one, time without a free
+    CPU left out. About 1: each works at its own pace. About `num_inside`: only one at a time can be in that stage. An unfair
+    lock, which one worker takes many times while another waits, shows only in `alone_share`."""
 
     @property
     def holds_gil(self) -> bool | None:
-        """Whether a worker keeps others from Python's lock; None: not known."""
+        """True if a worker keeps others from the GIL; None: not known."""
         return None if self.gil_taken is None else self.gil_taken > _HELD
 
 
 def merged_trials(trials: Sequence[ContentionResult]) -> ContentionResult:
-    """What came of the same trial in several processes that each let their own workers take turns: what they saw on average,
-    those that saw anything."""
+    """The mean of what several processes measured of the same pool; processes that measured nothing are left out."""
     stages = {stage: None for trial in trials for stage in trial.slowdowns}
     return ContentionResult(
         _mean(trial.alone_share for trial in trials),
@@ -46,6 +45,6 @@ def merged_trials(trials: Sequence[ContentionResult]) -> ContentionResult:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None: of none."""
+    """The mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

@@ -1,4 +1,4 @@
-"""What the kernel says of this process: memory, CPU time, throttling, and how much of what was read came from a disk."""
+"""The kernel's counters of this process: memory, CPU time, throttling, and how much of what was read came from a disk."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of
 
 @dataclass(frozen=True)
 class HostStats:
-    """Counters since the process began, but for the resident memory, which is as it is now.
+    """Counters since the process began; resident memory is that of this moment.
 
-    None where the kernel does not tell: throttling without a cgroup that has a quota, bytes without /proc/self/io.
+    None where the kernel does not tell: throttling outside of a cgroup with a quota, bytes without /proc/self/io.
     """
 
     rss_bytes: int
     rss_peak_bytes: int
     cpu_s: float
     throttled_s: float | None
-    read_bytes: int | None  # by system calls of this process, from wherever
-    disk_bytes: int | None  # of those, what the kernel had to fetch
-    idle_s: float | None = (
-        None  # for which the CPUs this process may use had nothing to run, added up, since the machine began
-    )
+    read_bytes: int | None  # by system calls, from the page cache or a disk
+    disk_bytes: int | None  # fetched from a disk for them
+    idle_s: float | None = None
+    """For how long the CPUs this process may use were idle since the machine was booted, added up."""
 
     def minus(self, earlier: HostStats) -> HostStats:
         """The counters between two moments."""
@@ -45,14 +44,14 @@ class HostStats:
 
     @property
     def page_cache_hits(self) -> float | None:
-        """The share of the bytes read that was in the page cache; None if that cannot be known."""
+        """The share of the bytes read that came from the page cache; None if it is not known."""
         if not self.read_bytes or self.disk_bytes is None:
             return None
-        # Read-ahead may fetch more than is asked for, and memory-mapped files are fetched without a read.
+        # Below 0 where read-ahead fetched more than was read, or memory-mapped files were fetched without a read.
         return max(0.0, 1.0 - self.disk_bytes / self.read_bytes)
 
 
-_MOST_BYTES = 2**16  # a user in hundreds of groups has a long /proc/self/status
+_MAX_BYTES = 2**16  # a user in hundreds of groups has a long /proc/self/status
 Number = TypeVar("Number", int, float)
 
 
@@ -60,9 +59,9 @@ def _difference(later: Number | None, earlier: Number | None) -> Number | None:
     return None if later is None or earlier is None else later - earlier
 
 
-def together(parts: Sequence[HostStats]) -> HostStats:
-    """The counters of several processes as those of one. Throttling is that of the cgroup they share, and idle time
-    that of the machine: not sums."""
+def merged_hosts(parts: Sequence[HostStats]) -> HostStats:
+    """The counters of several processes, summed. Throttling is that of the cgroup they share, and idle time that of the
+    machine: these are not summed."""
     throttled = [part.throttled_s for part in parts if part.throttled_s is not None]
     idle = [part.idle_s for part in parts if part.idle_s is not None]
     return HostStats(
@@ -90,7 +89,7 @@ def host_stats() -> HostStats:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     io = _numbers(_content("/proc/self/io"))
     status = _numbers(_content("/proc/self/status").replace(b" kB", b""))
-    # The peak of `getrusage` begins, in a process that was just started, as that of the one that started it.
+    # In a process that was just started, the peak of `getrusage` begins as that of its parent.
     peak_kib = status.get(b"VmHWM", usage.ru_maxrss)
     return HostStats(
         rss_bytes=status.get(b"VmRSS", peak_kib) * 1024,
@@ -103,9 +102,9 @@ def host_stats() -> HostStats:
     )
 
 
-@cache  # there are many folders, few of them with counters, and to look for them takes longer than all the rest
+@cache  # there are many folders, few of them with counters, and the search takes longer than all the rest
 def _throttling_files() -> tuple[str, ...]:
-    """Where the kernel says how long the tasks of our cgroup, and of those around it, were kept from running by a quota."""
+    """The files that say how long a quota kept the tasks of this process's cgroups from running."""
     files = [str(folder / "cpu.stat") for folder in cgroup_folders("cpu")]
     return tuple(file for file in files if not _numbers(_content(file)).keys().isdisjoint(_SECONDS))
 
@@ -116,15 +115,15 @@ def _throttled_s(file: str) -> float:
 
 
 def _content(path: str) -> bytes:
-    """A short file of the kernel's, without the layers of `open`; empty if there is none, or no descriptor left."""
+    """A short file of the kernel, read without the layers of `open`; empty if there is no such file, or no descriptor left."""
     try:
         with io.FileIO(path) as file:
-            return file.read(_MOST_BYTES)
+            return file.read(_MAX_BYTES)
     except OSError:
         return b""
 
 
 def _numbers(content: bytes) -> dict[bytes, int]:
-    """The numbers of a file with a name and a number a line."""
+    """The numbers of a file that has a name and a number in each line."""
     split = (line.replace(b":", b" ").split() for line in content.splitlines())
     return {name: int(value) for name, value in (words for words in split if len(words) == 2) if value.isdigit()}

@@ -1,4 +1,4 @@
-"""An interval of the accounts, as a verdict looks at it: waits, pools and what their workers do, what there is to be had."""
+"""An interval of the counters as the rules read it: waits, pools and their workers, CPUs and memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
 
-WAITING = 0.25  # of the time: where workers wait less, nobody is held up
+WAITING = 0.25  # of the time: workers that wait for less are not held up
 SPARE = 0.6  # of their time: workers that are busy for less have time to spare
-_SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs are what is short
-_IDLE = 0.5  # CPUs: with so many idle, there is one for whoever wants it
-_FULL = 0.8  # of the CPUs in use: so it is then
-_NUM_SURE = 8  # batches from which on an interval says as much as it ever will
+_SHORT = 0.2  # of the busy time, ready to run while no CPU was free: CPUs are what is short
+_IDLE = 0.5  # CPUs: with as many idle, a thread that is ready to run finds one
+_FULL = 0.8  # of the CPUs in use: none is free
+_NUM_SURE = 8  # batches from which on a longer interval makes a verdict no surer
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,27 @@ class PoolUse:
 
     rows: list[StageStats]
     trial: ContentionResult
-    is_in_trainer: bool  # with `executor: process`: not in the process that loads
+    is_in_trainer: bool  # with `executor: process`: it runs in the trainer's process
 
     def total(self, name: str) -> float:
         return float(sum(getattr(row, name) for row in self.rows))
 
     @property
     def use(self) -> float:
-        """The share of the time of workers that are to work in which they do."""
+        """The share of their time in which the pool's workers are busy; idle workers are left out."""
         whole = self.total("busy_s") + self.total("starved_s") + self.total("blocked_s")
         return self.total("busy_s") / whole if whole > 0 else 0.0
 
     @property
     def works_one_at_a_time(self) -> bool:
-        """Whether only one worked for much of the time, since that was measured to be faster."""
+        """True if only one worker ran for much of the time, since that was measured to be faster."""
         alone = self.trial.alone_share
         return alone is not None and alone >= 1.0 and self.total("idle_s") > WAITING * self.total("slot_s")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval, but for the start of the first batch."""
+    """An interval without the wait for the first chunk: `stall_s`, `waited_s` and `wall_s` leave it out."""
 
     stats: Snapshot
     start_s: float
@@ -63,36 +63,38 @@ class Interval:
 
     @property
     def share(self) -> float:
-        """Of the time, in which the loop waited."""
+        """The share of the time in which the loop waited."""
         return min(1.0, self.waited_s / self.wall_s)
 
     @property
     def is_inline(self) -> bool:
-        """Whether batches are made in the loop's thread, and not by workers."""
+        """True if the loop's thread makes the batches, and not workers."""
         return self.stats.tuning.get("executor") == "inline"
 
     @property
     def is_inline_by_rule(self) -> bool:
-        """True if nobody asked for `inline`: the batches are so small that to hand them over would take longer."""
+        """True if nobody asked for `inline`: the batches are so small that handing them over would take longer."""
         return "executor_reason" in self.stats.tuning
 
     @property
     def has_time_to_spare(self) -> bool:
-        """Whether every pool could do more, if there were room for it."""
+        """True if the workers of every pool could do more, and there is memory for it."""
         return not self.is_inline and not self.is_short_of_memory and max(pool.use for pool in self.pools) < SPARE
 
     @property
     def is_short_of_memory(self) -> bool:
-        """Whether the budget holds fewer batches than are to be read ahead."""
+        """True if the memory budget holds fewer batches than `prefetch.batches` asks for."""
         return self.num_in_memory < self.num_wanted
 
     @property
     def num_in_memory(self) -> int:
+        """Batches that the memory budget holds."""
         memory = self.stats.memory
         return memory["budget_bytes"] // batch if (batch := memory.get("batch_bytes", 0)) else self.num_wanted
 
     @property
     def num_wanted(self) -> int:
+        """Batches to read ahead."""
         batches = self.stats.tuning.get("batches")
         return batches if isinstance(batches, int) else 1
 
@@ -102,33 +104,34 @@ class Interval:
 
     @property
     def num_processes(self) -> int:
-        """Processes that load, of which each has its own lock of Python's, and lets its own workers take turns."""
+        """Processes that load, each with a GIL of its own."""
         processes = self.stats.tuning.get("processes")
         return processes if isinstance(processes, int) else 1
 
     @property
     def cpus_used(self) -> float:
-        """By the workers, on average."""
+        """CPUs that the workers use on average."""
         return sum(row.cpu_s for row in self.stats.stages) / self.wall_s
 
     @property
     def num_idle_cpus(self) -> float | None:
-        """CPUs that this process may use and that had nothing to run, on average; None: not known."""
+        """CPUs that this process may use and that were idle, on average; None: not known."""
         idle_s = self.stats.host.idle_s
         return None if idle_s is None else idle_s / self.stats.wall_s
 
     @property
     def has_idle_cpus(self) -> bool:
-        """Whether a thread that is ready to run could. On virtual machines it may wait behind another thread all the same, for
-        as long as that has the GIL: then it is the GIL that it waits for."""
+        """True if a thread that is ready to run finds a CPU. On virtual machines it may still wait behind another thread while
+        that one holds the GIL: then it waits for the GIL."""
         return self.num_idle_cpus is not None and self.num_idle_cpus > _IDLE
 
     @property
     def is_short_of_cpus(self) -> bool:
+        """True if the workers use nearly all CPUs, or wait for one while none is idle."""
         rows = self.stats.stages
-        delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
+        is_delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
         is_full = self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus
-        return is_full or (delayed and not self.has_idle_cpus)
+        return is_full or (is_delayed and not self.has_idle_cpus)
 
     def pool_of(self, row: StageStats) -> PoolUse:
         return next(pool for pool in self.pools if any(row is one for one in pool.rows))
@@ -137,17 +140,16 @@ class Interval:
         return round(min(100.0, 100.0 * seconds / self.stats.wall_s), 1)
 
     def confidence(self, *factors: float) -> float:
-        """All that speaks against being sure, multiplied; how short the interval is, too."""
-        found = 0.95 if self.stats.num_batches >= _NUM_SURE else 0.6 + 0.35 * self.stats.num_batches / _NUM_SURE
+        """The product of `factors`, each at most 1, and of one that is smaller for a short interval."""
+        confidence = 0.95 if self.stats.num_batches >= _NUM_SURE else 0.6 + 0.35 * self.stats.num_batches / _NUM_SURE
         for factor in factors:
-            found *= factor
-        return round(max(0.05, found), 2)
+            confidence *= factor
+        return round(max(0.05, confidence), 2)
 
     def suggested_workers(self, workers: int) -> int:
-        """How many would be enough, if twice as many did twice as much; no more than four times as many at a time."""
-        return max(
-            workers + 1, min(4 * workers, ceil(workers / max(1e-9, 1 - self.share)) if self.share < 1 else 2 * workers)
-        )
+        """The number that would be enough if throughput grew with the workers; at most four times as many as there are."""
+        enough = ceil(workers / max(1e-9, 1 - self.share)) if self.share < 1 else 2 * workers
+        return max(workers + 1, min(4 * workers, enough))
 
 
 def _pools_of(stats: Snapshot) -> list[PoolUse]:

@@ -1,7 +1,8 @@
-"""The samples that took longest, by stage: a few of all workers', so that a report can name them.
+"""The samples that took longest, by stage, so that a report can name them.
 
-A stage that works sample by sample says which one of a chunk took longest (`Chunk.slowest`); of any other the chunk as a whole
-counts, by what it took a sample. To look costs 0.2 us a chunk and stage, and to note one some microseconds, which soon is rare.
+A stage that works sample by sample says which sample of a chunk took longest (`Chunk.slowest`); for any other stage the chunk
+counts as a whole, by its time per sample. The check costs 0.2 us a chunk and stage; keeping one costs microseconds, and is rare
+soon.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _NUM_KEPT = 16
 
 
 class Slow(NamedTuple):
-    """`num_together` samples from number `sample` on took `seconds` in a stage, until `at_s`; 1: it was that one."""
+    """`num_together` samples, the first of them number `sample`, took `seconds` in a stage, until `at_s`."""
 
-    each_s: float  # seconds / num_together: first, so that they sort by it
+    each_s: float  # seconds / num_together; the first field, so that tuples sort by it
     at_s: float
     seconds: float
     epoch: int
@@ -28,25 +29,25 @@ class Slow(NamedTuple):
 
 
 class SlowItems:
-    """Those of all workers of an engine; for any thread."""
+    """The slowest samples of all workers of an engine; for any thread."""
 
     __slots__ = ("_kept", "_lock", "least_s")
 
     def __init__(self, num_stages: int) -> None:
-        self._lock = threading.Lock()  # between what is kept and what is to be kept; soon nothing is any more
+        self._lock = threading.Lock()  # held while a sample is kept, which is rare soon
         self._kept: list[tuple[Slow, ...]] = [()] * num_stages
         self.least_s = [0.0] * num_stages
 
     def note(self, stage: int, chunk: Chunk, each_s: float, at_s: float) -> None:
-        """A chunk has come out of a stage, `each_s` a sample."""
-        found = chunk.slowest
-        if found is None:
+        """Note a chunk that has left a stage after `each_s` a sample."""
+        slowest_sample = chunk.slowest
+        if slowest_sample is None:
             if each_s > self.least_s[stage]:
                 num = len(chunk)
                 self._keep(stage, Slow(each_s, at_s, each_s * num, chunk.epoch, chunk.index_of(0), num))
             return
         chunk.slowest = None
-        seconds, place = found
+        seconds, place = slowest_sample
         if seconds > self.least_s[stage]:
             self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, chunk.index_of(place), 1))
 
@@ -58,10 +59,10 @@ class SlowItems:
                 self.least_s[stage] = kept[-1].each_s
 
     def kept(self, stage: int) -> tuple[Slow, ...]:
-        """The slowest of a stage, the slowest first."""
+        """The slowest samples of a stage, the slowest first."""
         return self._kept[stage]
 
 
 def slowest(items: Iterable[Slow]) -> tuple[Slow, ...]:
-    """Those to be kept of all these, the slowest first."""
+    """The slowest of these, as many as are kept, the slowest first."""
     return tuple(nlargest(_NUM_KEPT, items))

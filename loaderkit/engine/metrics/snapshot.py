@@ -1,4 +1,4 @@
-"""The loader's accounts at one moment, and the difference of two moments.
+"""A loader's counters at one moment, and their rise between two moments.
 
 Slot time: for every stage, workers x wall time = busy + starved + blocked + idle. Stages fused into one pool are listed
 singly; `slot_s` is then their own busy time, with starved and idle at the pool's first stage and blocked at its last, so
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from loaderkit.engine.metrics.concurrency import ContentionResult, merged_trials
 from loaderkit.engine.metrics.histogram import Histogram
-from loaderkit.engine.metrics.host import HostStats, host_stats, together
+from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 
@@ -84,24 +84,24 @@ class Snapshot:
     `wall_s` counts from the first wait for a batch, or from the earlier moment.
     """
 
-    run: int  # counters begin anew with every run: after an error, say
+    run: int  # counters start again with every run, such as after an error
     now_s: float
     wall_s: float
     num_batches: int
     num_samples: int
     stall_s: dict[str, float]
     stages: list[StageStats]
-    num_ready: int  # batches that are complete, at this moment
-    num_open: int  # batches in the budget, complete or not, at this moment
+    num_ready: int  # complete batches at this moment
+    num_open: int  # batches in the memory budget at this moment, complete or not
     memory: dict[str, int]
-    host: HostStats  # of the processes in which the workers are; `idle_s` since the first wait for a batch
+    host: HostStats  # of the processes that run the workers; `idle_s` since the first wait for a batch
     tuning: dict[str, Any]
-    lateness: Histogram = field(default_factory=Histogram)  # of a thread that wants the GIL and a CPU for a moment
+    lateness: Histogram = field(default_factory=Histogram)  # of a thread that wakes up and needs the GIL and a CPU
     trials: dict[str, ContentionResult] = field(default_factory=dict)
-    """By the first stage of a pool: what came of letting one worker work alone, or all of them."""
+    """By the first stage of a pool: how one worker alone compares with all."""
     slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
-    """By stage: the samples that took longest, of the whole run; with `since`, those of them that came in the interval."""
-    store: dict[str, float] = field(default_factory=dict)  # what connectors count; those not in _LEVELS only grow
+    """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
+    store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
 
     @classmethod
@@ -150,7 +150,7 @@ class Snapshot:
         )
 
     def slimmed(self) -> Self:
-        """The same without what a time series does not show, to be kept."""
+        """A copy without what a time series does not show."""
         nothing = Histogram()
         stages = [replace(row, services=nothing) for row in self.stages]
         return replace(self, stages=stages, slowest={}, tuning={"batches": self.tuning.get("batches")})
@@ -214,7 +214,7 @@ class Snapshot:
         }
 
     def _overlap(self) -> dict[str, float]:
-        """How fast copies to the GPU were, and for how much of their time the loop did not wait for `transfer`."""
+        """The speed of copies to the GPU, and the share of their time in which the loop did not wait for `transfer`."""
         copy_s = self.copies.get("copy_s", 0.0)
         if not copy_s:
             return {}
@@ -223,10 +223,10 @@ class Snapshot:
 
 
 def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:
-    """How much every cause's stall has grown; none below 0, and they sum to the growth of the sum.
+    """The rise of every cause's stall: none below 0, and they sum to the rise of the total.
 
-    A wait that is still open is charged by what keeps it waiting now. When it ends it may be another chunk that came last:
-    then what was charged to one cause stands under another one. That came before the interval; the others share it.
+    An open wait is charged to what keeps it waiting now. When it ends, another chunk may have come last, and what was charged
+    to one cause moves to another. The cause that shrank counts as 0, and the others are scaled to the total.
     """
     grown = {cause: later.get(cause, 0.0) - earlier.get(cause, 0.0) for cause in {**earlier, **later}}
     total = max(0.0, sum(grown.values()))
@@ -235,14 +235,14 @@ def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str,
 
 
 def _shares(store: dict[str, float]) -> dict[str, float]:
-    """How much of what was read came from the cache, by bytes, if there is one and anything was read."""
+    """The cache's hit rate by bytes, if there is a cache and anything was read."""
     hits, misses = store.get("cache_hit_bytes", 0), store.get("cache_missed_bytes", 0)
     return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def merged(parts: Sequence[AnySnapshot]) -> AnySnapshot:
-    """The accounts of engines that work side by side on the same stages, as those of one: what can be summed is, the rest
-    is the first one's."""
+    """The counters of engines that run the same stages in parallel, as those of one engine: sums where a sum makes sense,
+    otherwise the first engine's value."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -262,7 +262,7 @@ def merged(parts: Sequence[AnySnapshot]) -> AnySnapshot:
             name: (max if name in ("slab_bytes", "batch_bytes") else sum)(part.memory[name] for part in parts)
             for name in first.memory
         },
-        host=together([part.host for part in parts]),
+        host=merged_hosts([part.host for part in parts]),
         slowest={
             stage: slowest(slow for part in parts for slow in part.slowest.get(stage, ()))
             for stage in {stage: None for part in parts for stage in part.slowest}
@@ -277,16 +277,16 @@ def merged(parts: Sequence[AnySnapshot]) -> AnySnapshot:
 
 
 def _sum(rows: Sequence[StageStats]) -> StageStats:
-    """The rows of one stage as one row."""
+    """One row for one stage of several engines."""
     counted = {name: sum(getattr(row, name) for row in rows) for name in (*_COUNTERS, "workers", "num_queued")}
     return replace(rows[0], **counted, services=_all_of(row.services for row in rows))
 
 
 def _all_of(histograms: Iterable[Histogram]) -> Histogram:
-    found = Histogram()
+    total = Histogram()
     for histogram in histograms:
-        found.merge(histogram.copy())  # which adds up what that one has taken in itself
-    return found
+        total.merge(histogram.copy())  # which sums what was merged into that one
+    return total
 
 
 def add_worker_time(
@@ -296,7 +296,7 @@ def add_worker_time(
     states: WorkerStates,
     now: float,
 ) -> None:
-    """Add the time of a pool's workers to the rows of their stages, by number; what they waited for to those of its `ends`."""
+    """Add the time of a pool's workers to the rows of their stages; waiting goes to the rows of the pool's `ends`."""
     if not worker_clocks:
         return
     state_s, totals = WorkerClock.summed(worker_clocks, now)

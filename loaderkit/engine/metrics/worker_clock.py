@@ -1,7 +1,7 @@
-"""One worker's account of its time: what it is doing now, and how long it has done what.
+"""The clock of one worker: what the worker is doing now, and how long it has done what.
 
-A worker writes its own account and nobody else's, without a lock. The ledger it writes to is the C module's, or where there is
-none `PythonLedger`, whose readers retry while a write is under way (a sequence lock).
+Only the worker itself writes to its clock, without a lock. The time by state is kept by the C module, or where there is none by
+`PythonStateClock`, whose readers retry while a write is under way (a sequence lock).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from loaderkit.native import kernels
 Clock = Callable[[], float]
 
 _RING_LENGTH = 256
-# A hand-off, not a wait; and a thread counts as computing for so short a time, as to ask is a system call.
+# A hand-off, not a wait. A shorter interval counts as computing unasked, since reading the CPU clock is a system call.
 MOMENT_S = 50e-6
-_LOOK_S = 1e-3  # to ask the kernel what a thread waited for takes 5 us: only where it was off the CPU for longer
-# An entry is written in microseconds; but if it ever is not, nobody is to wait for that.
-_MOST_READINGS = 50
+_LOOK_S = 1e-3  # asking the kernel what a thread waited for takes 5 us: only done where it was off the CPU for longer
+# An entry is written in microseconds; a reader gives up after 50 attempts, since an interrupted writer may never finish.
+_MAX_READS = 50
 _PAUSE_S = 1e-4
 
 
 class WorkerStates:
-    """The numbers of an account's states: stages 0 .. num_stages - 1, then what a worker does between them."""
+    """The numbers of a worker's states: stages 0 .. num_stages - 1, then what it does between them."""
 
     __slots__ = ("blocked", "idle", "num_stages", "num_states", "starved")
 
@@ -42,24 +42,24 @@ class WorkerStates:
         self.num_stages = num_stages
         self.starved = num_stages  # waiting for input
         self.blocked = num_stages + 1  # waiting for room downstream
-        self.idle = num_stages + 2  # not wanted
+        self.idle = num_stages + 2  # taken out of service
         self.num_states = num_stages + 3
 
 
 class ClockTotals(NamedTuple):
-    """What workers did in one stage, so far."""
+    """What workers have done in one stage so far."""
 
     num_items: int
     num_bytes: int
     num_failed: int
     cpu_s: float
     delayed_s: float  # ready to run, and no CPU was free
-    services: dict[int, int]  # by number of the bucket
+    services: dict[int, int]  # durations of items: number by bucket of a Histogram
 
 
 @dataclass(slots=True)
 class _Running:
-    """The same while it is written to."""
+    """The totals of one worker while it writes to them."""
 
     num_items: int = 0
     num_bytes: int = 0
@@ -69,8 +69,8 @@ class _Running:
     services: Histogram = field(default_factory=Histogram)
 
 
-class PythonLedger:
-    """Time by state, in seconds, with the interval that is still open; the C module's does the same, much faster."""
+class PythonStateClock:
+    """Time by state in seconds, with the interval that is still open; the C module does the same ten times as fast."""
 
     __slots__ = (
         "_clock",
@@ -106,7 +106,7 @@ class PythonLedger:
         self._cpu_since = 0.0
         self._delayed_since = 0.0
         self._is_stale = False
-        self._thread = 0  # who is in a stage, and the clock of its CPU time for others to read
+        self._thread = 0  # the thread that was in a stage last, and the clock of its CPU time for others to read
         self._cpu_clock: int | None = None
         self.num_stages = num_stages
         self._state_s = [0.0] * num_states
@@ -115,11 +115,11 @@ class PythonLedger:
         self.open_state = first_state
         self.since_s = since_s
         self._marks: deque[tuple[float, int]] = deque([(since_s, first_state)], maxlen=_RING_LENGTH)
-        self.trace: deque[Entry] | None = None  # while it is recorded
-        self.item: Item | None = None  # what the stages are at, for the trace
+        self.trace: deque[Entry] | None = None  # while the worker is traced
+        self.item: Item | None = None  # what the stages work on, for the trace
 
     def enter(self, state: int) -> float:
-        """End what the worker was doing and begin `state`; returns the time. To be called by the worker itself."""
+        """End the open interval and begin `state`; returns the time. Only the worker itself may call it."""
         now = self._clock()
         before, since_s = self.open_state, self.since_s
         is_stage = before < self.num_stages
@@ -131,10 +131,10 @@ class PythonLedger:
         elif is_stage or begins:
             cpu_now = thread_time()
             self._is_stale = False
-        else:  # it waits for this and then for that, and nobody has asked what it computed meanwhile
+        else:  # from one wait to another: the CPU clock is read before the next stage
             self._is_stale = True
         cpu_s = min(max(0.0, cpu_now - self._cpu_since), max(0.0, now - since_s))
-        self._marks.append((now, state))  # a call, during which Ctrl-C may come: not in the middle of the entry
+        self._marks.append((now, state))  # a call, in which Ctrl-C may be raised: so not in the middle of the entry
         self._sequence += 1
         self._state_s[before] += now - since_s
         if is_stage:
@@ -154,12 +154,12 @@ class PythonLedger:
         return now
 
     def _is_another_thread(self) -> bool:
-        """Whether the calling thread is another one than that which was in a stage last; it is to be this one now."""
+        """True if another thread was in a stage last; from now on it is the calling one."""
         thread = get_ident()
         if thread == self._thread:
             return False
         self._thread = thread
-        # Asked for by the thread itself: with the id of one that has ended the C library may crash.
+        # Asked for by the thread itself: with the id of a thread that has ended the C library may crash.
         self._cpu_clock = time.pthread_getcpuclockid(thread)
         return True
 
@@ -169,7 +169,7 @@ class PythonLedger:
         self._delayed_since = delayed_s
 
     def served(self, stage: int, num_items: int, num_bytes: int, chunk: Chunk | None = None) -> None:
-        """Count what the open interval, in `stage`, was spent on: a `chunk`, or else a whole batch."""
+        """Count the items of the open interval, in `stage`: a `chunk`, or without one a whole batch."""
         totals = self._stages[stage]
         totals.num_items += num_items
         totals.num_bytes += num_bytes
@@ -185,31 +185,31 @@ class PythonLedger:
         self._stages[stage].num_failed += count
 
     @classmethod
-    def summed(cls, ledgers: list[Self], now: float) -> tuple[list[float], list[ClockTotals]]:
-        """Of one ledger or several, seconds by state up to `now`, the open interval included and what came after `now` not, and
-        what was done in every stage; for any thread."""
-        state_s = [sum(column) for column in zip(*(one._read(now) for one in ledgers), strict=True)]
-        cpu_s = [sum(column) for column in zip(*(one._read_cpu() for one in ledgers), strict=True)]
-        stages = zip(*(one._stages for one in ledgers), strict=True)
+    def summed(cls, clocks: list[Self], now: float) -> tuple[list[float], list[ClockTotals]]:
+        """Sums over these clocks: seconds by state up to `now`, with the open interval, and what was done in every stage; for
+        any thread."""
+        state_s = [sum(column) for column in zip(*(one._read(now) for one in clocks), strict=True)]
+        cpu_s = [sum(column) for column in zip(*(one._read_cpu() for one in clocks), strict=True)]
+        stages = zip(*(one._stages for one in clocks), strict=True)
         return state_s, [_sum_of(running, cpu_s[number]) for number, running in enumerate(stages)]
 
     def _read(self, now: float) -> list[float]:
-        for _ in range(_MOST_READINGS):
+        for _ in range(_MAX_READS):
             sequence = self._sequence
             totals, state, since = list(self._state_s), self.open_state, self.since_s
             if self._is_whole(sequence):
                 break
         if since <= now:
             totals[state] += now - since
-        else:  # the worker has gone on since `now`, in which time the reader may have waited for the GIL
+        else:  # the worker has changed its state since `now`, while the reader waited for the GIL, say
             for later, first, last in self.timeline(now, since):
                 totals[later] -= last - first
         return totals
 
     def _read_cpu(self) -> list[float]:
-        for _ in range(_MOST_READINGS):
+        for _ in range(_MAX_READS):
             sequence = self._sequence
-            found = [totals.cpu_s for totals in self._stages]
+            cpu_s = [totals.cpu_s for totals in self._stages]
             state, since = self.open_state, self._cpu_since
             open_s = 0.0
             if state < self.num_stages and self._cpu_clock is not None:
@@ -218,29 +218,29 @@ class PythonLedger:
             if self._is_whole(sequence):
                 break
         if open_s > 0:
-            found[state] += open_s
-        return found
+            cpu_s[state] += open_s
+        return cpu_s
 
     def _is_whole(self, sequence: int) -> bool:
-        """Whether what was read since `sequence` was read is no half-written entry; else gives the writer time to end it."""
+        """True if no entry was written since `sequence` was read; otherwise gives the writer time to finish."""
         is_whole = sequence == self._sequence and sequence % 2 == 0
         if not is_whole:
             time.sleep(_PAUSE_S)
         return is_whole
 
     def timeline(self, start_s: float, end_s: float) -> list[tuple[int, float, float]]:
-        """(state, since, until) of what was done within [start_s, end_s), latest first, as far back as the marks go."""
-        found = []
+        """(state, since, until) of every interval within [start_s, end_s), latest first, as far back as the marks go."""
+        intervals = []
         until = end_s
-        # From the latest mark back, and no further than needed: all 256 of them cost 140 us, and it is asked twice a batch.
+        # From the latest mark back, no further than needed: all 256 marks cost 140 us, and this is called twice a batch.
         for since, state in reversed(self._marks.copy()):
             low, high = max(since, start_s), min(until, end_s)
             if high > low:
-                found.append((state, low, high))
+                intervals.append((state, low, high))
             if since <= start_s:
                 break
             until = since
-        return found
+        return intervals
 
 
 def _sum_of(stages: Sequence[_Running], cpu_s: float) -> ClockTotals:
@@ -257,13 +257,13 @@ def _sum_of(stages: Sequence[_Running], cpu_s: float) -> ClockTotals:
     )
 
 
-Ledger = PythonLedger
+StateClock = PythonStateClock
 if not TYPE_CHECKING and kernels is not None:
-    Ledger = kernels.Ledger
+    StateClock = kernels.Ledger
 
 
-class WorkerClock(Ledger):
-    """One worker's ledger, and what else is known of that worker."""
+class WorkerClock(StateClock):
+    """The time of one worker by state, and whether that worker is wanted."""
 
     __slots__ = ("is_wanted", "slow_items")
 
@@ -276,16 +276,16 @@ class WorkerClock(Ledger):
         since_s: float | None = None,
         slow_items: SlowItems | None = None,
     ) -> None:
-        """`since_s`: when it begins; default: now. `slow_items`: of all workers beside this one; default: there are none."""
-        self.is_wanted = True  # False: its worker is to rest, since there are to be fewer
+        """`since_s`: when the clock begins; default: now. `slow_items`: shared with the other workers; default: its own."""
+        self.is_wanted = True  # False: the worker is taken out of service, since fewer are wanted
         self.slow_items = slow_items or SlowItems(states.num_stages)
-        begun_s = clock() if since_s is None else since_s
+        start_s = clock() if since_s is None else since_s
         sizes = (states.num_stages, states.num_states)
-        super().__init__(*sizes, clock, first_state=first_state, since_s=begun_s, slow_items=self.slow_items)
+        super().__init__(*sizes, clock, first_state=first_state, since_s=start_s, slow_items=self.slow_items)
 
 
 def delayed_so_far_s() -> float:
-    """How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not."""
+    """Seconds for which the calling thread was ready to run and had no CPU, as Linux counts them; 0 on other systems."""
     if kernels is not None:
         return float(kernels.delayed())
     try:

@@ -60,7 +60,7 @@ def test_several_processes_are_merged() -> None:
     assert [slow.sample for slow in merged[:3]] == [219, 119, 19]
 
 
-def test_an_account_notes_what_its_stage_says() -> None:
+def test_a_clock_notes_what_its_stage_says() -> None:
     now = iter(range(1000))
     worker_clock = WorkerClock(WorkerStates(1), lambda: float(next(now)), first_state=1)
     worker_clock.enter(0)

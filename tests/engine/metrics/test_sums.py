@@ -1,24 +1,25 @@
-"""Over any interval slots sum to workers x wall time, and stalls to the waits, whatever is open at its ends."""
+"""Over any interval slot time sums to workers x wall time, and stalls sum to the waits, whatever is open at its ends."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbers_dataset import Numbers, hang, wait_for
-from worker_clocks import PythonAccount, both, cpu_s, state_s
+from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.snapshot import _rise
 from loaderkit.engine.metrics.stalls import Waits
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.errors import StageError
@@ -231,9 +232,14 @@ def test_blocked_for_the_whole_interval(executor: str) -> None:
     assert found.verdict().kind == "waiting"
 
 
+def risen(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:
+    nothing = Stats.empty([], 1)
+    return replace(nothing, stall_s=later).since(replace(nothing, stall_s=earlier)).stall_s
+
+
 def test_what_an_open_wait_was_charged_to_may_change() -> None:
     """The chunk that was the least far was not the one that came last: what moves to another cause lies before."""
-    assert _rise({"read": 5.0, "wakeup": 1.0}, {"decode": 6.0, "wakeup": 1.0}) == {
+    assert risen({"read": 5.0, "wakeup": 1.0}, {"decode": 6.0, "wakeup": 1.0}) == {
         "read": 0.0,
         "decode": 1.0,
         "wakeup": 0.0,
@@ -244,19 +250,19 @@ def test_what_an_open_wait_was_charged_to_may_change() -> None:
     st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9)), st.dictionaries(st.sampled_from("abcd"), st.floats(0, 9))
 )
 def test_a_rise_sums_and_is_never_negative(earlier: dict[str, float], later: dict[str, float]) -> None:
-    found = _rise(earlier, later)
+    found = risen(earlier, later)
     assert sum(found.values()) == pytest.approx(max(0.0, sum(later.values()) - sum(earlier.values())), abs=1e-9)
     assert min(found.values(), default=0.0) >= 0.0
 
 
 @both
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.01, 10)), min_size=1, max_size=40), st.floats(0, 1))
-def test_an_account_read_late_is_that_of_the_moment(
-    account_type: type[WorkerClock], steps: list[tuple[int, float]], share: float
+def test_a_clock_read_late_is_that_of_the_moment(
+    clock_type: type[WorkerClock], steps: list[tuple[int, float]], share: float
 ) -> None:
     """The reader looked at the clock, waited for the GIL, and then read: what came in between does not count."""
     now = 100.0
-    worker_clock = account_type(WorkerStates(3), lambda: now, first_state=3)
+    worker_clock = clock_type(WorkerStates(3), lambda: now, first_state=3)
     for state, seconds in steps:
         now += seconds
         worker_clock.enter(state)
@@ -357,13 +363,41 @@ class TestAnyThreadAnyTime:
         if raised:
             raise raised[0]
 
-    def test_inside_a_stage_and_after_an_interrupt_in_an_entry(self) -> None:
-        """Ctrl-C may come while a worker's account is being written in Python, which then stays as it is."""
-        worker_clock: Any = PythonAccount(WorkerStates(1), time.perf_counter, first_state=1)
-        worker_clock.enter(0)
-        worker_clock._sequence += 1
-        assert len(state_s(worker_clock, time.perf_counter())) == 4
-        assert len(cpu_s(worker_clock)) == 1
+    def test_after_an_interrupt_anywhere_in_an_entry(self) -> None:
+        """Ctrl-C may come at any line while a worker's clock is written in Python: what is left of the entry can be read."""
+        num_lines = 0
+        while True:
+            clock = PythonWorkerClock(WorkerStates(1), time.perf_counter, first_state=1)
+            clock.enter(0)
+            if not is_interrupted(clock, num_lines):
+                break
+            assert len(state_s(clock, time.perf_counter())) == 4
+            assert len(cpu_s(clock)) == 1
+            num_lines += 1
+        assert num_lines > 10
+
+
+def is_interrupted(clock: WorkerClock, num_lines: int) -> bool:
+    """Let the clock enter a state, interrupted before the line behind `num_lines` lines; False if there are no more."""
+    left = num_lines
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if event == "line" and frame.f_code.co_name == "enter":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        clock.enter(1)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def fail_seldom(sample: dict[str, Any]) -> None:

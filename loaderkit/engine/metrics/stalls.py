@@ -107,7 +107,15 @@ def segments_of(begin: float, end: float, path: ChunkPath, engine: WaitFacts) ->
 
 def attribute(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> dict[str, float]:
     """Seconds of the wait [begin, end) by cause."""
-    return charge(segments_of(begin, end, path, engine), begin, end)
+    charged: dict[str, float] = {}
+    for since, until, cause, queue in _parts(begin, end, path, engine):
+        if cause is not None:  # without a segment: 1.4 us a wait instead of 3.4
+            charged[cause] = charged.get(cause, 0.0) + until - since
+            continue
+        work = tuple(_work(engine, QUEUED - queue, since, until))
+        for stage, seconds in charge([WaitSegment(since, until, None, work)], since, until).items():
+            charged[stage] = charged.get(stage, 0.0) + seconds
+    return charged
 
 
 def _parts(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list[tuple[float, float, str | None, int]]:

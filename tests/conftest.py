@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buckets import upload
+from fault_proxy import FaultProxy
 from hypothesis import HealthCheck, settings
 from PIL import Image
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed, find_weed
@@ -153,3 +155,21 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write_text
+
+
+@pytest.fixture(scope="session")
+def disturbed_bucket(seaweed: Seaweed, photos: Path, shards: Path) -> None:
+    """A bucket with the pictures and the shards, and an empty one."""
+    upload(seaweed, photos, "faults", "photos/")
+    upload(seaweed, shards, "faults", "shards/")
+    seaweed.boto().create_bucket(Bucket="documents")
+
+
+@pytest.fixture
+def proxy(
+    seaweed: Seaweed, disturbed_bucket: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[FaultProxy]:
+    """A proxy before the server that disturbs requests."""
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    with FaultProxy(seaweed.port) as proxy:
+        yield proxy

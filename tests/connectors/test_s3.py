@@ -1,5 +1,5 @@
 """The S3 connector against a real server: settings, listings, parts, errors and secrets. What every connector promises is in
-contracts/; what goes wrong on the way is in test_s3_faults.py."""
+contracts/; what goes wrong on the way is in test_s3_faults.py and test_s3_errors.py."""
 
 from __future__ import annotations
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import random
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from buckets import digest, epoch_of, upload
-from fault_proxy import Fault, FaultProxy, Request, error_document
+from fault_proxy import Fault, FaultProxy, Request
+from s3_sources import BLOCKS, is_read, local, now_and_then, source
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 
 import loaderkit
@@ -26,69 +23,15 @@ from loaderkit.errors import (
     AccessDeniedError,
     ChecksumError,
     ConfigError,
-    ConnectorError,
     ExpiredCredentialsError,
     ObjectChangedError,
     RequestTimeoutError,
     SourceError,
     StageError,
-    TemporaryError,
-    ThrottledError,
     UnreachableError,
 )
 
 pytestmark = pytest.mark.usefixtures("s3_keys")
-BLOCKS = {"shuffle": "block", "seed": 3, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
-
-
-@pytest.fixture(scope="module")
-def uploaded(seaweed: Seaweed, photos: Path, shards: Path) -> None:
-    upload(seaweed, photos, "faults", "photos/")
-    upload(seaweed, shards, "faults", "shards/")
-    seaweed.boto().create_bucket(Bucket="documents")
-
-
-@pytest.fixture
-def proxy(seaweed: Seaweed, uploaded: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultProxy]:
-    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
-    with FaultProxy(seaweed.port) as proxy:
-        yield proxy
-
-
-def source(proxy: FaultProxy, kind: str, **more: Any) -> dict[str, Any]:
-    """The photographs through the proxy."""
-    s3: dict[str, Any] = {"endpoint": proxy.endpoint, "connections": 8}
-    found: dict[str, Any]
-    if kind == "files":
-        found = {"url": "s3://faults/photos", "include": "**/*.jpg", "label": "parent"}
-    else:
-        found = {"url": "s3://faults/shards", "fields": {"image": "jpg", "label": "cls"}}
-    return {"kind": kind, "s3": s3, "retry": {"total": "40s", "timeout": "1500ms"}, **found, **more}
-
-
-def local(photos: Path, shards: Path, kind: str) -> list[str]:
-    if kind == "files":
-        return epoch_of({"kind": "files", "url": str(photos), "include": "**/*.jpg", "label": "parent"})[0]
-    return epoch_of({"kind": "tar", "url": str(shards), "fields": {"image": "jpg", "label": "cls"}}, BLOCKS)[0]
-
-
-def is_read(request: Request) -> bool:
-    """Whether a request is for the bytes of an object."""
-    return request.method == "GET" and "list-type" not in request.path
-
-
-def now_and_then(fault: Fault, every: int = 7) -> Callable[[Request], Fault | None]:
-    """For each `every`-th request for bytes."""
-    seen = iter(range(10**9))
-    lock = threading.Lock()
-
-    def rule(request: Request) -> Fault | None:
-        if not is_read(request):
-            return None
-        with lock:
-            return fault if next(seen) % every == every - 1 else None
-
-    return rule
 
 
 EPOCHS = {
@@ -144,264 +87,6 @@ def test_the_endpoint_is_down_for_a_while(proxy: FaultProxy, photos: Path, shard
     assert found == local(photos, shards, "files")
 
 
-class TestErrors:
-    """One error, with bucket, key and what to do; never a secret."""
-
-    def connector(self, proxy: FaultProxy, **retry: Any) -> S3Connector:
-        args = RetryArgs.model_validate({"total": 3.0, "timeout": 1.0, **retry})
-        return S3Connector("s3://faults/photos", S3Args(endpoint=proxy.endpoint, connections=4), args)
-
-    def error(self, proxy: FaultProxy, fault: Fault, **retry: Any) -> ConnectorError:
-        connector = self.connector(proxy, **retry)
-        etag = connector.stat("ant/000.jpg").etag
-        self.asked: list[Request] = []
-        proxy.rule = lambda request: self.asked.append(request) or fault  # type: ignore[func-returns-value]
-        with pytest.raises(ConnectorError) as caught:
-            connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)), etag=etag)
-        connector.close()
-        assert "s3://faults/photos/ant/000.jpg" in str(caught.value)
-        assert "SESSION-TOKEN" not in f"{caught.value!r}{caught.value.__cause__!r}"
-        return caught.value
-
-    def test_expired_credentials_are_known_soon(self, proxy: FaultProxy) -> None:
-        error = self.error(proxy, Fault(answer=(400, "ExpiredToken")), total=60.0, timeout=9.0)
-        assert isinstance(error, ExpiredCredentialsError)
-        assert "renew" in str(error)
-        assert len(self.asked) <= 8  # the client would ask for half a minute
-
-    @pytest.mark.parametrize("are_valid", [True, False])
-    def test_newer_credentials_are_taken(
-        self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photos: Path, are_valid: bool
-    ) -> None:
-        """By all requests that were begun with older ones, also if they are told long after others."""
-        credentials = tmp_path / "credentials"
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-
-        def write(more: str) -> None:
-            keys = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
-            credentials.write_text(f"[default]\n{keys}{more}")
-
-        write("aws_session_token = old\n")
-        has_come, is_renewed = threading.Event(), threading.Event()
-
-        def rule(request: Request) -> Fault | None:
-            if request.headers.get("x-amz-security-token") != "old":
-                return None if are_valid else Fault(answer=(400, "ExpiredToken"))
-            if "000" in request.path:
-                has_come.set()
-                is_renewed.wait(60.0)
-            elif not is_renewed.is_set():
-                write("" if are_valid else "aws_session_token = older\n")
-            return Fault(answer=(400, "ExpiredToken"))
-
-        proxy.rule = rule
-        connector = self.connector(proxy, total=0.5, timeout=60.0)
-        found: list[bytes | ConnectorError] = []
-
-        def read(key: str) -> None:
-            buffer = bytearray(100)
-            try:
-                connector.read_into(key, 0, memoryview(buffer))
-                found.append(bytes(buffer))
-            except ConnectorError as error:
-                found.append(error)
-
-        early = threading.Thread(target=read, args=("ant/000.jpg",))
-        early.start()
-        assert has_come.wait(60.0)
-        read("bee/001.jpg")
-        is_renewed.set()
-        early.join()
-        connector.close()
-        if are_valid:
-            assert found == [(photos / key).read_bytes()[:100] for key in ("bee/001.jpg", "ant/000.jpg")]
-        else:
-            assert all(isinstance(error, ExpiredCredentialsError) for error in found), found
-        tokens = [request.headers.get("x-amz-security-token") for request in proxy.requests]
-        assert tokens[-1] == (None if are_valid else "older")
-
-    def test_a_file_dated_in_the_future_is_newer_once(
-        self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        credentials = tmp_path / "credentials"
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-        credentials.write_text("[default]\n")
-        os.utime(credentials, (2e9, 2e9))
-        connector = self.connector(proxy, timeout=60.0)
-        proxy.rule = lambda request: Fault(answer=(400, "ExpiredToken"))
-        with pytest.raises(ExpiredCredentialsError):
-            connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)))
-        before = len(proxy.requests)
-        os.replace(shutil.copy2(credentials, tmp_path / "moved"), credentials)  # written before the client was made
-        with pytest.raises(ExpiredCredentialsError):
-            connector.read_into("ant/000.jpg", 0, memoryview(bytearray(100)))
-        connector.close()
-        assert before < 10
-        assert before < len(proxy.requests) - before < 20
-
-    @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId", "RequestTimeTooSkewed"])
-    def test_denied(self, proxy: FaultProxy, code: str) -> None:
-        assert isinstance(self.error(proxy, Fault(answer=(403, code)), timeout=9.0), AccessDeniedError)
-
-    def test_throttled_for_too_long(self, proxy: FaultProxy) -> None:
-        error = self.error(proxy, Fault(answer=(503, "SlowDown")), timeout=9.0)
-        assert isinstance(error, ThrottledError)
-        assert "tried" in str(error)
-
-    def test_broken_off_for_too_long(self, proxy: FaultProxy) -> None:
-        assert isinstance(self.error(proxy, Fault(keep_bytes=10), timeout=9.0), TemporaryError)
-        assert isinstance(self.error(proxy, Fault(reset=True), timeout=9.0), TemporaryError)
-
-    @pytest.mark.parametrize("fault", [Fault(hang=True), Fault(drip=True)])
-    def test_hanging_for_too_long(self, proxy: FaultProxy, fault: Fault) -> None:
-        error = self.error(proxy, fault)
-        assert isinstance(error, RequestTimeoutError)
-        assert "said nothing for 1 s" in str(error)
-
-    def test_nobody_there(self, proxy: FaultProxy) -> None:
-        connector = self.connector(proxy, timeout=9.0)
-        proxy.go_down()
-        with pytest.raises(UnreachableError, match=r"s3://faults/photos/x: no connection with http://127.*tried"):
-            connector.read_into("x", 0, memoryview(bytearray(1)))
-        connector.close()
-        proxy.come_up()
-
-    def test_what_came_too_late_is_not_written(self, proxy: FaultProxy) -> None:
-        release = threading.Event()
-
-        def rule(request: Request) -> Fault | None:
-            if is_read(request):
-                release.wait(5.0)
-            return None
-
-        connector = self.connector(proxy, total=0.1, timeout=0.2)
-        proxy.rule = rule
-        buffer = bytearray(100)
-        with pytest.raises(RequestTimeoutError):
-            connector.read_into("ant/000.jpg", 0, memoryview(buffer))
-        release.set()
-        proxy.rule = lambda request: None
-        connector.stat("ant/000.jpg")
-        connector.close()
-        assert buffer == bytearray(100)
-
-    def test_a_listing_goes_on_where_it_failed(self, proxy: FaultProxy, seaweed: Seaweed) -> None:
-        client = seaweed.boto()
-        client.create_bucket(Bucket="pages")
-        names = [f"{number:04}" for number in range(1100)]
-        for name in names:
-            client.put_object(Bucket="pages", Key=name, Body=b"x")
-        for fault in (Fault(answer=(500, "InternalError")), Fault(hang=True), Fault(keep_bytes=1000)):
-            failed: list[Request] = []
-
-            def rule(request: Request, fault: Fault = fault, failed: list[Request] = failed) -> Fault | None:
-                if "continuation-token" in request.path and len(failed) < 2:
-                    failed.append(request)
-                    return fault
-                return None
-
-            connector = S3Connector("s3://pages", S3Args(endpoint=proxy.endpoint), RetryArgs(total=30.0, timeout=2.0))
-            proxy.rule = rule
-            assert [info.key for info in connector.list("")] == names
-            assert failed
-            connector.close()
-
-
-_CODES = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout")
-
-
-class TestErrorDocuments:
-    """An answer with status 200 that is an error document is tried again; an object that looks like one is an object."""
-
-    def connector(self, proxy: FaultProxy, **retry: Any) -> S3Connector:
-        args = RetryArgs.model_validate({"total": 120.0, "timeout": 60.0, **retry})
-        return S3Connector("s3://documents", S3Args(endpoint=proxy.endpoint, connections=4), args)
-
-    def first(self, proxy: FaultProxy, num: int, code: str, is_meant: Callable[[Request], bool]) -> list[Request]:
-        """Let so many requests be answered with a document; those that were."""
-        met: list[Request] = []
-
-        def rule(request: Request) -> Fault | None:
-            if len(met) == num or not is_meant(request):
-                return None
-            met.append(request)
-            return Fault(answer=(200, code))
-
-        proxy.rule = rule
-        return met
-
-    def test_reads(self, proxy: FaultProxy) -> None:
-        """Of objects that are such documents themselves, and of ranges as long as one, shorter and longer."""
-        seed = int(os.environ.get("LOADERKIT_SEED") or random.SystemRandom().randrange(2**32))
-        print(f"LOADERKIT_SEED={seed}")
-        rng = random.Random(seed)
-        code = rng.choice(_CODES)
-        document = error_document(code)
-        size = len(document)
-        objects = {"document": document, "documents": document * 3, "bytes": rng.randbytes(4 * size)}
-        connector = self.connector(proxy)
-        for key, data in objects.items():
-            connector.write(key, data)
-            lengths = [size, rng.randrange(1, size), min(len(data), rng.randrange(size + 1, 3 * size))]
-            for start, length in [(rng.randint(0, len(data) - length), length) for length in lengths] + [
-                (0, len(data))
-            ]:
-                for etag in (None, connector.stat(key).etag):
-                    met = self.first(proxy, rng.choice((0, 1, 2)), code, is_read)
-                    before = connector.counters()["num_retries"]
-                    buffer = bytearray(length)
-                    connector.read_into(key, start, memoryview(buffer), etag=etag)
-                    assert buffer == data[start : start + length]
-                    assert connector.counters()["num_retries"] - before == len(met)
-        connector.close()
-
-    @pytest.mark.parametrize("what", ["read", "head", "list", "begin", "part", "complete", "delete"])
-    def test_what_else_is_asked(self, proxy: FaultProxy, seaweed: Seaweed, what: str) -> None:
-        code = random.SystemRandom().choice(_CODES)
-        print(code)
-        connector = self.connector(proxy)
-        connector.write("old", b"old")
-        asks: dict[str, Callable[[Request], bool]] = {
-            "read": is_read,
-            "head": lambda request: request.method == "HEAD",
-            "list": lambda request: "list-type" in request.path,
-            "begin": lambda request: request.method == "POST" and "uploads" in request.path,
-            "part": lambda request: request.method == "PUT",
-            "complete": lambda request: request.method == "POST" and "uploadId" in request.path,
-            "delete": lambda request: request.method == "DELETE",
-        }
-        met = self.first(proxy, 2, code, asks[what])
-        buffer = bytearray(3)
-        connector.read_into("old", 0, memoryview(buffer), etag=connector.stat("old").etag)
-        connector.write("new", b"new ones")
-        assert {"old": 3, "new": 8}.items() <= {info.key: info.size for info in connector.list("")}.items()
-        connector.delete("old")
-        connector.close()
-        assert buffer == b"old"
-        assert len(met) == 2
-        client = seaweed.boto()
-        assert client.get_object(Bucket="documents", Key="new")["Body"].read() == b"new ones"
-        assert "old" not in [found["Key"] for found in client.list_objects_v2(Bucket="documents")["Contents"]]
-
-    @pytest.mark.parametrize("etag", [None, "x"])
-    def test_for_too_long(self, proxy: FaultProxy, etag: str | None) -> None:
-        connector = self.connector(proxy, total=0.5)
-        connector.write("old", b"old")
-        proxy.rule = lambda request: Fault(answer=(200, "SlowDown"))
-        for ask in (
-            lambda: connector.read_into("old", 0, memoryview(bytearray(3)), etag=etag),
-            lambda: connector.stat("old"),
-        ):
-            with pytest.raises(
-                ThrottledError, match=r"s3://documents/old: .*status 200.*error document.*tried"
-            ) as caught:
-                ask()
-            assert "SESSION-TOKEN" not in f"{caught.value!r}{caught.value.__cause__!r}"
-        connector.close()
-
-
 @pytest.mark.parametrize("kind", ["files", "tar"])
 def test_replaced_in_mid_epoch(seaweed: Seaweed, photos: Path, shards: Path, proxy: FaultProxy, kind: str) -> None:
     bucket = f"replaced-{kind}"
@@ -434,7 +119,7 @@ class TestLongReads:
     """Of many parts."""
 
     @pytest.fixture
-    def data(self, seaweed: Seaweed, uploaded: None, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    def data(self, seaweed: Seaweed, disturbed_bucket: None, monkeypatch: pytest.MonkeyPatch) -> bytes:
         monkeypatch.setattr("loaderkit.connectors.s3.connector._NEAR_S", 60.0)  # parts of 2 MiB
         data = np.random.default_rng(0).integers(0, 256, 60_000_000, np.uint8).tobytes()
         seaweed.boto().put_object(Bucket="faults", Key="photos/large", Body=data)

@@ -1,6 +1,6 @@
-"""The engine of threads: pools of workers that pull chunks from the intake and read ahead.
+"""The engine of threads: pools of workers that pull chunks from the scheduler and read ahead.
 
-A hand-off to another pool costs 10 to 20 us. Where chunks come from and where they land is `scheduler.py`.
+A hand-off to another pool costs 10 to 20 us.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ThreadEngine(Engine):
         patience = watchdog.Patience(self._timeout_s, self._raises)
         left_s = patience.next_s
         while True:
-            work_item, left_s = self.scheduler.wait_for_first(left_s)
+            work_item, left_s = self.scheduler.ready.wait_for_first(left_s)
             if work_item is not None:
                 return work_item
             if left_s <= 0:
@@ -215,19 +215,19 @@ class ThreadEngine(Engine):
 
     @property
     def is_short_of_memory(self) -> bool:
-        return self.scheduler.is_short_of_memory
+        return self.scheduler.budget.is_short_of_memory
 
     @property
     def num_queued(self) -> int:
-        return self.scheduler.num_queued
+        return len(self.scheduler.work)
 
     @property
     def num_open(self) -> int:
-        return self.scheduler.num_open
+        return self.scheduler.budget.num_open
 
     @property
     def num_ready(self) -> int:
-        return self.scheduler.num_ready
+        return self.scheduler.ready.num_ready
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -242,10 +242,10 @@ class ThreadEngine(Engine):
                     self._rest(pool, worker_clock)
                 if pool.num_workers > 1:
                     pool.probe.wait(worker_clock, self.states.idle, self.scheduler.wake_worker)
-                item = self.scheduler.take(worker_clock) if pool.buffer is None else pool.buffer.get(worker_clock)
+                item = self.scheduler.work.take(worker_clock) if pool.buffer is None else pool.buffer.get(worker_clock)
                 if item is not None:
                     self._process(pool, worker_clock, item)
-                elif self.scheduler.is_over or (pool.buffer is not None and pool.buffer.is_closed):
+                elif self.scheduler.ready.is_over or (pool.buffer is not None and pool.buffer.is_closed):
                     return
                 del item  # or the worker would keep a delivered batch's memory while it waits
         except threading.BrokenBarrierError:
@@ -277,7 +277,7 @@ class ThreadEngine(Engine):
             chunk.marks.append((self.clock(), stalls.QUEUED - following.number))
             following.buffer.put(onward, worker_clock)
         elif isinstance(onward, WorkItem):
-            self.scheduler.deliver(onward)
+            self.scheduler.ready.deliver(onward)
 
     def _land(self, chunk: Chunk) -> WorkItem | None:
-        return self.scheduler.land(chunk)
+        return self.scheduler.work.land(chunk)

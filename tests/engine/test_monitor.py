@@ -205,7 +205,7 @@ class TestStopping:
             next(iter(loader))
             engine: Any = loader._engine
             engine.waiting_since_s = 0.0
-            with engine.scheduler._lock, engine._sizing, loader._sizes._lock:
+            with engine.scheduler.lock, engine._sizing, loader._sizes._lock:
                 pid = os.fork()
                 if pid == 0:
                     loader.stats()
@@ -232,7 +232,7 @@ class TestStopping:
         has_ended = threading.Event()
 
         def collect(stats: Any) -> None:
-            with engine.scheduler._lock:
+            with engine.scheduler.lock:
                 finalizer()
             has_ended.set()
 

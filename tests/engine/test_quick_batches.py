@@ -9,44 +9,46 @@ from typing import Any
 
 import pytest
 
-from loaderkit.engine import scheduler as module
+from loaderkit.engine import ready_queue as module
 from loaderkit.engine.metrics.worker_clock import WorkerStates
+from loaderkit.engine.ready_queue import ReadyQueue
 from loaderkit.engine.scheduler import Scheduler
 from loaderkit.engine.work import WorkItem
 
 
-def intake_with(num_batches: int) -> tuple[Scheduler, list[WorkItem]]:
+def scheduler_with(num_batches: int) -> tuple[Scheduler, list[WorkItem]]:
     plan: Any = SimpleNamespace(batch_size=1, room=(4, False), is_prepared=True, release=lambda work_item: None)
     scheduler = Scheduler(plan, WorkerStates(1), time.perf_counter, num_workers=1, is_whole=True)
     batches = [WorkItem(0, n, n + 1, 0) for n in range(num_batches)]
-    scheduler._queue.extend(batches)
-    scheduler.num_open = num_batches
+    for batch in batches:
+        scheduler.ready.append(batch)
+    scheduler.budget.num_open = num_batches
     return scheduler, batches
 
 
 @pytest.mark.parametrize("way", ["consumer", "courier"])
 def test_who_sleeps_is_woken_although_batches_have_become_quick(way: str) -> None:
     """It fell asleep for long while batches were slow; the last one of all is quick, and nobody comes after it."""
-    scheduler, (only,) = intake_with(1)
-    scheduler._chunk_sizer.sample_s = 1.0
-    waiting = scheduler.wait_until_ready if way == "courier" else lambda: scheduler.wait_for_first(60.0)
+    scheduler, (only,) = scheduler_with(1)
+    scheduler.budget.chunk_sizer.sample_s = 1.0
+    waiting = scheduler.ready.wait_until_ready if way == "courier" else lambda: scheduler.ready.wait_for_first(60.0)
     consumer = threading.Thread(target=waiting, daemon=True)
     consumer.start()
-    while not scheduler._is_asleep:
+    while not scheduler.ready._is_asleep:
         pass
-    scheduler._chunk_sizer.sample_s = 1e-6
-    scheduler.deliver(only)
+    scheduler.budget.chunk_sizer.sample_s = 1e-6
+    scheduler.ready.deliver(only)
     consumer.join(20)
     assert not consumer.is_alive()
 
 
 def test_the_consumer_looks_by_itself_while_batches_are_quick() -> None:
-    scheduler, batches = intake_with(4)
-    scheduler._chunk_sizer.sample_s = 1e-6
+    scheduler, batches = scheduler_with(4)
+    scheduler.budget.chunk_sizer.sample_s = 1e-6
     found: list[WorkItem | None] = []
-    consumer = threading.Thread(target=lambda: found.append(scheduler.wait_for_first(60.0)[0]), daemon=True)
+    consumer = threading.Thread(target=lambda: found.append(scheduler.ready.wait_for_first(60.0)[0]), daemon=True)
     consumer.start()
-    scheduler.deliver(batches[0])  # one of four: not announced
+    scheduler.ready.deliver(batches[0])  # one of four: not announced
     consumer.join(20)
     assert found == [batches[0]]
 
@@ -55,10 +57,10 @@ def test_who_wakes_the_consumer_for_nothing_does_not_put_off_the_end_of_its_pati
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As workers do that come to rest while another one hangs with the awaited batch."""
-    scheduler, _ = intake_with(1)
+    scheduler, _ = scheduler_with(1)
     now = iter(range(1000))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
-    monkeypatch.setattr(Scheduler, "_sleep", lambda self, wait_s: None)
-    found, left_s = scheduler.wait_for_first(60.0)
+    monkeypatch.setattr(ReadyQueue, "_sleep", lambda self, wait_s: None)
+    found, left_s = scheduler.ready.wait_for_first(60.0)
     assert found is None
     assert left_s <= 0

@@ -144,19 +144,20 @@ class TestDepth:
         with loaderkit.build(numbers(800), overrides={"prefetch.batches": 8}) as loader:
             loader.start()
             engine: Any = loader._engine
-            wait_for(lambda: engine.scheduler.num_open == 8)  # once one is taken, quick workers may rest with less
+            wait_for(lambda: engine.num_open == 8)  # once one is taken, quick workers may rest with less
             batches = iter(loader)
             loader.resize(batches=2)
             for _ in range(8):
                 next(batches)
-            assert engine.scheduler.num_open <= 2, "quick batches: workers may wait until all of the room is free"
+            assert engine.num_open <= 2, "quick batches: workers may wait until all of the room is free"
             loader.resize(batches=6)
-            wait_for(lambda: engine.scheduler.num_open == 6)
-            loader.resize(memory=engine.plan.batch_bytes * 3)
+            wait_for(lambda: engine.num_open == 6)
+            batch_bytes = loader.stats().memory["batch_bytes"]
+            loader.resize(memory=batch_bytes * 3)
             for _ in range(6):
                 next(batches)
-            wait_for(lambda: engine.scheduler.num_open <= 3)  # quick batches are begun several at a time
-            assert engine.plan.memory_bytes == engine.plan.batch_bytes * 3
+            wait_for(lambda: engine.num_open <= 3)  # quick batches are begun several at a time
+            assert engine.plan.memory_bytes == batch_bytes * 3
 
     @pytest.mark.parametrize("executor", ["thread", "process"])
     def test_memory_that_holds_no_batch_is_refused(self, executor: str) -> None:

@@ -71,10 +71,10 @@ class BatchSender:
         self._engine.start()
         scheduler = self._engine.scheduler
         while True:
-            scheduler.wait_until_ready()
+            scheduler.ready.wait_until_ready()
             with self._lock:  # a batch must not be taken before a seek and be sent as one behind it
                 try:
-                    work_item = scheduler.first(keep=True)
+                    work_item = scheduler.ready.first(keep=True)
                 except ClosedError:
                     return
                 if work_item is None:

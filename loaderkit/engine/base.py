@@ -1,6 +1,6 @@
-"""The engine: carries chunks through the stages, fills destinations, hands them over in order, and keeps the accounts.
+"""The engine: takes chunks through the stages, hands work items over in order, and measures what it does.
 
-A chunk runs through all stages of a pool without a hand-off. Who does that is the executor's: `threads.py`, `inline.py`.
+A chunk runs through all stages of a pool without a hand-off. In which thread is decided in `threaded.py` and `inline.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from loaderkit._internal.cgroups import idle_so_far_s
 from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
@@ -31,7 +29,7 @@ from loaderkit.errors import ClosedError
 
 
 class WorkerPool:
-    """A running pool. The first takes its chunks from the engine's intake, the others from a buffer."""
+    """A running pool. The first takes its chunks from the scheduler, the others from a buffer."""
 
     def __init__(
         self,
@@ -50,7 +48,7 @@ class WorkerPool:
         self.sample_stages = [(number, stages[number].run) for number in plan.sample_stages]
         self.batch_stages = [(number, stages[number].run) for number in plan.batch_stages]
         before_last = plan.sample_stages[:-1]
-        # To pad is the work of `batch`, though `normalize` may have come since: that stage then, else None.
+        # Padding counts as the work of `batch`, also where `normalize` follows it in this pool: that stage then, else None.
         self.padding = next((number for number in before_last if stages[number].kind == "batch"), None)
         self.num_workers = plan.num_workers  # that are wanted; others rest
         self.buffer: Buffer[Chunk | WorkItem] | None = Buffer(2 * plan.num_workers, states) if number else None
@@ -59,7 +57,7 @@ class WorkerPool:
         self.threads: list[threading.Thread] = []
 
     def one_works(self) -> bool:
-        """Whether only one worker takes chunks at present."""
+        """True if only one worker takes chunks at present."""
         return self.num_workers == 1 or self.probe.one_at_a_time
 
     def begin(self, worker_clock: WorkerClock) -> Ticket | None:
@@ -118,15 +116,15 @@ class Engine(ABC):
 
     @abstractmethod
     def _wait(self, begin_s: float) -> WorkItem:
-        """The next destination, once it is complete; `begin_s`: since when it is waited for."""
+        """The next work item, once it is complete; `begin_s`: since when it is waited for."""
 
     @abstractmethod
     def _land(self, chunk: Chunk) -> WorkItem | None:
-        """Count a chunk as landed; its destination, if that was the last one and somebody still wants it."""
+        """Count a chunk as landed; its work item, if that was the last one and it is not cancelled."""
 
     @abstractmethod
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let so many workers run `stage` and what shares its pool, from now on; from any thread. Raises ConfigError."""
+        """Let `num_workers` run `stage` and what shares its pool, from now on; from any thread. Raises ConfigError."""
 
     @abstractmethod
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
@@ -134,7 +132,7 @@ class Engine(ABC):
 
     @abstractmethod
     def seek(self, epoch: int, position: int) -> None:
-        """Drop everything read ahead and go on from another place, unless that is where the plan already stands."""
+        """Drop everything read ahead and continue at another place, unless the plan already stands there."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -146,32 +144,32 @@ class Engine(ABC):
 
     @abstractmethod
     def head(self) -> WorkItem | None:
-        """The awaited destination, for reports; from any thread."""
+        """The awaited work item, for reports; from any thread."""
 
     @property
     @abstractmethod
     def is_short_of_memory(self) -> bool:
-        """Memory, not depth, is what keeps the next destination from being opened."""
+        """True if memory, not depth, keeps the next work item from being opened."""
 
     @property
     @abstractmethod
     def num_queued(self) -> int:
-        """Chunks that nobody has taken yet; for any thread."""
+        """Chunks that no worker has taken yet; for any thread."""
 
     @property
     @abstractmethod
     def num_open(self) -> int:
-        """Destinations that hold memory, other than those that were handed over."""
+        """Work items that hold memory, other than those that were handed over."""
 
     @property
     @abstractmethod
     def num_ready(self) -> int:
-        """Destinations that are complete and wait for the consumer."""
+        """Work items that are complete and wait for the consumer."""
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
     def next(self) -> WorkItem:
-        """The next destination in order, complete; its error, if it has one, is still in it."""
+        """The next work item in order, complete; its error, if it has one, is still in it."""
         begin = self.clock()
         if self.first_wait_s is None:
             self.first_wait_s, self.first_idle_s = begin, idle_so_far_s()
@@ -205,7 +203,7 @@ class Engine(ABC):
 
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
-        is_fork = os.getpid() != self._pid  # there nobody waits, nor opens the locks
+        is_fork = os.getpid() != self._pid  # its copies of the threads and locks are dead
         if begin is None or begin >= now or is_fork:
             return {}
         head = self.head()
@@ -234,7 +232,7 @@ class Engine(ABC):
             for number in numbers:
                 rows[number].workers = pool.num_workers
             first.num_queued = self.num_queued if pool.buffer is None else len(pool.buffer)
-            # Inline, one account serves all pools; threads only ever enter their own pool's stages.
+            # Inline, one worker clock serves all pools; threads only enter the stages of their own pool.
             add_worker_time(rows, (first, last), list(pool.worker_clocks), self.states, now)
         host = host_stats()
         idle_s = None if host.idle_s is None or self.first_idle_s is None else host.idle_s - self.first_idle_s
@@ -297,7 +295,7 @@ class Engine(ABC):
     def close(self, join_s: float = 10.0) -> None:
         """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state."""
         if os.getpid() != self._pid:
-            # In a fork's child none of our threads is here, and a lock may have been copied while it was held.
+            # None of our threads runs in a fork's child, and a lock may have been copied while it was held.
             self._is_closed = True
             return
         if self._has_ended:
@@ -329,23 +327,8 @@ class Engine(ABC):
 
     # --------------------------------------------------------------------------------------------- running stages
 
-    def _carry(self, chunk: Chunk, worker_clock: WorkerClock) -> Chunk | WorkItem | None:
-        """Take a chunk through every pool, in the consumer's thread; its destination, if that is complete."""
-        item: Chunk | WorkItem | None = chunk
-        num_torch_threads = torch.get_num_threads()
-        try:
-            if num_torch_threads > 1:
-                torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
-            for pool in self.pools:
-                if item is not None:
-                    item = self._run(pool, worker_clock, item)
-        finally:
-            if num_torch_threads > 1:
-                torch.set_num_threads(num_torch_threads)
-        return item
-
     def _run(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> Chunk | WorkItem | None:
-        """Run a pool's stages on an item; what goes on from there: the chunk, its complete destination, or nothing."""
+        """Run a pool's stages on an item; what is to be passed on: the chunk, its complete work item, or nothing."""
         if isinstance(item, WorkItem):
             self._run_batch_stages(pool, worker_clock, item)
             return item

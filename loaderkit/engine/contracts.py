@@ -1,4 +1,4 @@
-"""What a loader needs of whatever makes its batches: an `Engine` in its own process, or other processes."""
+"""The contracts between a loader, the executor that makes its batches, and the plan that says which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loaderkit.engine.work import WorkItem
 
 
 class Plan(Protocol):
-    """Which destinations there are to fill, in their order: what `Engine` asks for, be it batches or tensors."""
+    """The work items to fill, in their order: batches, or tensors."""
 
     is_prepared: bool
     """False until `prepare` has run."""
@@ -22,33 +22,33 @@ class Plan(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Into how many slots a destination can be split, if chunks are to be chosen in size."""
+        """Into how many places a work item can be split, if chunks are to be chosen in size."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epoch, position) of the destination that would be opened next."""
+        """(epoch, position) of the work item that would be opened next."""
 
     @property
     def room(self) -> tuple[int, bool]:
-        """(how many destinations may be open at once, whether memory and not depth is what limits it)."""
+        """(how many work items may be open at once, whether memory and not depth limits that)."""
 
     def prepare(self) -> None:
-        """Find out what destinations look like. It may run a user's code, and is called without the lock."""
+        """Find out what work items look like. It may run a user's code, and is called without the lock."""
 
     def open(self, chunk_size: int) -> WorkItem | None:
-        """The next destination with its memory and its chunks, or None after the last."""
+        """The next work item with its memory and its chunks, or None after the last."""
 
     def finish(self, work_item: WorkItem) -> Any:
-        """What the consumer gets of a full destination; called without the lock."""
+        """What the consumer gets of a full work item; called without the lock."""
 
     def context(self, work_item: WorkItem) -> Any:
         """What stages that work on its result are told of it; called without the lock."""
 
     def release(self, work_item: WorkItem) -> None:
-        """A destination has left the budget: it was handed over, or dropped."""
+        """A work item has left the budget: it was handed over, or dropped."""
 
     def seek(self, epoch: int, position: int) -> None:
-        """Go on from another place."""
+        """Continue at another place."""
 
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
         """The `place` to which `seek` would bring it."""
@@ -60,7 +60,7 @@ class Plan(Protocol):
         """What a chunk's index stands for, for messages."""
 
     def memory_stats(self, num_open: int) -> dict[str, int]:
-        """What `Stats.memory` says of slabs and batches, while so many destinations are open; for any thread."""
+        """What `Stats.memory` says of slabs and batches, while `num_open` work items are open; for any thread."""
 
 
 class Delivery(Protocol):
@@ -91,13 +91,13 @@ class Executor(Protocol):
         """Begin to work ahead. Idempotent."""
 
     def seek(self, epoch: int, position: int) -> None:
-        """Go on from another place, unless the next batch is the one there."""
+        """Continue at another place, unless the next batch is the one there."""
 
     def next(self) -> Delivery:
         """The next batch, or the error in its place. Raises what made all work stop."""
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let so many workers run a stage, and what shares its pool, from now on. Raises ConfigError."""
+        """Let `num_workers` run a stage, and what shares its pool, from now on. Raises ConfigError."""
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how many batches are read ahead, and in how many bytes; None: as it is. Raises ConfigError."""

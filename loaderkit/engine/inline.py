@@ -1,4 +1,4 @@
-"""The engine of `executor: inline`: whoever asks for a batch makes it, one at a time, so nothing has to be locked or woken."""
+"""The engine of `executor: inline`: the consumer's thread makes each batch when it asks for it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
+
 from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
 from loaderkit.engine.base import Engine
 from loaderkit.engine.contracts import Plan
-from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 from loaderkit.engine.pools import PoolPlan
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ClosedError, ConfigError
 
 
 class InlineEngine(Engine):
-    """Works when it is asked, in the consumer's thread: one account, which serves all pools."""
+    """Works when it is asked, in the consumer's thread: one worker clock serves all pools."""
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class InlineEngine(Engine):
         self._chunk_sizer = ChunkSizer()
         self._open: WorkItem | None = None  # what is being made
         self._planning = threading.Lock()  # another thread may change the plan's depth
-        self._is_lost = False  # what was being made, when it was torn out of it
+        self._is_lost = False  # the item that was being made was interrupted
         self._scratch: dict[str, Any] = {}
         self._failure: BaseException | None = None
 
@@ -94,6 +96,21 @@ class InlineEngine(Engine):
         plan.release(work_item)
         work_item.done_s = worker_clock.enter(self.states.blocked)
         return work_item
+
+    def _carry(self, chunk: Chunk, worker_clock: WorkerClock) -> Chunk | WorkItem | None:
+        """Take a chunk through every pool; its work item, if that is complete."""
+        item: Chunk | WorkItem | None = chunk
+        num_torch_threads = torch.get_num_threads()
+        try:
+            if num_torch_threads > 1:
+                torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
+            for pool in self.pools:
+                if item is not None:
+                    item = self._run(pool, worker_clock, item)
+        finally:
+            if num_torch_threads > 1:
+                torch.set_num_threads(num_torch_threads)
+        return item
 
     def _chunk_size(self) -> int:
         return self._chunk_sizer.chunk_size(self.plan.batch_size, 1)

@@ -1,10 +1,11 @@
-"""Looks at the accounts four times a second: keeps a time series of them, and lets the tuner act.
+"""Takes a snapshot four times a second: keeps a time series of them, and lets the tuner act.
 
-    accounts ──stats──> Monitor ──> Series    bounded: when it is full, every second point goes and the next come half as often
-                           └──────> Sizes ──> Tuner ──> resize
+    engine ──stats──> Monitor ──> Series           bounded: when it is full, every second point is dropped, and of what
+                         └──────> LiveSettings     follows half as many are kept
+                                   ──> Tuner ──> resize
 
-Its thread wants little, so how late it wakes up says how hard it is to get the GIL and a CPU here: the same is true of the
-training loop's thread when a batch is ready for it.
+Its thread needs little, so how late it wakes up says how long a thread waits for the GIL and a CPU: so does the training loop's
+thread when a batch is ready.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ logger = logging.getLogger("loaderkit")
 
 
 class Series:
-    """What the accounts were, from the first moment on, in bounded memory. One writer; `to_list` for any thread."""
+    """Snapshots from the first moment on, in bounded memory. One writer; `to_list` for any thread."""
 
     def __init__(self, num_points: int = _NUM_POINTS) -> None:
         self._num_points = num_points
-        self._every = 1  # one look in so many is kept
+        self._every = 1  # one snapshot in `_every` is kept
         self._num_looks = 0
         self._points: list[Stats] = []
 
@@ -58,7 +59,7 @@ class Series:
 
 
 class Monitor:
-    """The thread. `read` gives the accounts, `act` does with them what else is to be done: lets the tuner look, say."""
+    """The thread. `read` gives a snapshot, `act` is called with it: it lets the tuner look."""
 
     def __init__(self, read: Callable[[], Stats], series: Series, act: Callable[[Stats], None]) -> None:
         self._read = read
@@ -71,17 +72,17 @@ class Monitor:
         self.lateness = Histogram()
 
     def start(self) -> None:
-        """Begin to look. Where there is no thread to be had, nobody looks."""
+        """Start the thread. Where the system has none, there is no time series and no tuning."""
         thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            logger.warning("loading goes on without a tuner and without a time series: %s", error)
+            logger.warning("loading runs without a tuner and without a time series: %s", error)
         else:
             self._thread = thread
 
     def stop(self) -> None:
-        """Look no more; from any thread, and without waiting for locks that somebody else may hold."""
+        """End the thread; from any thread, and without waiting for a lock."""
         self._end.put(None)
 
     def join(self) -> None:
@@ -90,7 +91,7 @@ class Monitor:
             self._thread.join()
 
     def is_this_thread(self) -> bool:
-        """Whether the caller's thread is the one that looks."""
+        """True in the monitor's own thread."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _run(self) -> None:
@@ -116,13 +117,13 @@ class Monitor:
             self.look()
         except ClosedError:
             raise
-        except Exception:  # whatever it is, the loop can go on; said once
+        except Exception:  # the loop does not depend on this; logged once
             if not self._has_failed:
                 logger.warning("the time series and the tuner miss what happens now", exc_info=True)
             self._has_failed = True
 
     def look(self) -> None:
-        """Once."""
+        """Take one snapshot."""
         stats = replace(self._read(), lateness=self.lateness.copy())
         self._series.add(stats)
         self._act(stats)

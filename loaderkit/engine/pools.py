@@ -57,14 +57,14 @@ class Buffer(Generic[T]):
             return item
 
     def resize(self, capacity: int) -> None:
-        """Hold so many items from now on; whoever waits looks again."""
+        """Hold `capacity` items from now on; threads that wait look again."""
         with self._lock:
             self.capacity = capacity
             self._not_empty.notify_all()
             self._not_full.notify_all()
 
     def close(self) -> None:
-        """Wake everybody up; what is queued is dropped."""
+        """Wake all threads that wait; what is queued is dropped."""
         with self._lock:
             self.is_closed = True
             self._items.clear()

@@ -71,13 +71,13 @@ class ThreadEngine(Engine):
                 raise
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Workers that are too many rest once they are done with their chunk. Raises ConfigError for a stage there is not, and
-        where the system has no more threads: then it goes on with those there are.
+        """Workers that are too many rest after their chunk. Raises ConfigError for an unknown stage, and
+        where the system has no more threads; the number of workers stays as it was then.
         """
         self._check_usable()
         pool = self._pool_of(stage)
         with self._sizing:
-            self._check_usable()  # a thread that starts now would be joined by nobody
+            self._check_usable()  # a thread that starts now would never be joined
             before = pool.num_workers
             try:
                 self._want(pool, num_workers)
@@ -96,7 +96,7 @@ class ThreadEngine(Engine):
             pool.buffer.resize(2 * num_workers)
 
     def _want(self, pool: WorkerPool, num_workers: int) -> None:
-        """Let the first so many workers of a pool work, and the others rest. Under the lock of sizes."""
+        """Let the first `num_workers` of a pool work, and the others rest. Under `_sizing`."""
         pool.num_workers = num_workers
         for number, worker_clock in enumerate(pool.worker_clocks):
             worker_clock.is_wanted = number < num_workers
@@ -114,7 +114,7 @@ class ThreadEngine(Engine):
 
     def _start_missing_workers(self) -> None:
         """Start as many threads as are wanted and not there; returns when all of them run, or, raising, when none of them
-        is left. Under the lock of sizes."""
+        is left. Under `_sizing`."""
         num_there = [len(pool.worker_clocks) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.worker_clocks), pool.num_workers)]
         since_s = self.clock()  # starting them is part of their time: a few milliseconds

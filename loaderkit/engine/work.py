@@ -61,7 +61,7 @@ class WorkItem:
         return f"item {self.begin} of epoch {self.epoch}"
 
     def let_go(self) -> None:
-        """Nothing is written any more: the memory belongs to the result, or to nobody."""
+        """Nothing is written any more: the memory belongs to the result, or is free."""
 
 
 class Chunk:

@@ -37,7 +37,7 @@ class BatchMemory:
         self._pinned_for = pinned_for
         self._allocate = allocate
         self._slabs: SlabPool | None = None
-        self._batch_bytes = 0  # a slab, and what of a batch lies in none, as far as the first sample tells
+        self._batch_bytes = 0  # a slab, and the fields that lie in none, by the first sample's size
         self.room = (num_batches, False)  # how many may be open, whether memory and not depth limits that
 
     def prepare(self, specs: Mapping[str, FieldSpec]) -> None:

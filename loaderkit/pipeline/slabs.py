@@ -1,4 +1,4 @@
-"""The memory of batches: slabs, taken when a batch is opened and back in the pool when nobody can see them any more.
+"""The memory of batches: slabs, taken when a batch is opened and back in the pool when no object refers to them any more.
 
 A slab's tensors share no storage with one another, but every storage keeps one `Lease` alive. The lease dies with the last
 tensor, view, NumPy array or DLPack export made from any of them, and its death returns the slab. So a slab is reused

@@ -14,8 +14,8 @@ _FIRST_TARGET_S = 0.02  # the first sample is made cold, and takes longer than t
 _FIRST_CHUNK_SIZE = 8
 # The latest chunk's part in how long a sample takes; the mean of all at the beginning.
 _SMOOTHING = 0.1
-# One batch in so many has chunks of twice the length, to see what a chunk costs besides its samples (a query, a slow disk's
-# answer); not where a chunk takes longer than so many s already.
+# One batch in _TRIAL_EVERY has chunks of twice the length, to see what a chunk costs besides its samples (a query, a slow
+# disk's answer); not where a chunk takes longer than _MOST_TRIED_S already.
 _TRIAL_EVERY = 64
 _MOST_TRIED_S = 0.02
 _UNLIKE = 1.5  # times as long: of chunks that tell what they cost besides
@@ -24,7 +24,7 @@ _LEAST_SHARE = 0.1  # of a chunk's time that is taken for its samples': what was
 
 
 class ChunkSizer:
-    """How long one worker takes for a sample, as far as is known; whoever writes it holds the lock there is, if any.
+    """How long one worker takes for a sample, as far as is known; written under the engine's lock, if it has one.
 
     A chunk takes `fixed + length * each`, and its samples are to take `_CHUNK_TARGET_S`, whatever it costs besides: were that
     taken for its samples' time, chunks would be short, and cost the more for it.
@@ -40,7 +40,7 @@ class ChunkSizer:
         self._fixed_share = 0.0  # of that, what does not depend on its length
 
     def landed(self, took_s: float, length: int) -> None:
-        """A chunk of so many samples is through all stages."""
+        """A chunk of `length` samples is through all stages."""
         if self._num_landed and not 1 / _UNLIKE < length / self._length < _UNLIKE:
             fixed_s = (self._took_s * length - took_s * self._length) / (length - self._length)
             share = min(max(0.0, fixed_s / self._took_s), 1.0) if self._took_s > 0 else 0.0

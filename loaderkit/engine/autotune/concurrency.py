@@ -36,7 +36,7 @@ _BUSY_SHARE = 0.75
 # have it at 68 to 100 % of the times, workers in a decoder at 0 to 61 %, on two CPUs, alone and beside four other programs. A
 # shorter sleep ends before another one has taken the GIL. Asked of short chunks only while it is not settled who works.
 _PROBE_S = 1e-3
-_TAKEN_S = 1e-4  # whoever waits longer than this for the GIL found it taken
+_TAKEN_S = 1e-4  # a longer wait for the GIL means that it was taken
 _TAKEN_OR_LATE_S = 3e-4  # as seen from Python, where the thread may have woken up late as well
 _SUSPECT = 1 / 3
 _LONG_S = 2e-3
@@ -67,7 +67,7 @@ class Ticket(NamedTuple):
     overlap_since_s: float
 
 
-_SETTLED = Ticket(None, (), 0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that nobody measures
+_SETTLED = Ticket(None, (), 0, 0.0, 0.0, 0.0, 0.0)  # of a long chunk that is not measured
 
 
 @dataclass
@@ -134,7 +134,7 @@ class ContentionProbe:
 
     @property
     def trial(self) -> ContentionResult:
-        """What came of the last one, and how often Python's lock was taken lately."""
+        """What came of the last one, and how often the GIL was taken lately."""
         return self._trial._replace(gil_taken=self._gil_taken_share())
 
     def _gil_taken_share(self) -> float | None:
@@ -162,7 +162,7 @@ class ContentionProbe:
                 self._change.notify_all()
 
     def begin(self, worker_clock: WorkerClock) -> Ticket | None:
-        """A worker begins with a chunk. None: for now it is settled who works, and nobody measures."""
+        """A worker begins with a chunk. None: for now it is settled who works, and nothing is measured."""
         is_settled = self._num_left > _WINDOW
         if is_settled and not self._is_long:
             return None
@@ -212,8 +212,8 @@ class ContentionProbe:
             if not self.one_at_a_time:
                 counted_s = self._overlap_s - max(ticket.overlap_since_s, self._together.overlap_begun_s)
                 self._together.num_samples += num_samples * counted_s / seconds
-            # A worker beside nobody says nothing of all of them, nor does one beside others of one alone; and what was begun
-            # before this window says nothing of it.
+            # A worker that ran alone says nothing of all of them, nor one that ran beside others of one alone, nor a chunk that
+            # was begun before this window.
             if (overlap_s > 0) == self.one_at_a_time or ticket.since_s < self._window_begins_s:
                 return
             if not self._speeds:
@@ -345,9 +345,9 @@ class ContentionProbe:
         self._together = _Together(overlap_begun_s=self._overlap_s, inside_begun_s=self._inside_s)
 
     def _let_all_in(self, num_chunks: int) -> None:
-        """All workers, for so many chunks until the next look. Under the lock."""
+        """Let all workers take chunks, for `num_chunks` until the next look. Under the lock."""
         self.one_at_a_time = False
-        self._chosen = None  # else the next trial waits for whoever was chosen in the last one
+        self._chosen = None  # else the next trial waits for the worker that was chosen in the last one
         self._num_left = num_chunks
         self._forget()
         self._change.notify_all()

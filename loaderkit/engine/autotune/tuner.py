@@ -35,7 +35,7 @@ _LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples a worker, and in all, that a wind
 # Relative standard errors of a rate: good enough to try something ... to judge it.
 _ROUGH, _FAIR, _FINE = 0.10, 0.05, 0.02
 _GAIN, _MOST_GAIN = 0.03, 0.25  # what a change must bring, the second at most, however noisy it is
-_PAUSE_S, _PAUSE_STEPS = 1.0, 4  # the loop stays away for longer, and for so many of its steps: it pauses
+_PAUSE_S, _PAUSE_STEPS = 1.0, 4  # s, and steps: a loop that stays away for longer pauses
 _NUM_STEPS = 9
 _CPUS_FULL = 0.9
 _WAITING, _COMPUTING = 0.25, 0.75  # of the busy time on a CPU: less is waiting for a store, more is computing
@@ -63,7 +63,7 @@ class TunerWindow(NamedTuple):
 @dataclass
 class TunedSetting:
     """Something to turn. `stages` share the workers it stands for; without any it is the number of batches ahead.
-    It is turned to multiples of `unit`: as many for each of so many processes, and one at least."""
+    It is turned to multiples of `unit`: the same number for each process, and at least one."""
 
     name: str
     stages: tuple[str, ...]
@@ -76,14 +76,14 @@ class TunedSetting:
         return [self.unit * rung for rung in LADDER]
 
     def rung(self, num_steps: int) -> int:
-        """The value so many rungs of the ladder up or down, within bounds."""
+        """The value `num_steps` rungs of the ladder up or down, within bounds."""
         top = min(self.most // self.unit * self.unit, self._ladder[-1])
         values = sorted({*(value for value in self._ladder if value <= top), self.value, top or self.value})
         place = values.index(self.value) + num_steps
         return values[max(0, min(place, len(values) - 1))]
 
     def enough_for(self, workers: float) -> int:
-        """The lowest rung with at least so many, or what it is."""
+        """The lowest rung with at least `workers`, or the value as it is."""
         return min((value for value in self._ladder if value >= workers and value <= self.value), default=self.value)
 
 
@@ -156,7 +156,7 @@ class Tuner:
         self._num_odd = 0  # windows in a row that were off that
 
     def forget(self, stages: Sequence[str]) -> None:
-        """Somebody else has set the workers of these stages, or without any the depth: it is theirs from now on."""
+        """The user has set the workers of these stages, or without any the depth: the tuner leaves that alone from now on."""
         self.knobs = [knob for knob in self.knobs if set(knob.stages).isdisjoint(stages) and (knob.stages or stages)]
         if self._trial is not None and self._trial.knob not in self.knobs:
             self._trial = None
@@ -221,7 +221,7 @@ class Tuner:
         usual_s = median(self._steps) if self._steps else 0.0
         if before.now_s - left.now_s > max(_PAUSE_S, _PAUSE_STEPS * usual_s):
             assert self._begin is not None
-            # The window so far, put right before the moment at which it goes on.
+            # The window so far, put right before the moment at which the loop is back.
             self._begin = before.since(left.since(self._begin))
             del self._rates[self._num_rates_then : -1]
         if num_batches:
@@ -371,7 +371,7 @@ class Tuner:
         went_up = trial.knob.value > trial.before
         if kept:
             self._usual = window.rate
-            if went_up:  # whoever gave back too much is to be slower about it
+            if went_up:  # a tuner that gave back too much is to be slower about it
                 self._leave_alone(trial.knob, up=False)
             return None
         if went_up and trial.num_rungs > 2 and gain > -_GAIN:

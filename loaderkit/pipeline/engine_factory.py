@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
 _MOST_BATCHES = 64  # that `batches: auto` may come to
 # Batches that are made in about 0.2 ms: to wake another thread up, and to pass the GIL to and fro, takes 0.1.
-_TINY_BYTES, _FEW_RECORDS, _FEW_MEMBERS = 128 * 1024, 1024, 64
+_TINY_BYTES, _FEW_READS = 128 * 1024, 64
 _CACHED_SHARE = 0.5  # of the machine's memory: data of that size stays in the page cache
 
 
@@ -210,14 +210,14 @@ def why_inline(config: PipelineConfig, source: Source, connector: Connector | No
     assert isinstance(batch, BatchArgs)
     if isinstance(source, ArraySource):
         sample_bytes, data_bytes = source.records.num_bytes, source.file.size
-        is_quick = batch.size <= _FEW_RECORDS
+        num_reads = batch.size
     elif isinstance(source, TarSource):
         sample_bytes, data_bytes = source.num_bytes // len(source), source.num_bytes
-        is_quick = batch.size * source.num_members <= _FEW_MEMBERS * len(source)
+        num_reads = batch.size * source.num_members // len(source)
     else:
         return None
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if not is_quick or batch.size * sample_bytes > _TINY_BYTES or data_bytes > _CACHED_SHARE * memory_bytes:
+    if num_reads > _FEW_READS or batch.size * sample_bytes > _TINY_BYTES or data_bytes > _CACHED_SHARE * memory_bytes:
         return None
     return f"a batch of {say_bytes(batch.size * sample_bytes)} takes longer to hand over than to make"
 

@@ -44,7 +44,7 @@ def executor_of(pipeline: Pipeline, **overrides: Any) -> str:
 
 def test_tiny_batches_of_local_records_and_members_run_inline(tmp_path: Path) -> None:
     assert executor_of(records(tmp_path)) == "inline"
-    assert executor_of(records(tmp_path, 1024)) == "inline"
+    assert executor_of(records(tmp_path, 64)) == "inline"
     assert executor_of(members(tmp_path, 64)) == "inline"
     assert executor_of(members(tmp_path, 32, ("bin", "cls"))) == "inline"
 
@@ -63,7 +63,7 @@ def test_what_was_asked_for_is_done(tmp_path: Path, overrides: dict[str, Any]) -
 
 
 def test_batches_that_are_not_tiny_have_workers(tmp_path: Path) -> None:
-    assert executor_of(records(tmp_path, 1025)) == "thread"
+    assert executor_of(records(tmp_path, 65)) == "thread"
     assert executor_of(members(tmp_path, 65)) == "thread"
     assert executor_of(members(tmp_path, 33, ("bin", "cls"))) == "thread"
     assert executor_of(members(tmp_path, 16, size=10_000)) == "thread"
@@ -110,7 +110,7 @@ def test_the_batches_are_those_of_threads_and_so_is_the_state(tmp_path: Path) ->
 
 
 def test_messages_name_the_setting_that_gives_workers(tmp_path: Path) -> None:
-    with loaderkit.build(records(tmp_path, 1024)) as loader:
+    with loaderkit.build(records(tmp_path, 64)) as loader:
         with pytest.raises(ConfigError, match=r"takes longer to hand over .* set prefetch\.concurrency to a number"):
             loader.resize("read", workers=2)
         for _ in loader:

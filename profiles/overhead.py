@@ -150,8 +150,8 @@ def profiler_calls(rounds: int) -> dict[str, Any]:
             with recording:
                 log = loader._steps
                 for _ in range(60):
-                    log.asks()
-                    log.gets()
+                    log.on_request()
+                    log.on_batch()
                 loader.stats()
                 added_s = time.perf_counter() - begin_s
             shares.append(100 * added_s / loop_s)

@@ -19,8 +19,8 @@ from typing import Any
 
 from loaderkit.pipeline.loader import Loader
 from loaderkit.profile.experiments.causal import check_verdict
-from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
-from loaderkit.profile.experiments.loops import drive, endless, resting
+from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
+from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.whatif.table import verify, what_if
@@ -39,8 +39,8 @@ _STAYS_HERE = frozenset(
 
 
 def maker(case: Case) -> Make:
-    def make(overrides: Mapping[str, Any], stretch: Slowdown | None) -> Loader:
-        return build(case, overrides, stretch)[0]
+    def make(overrides: Mapping[str, Any], slowdown: Slowdown | None) -> Loader:
+        return build(case, overrides, slowdown)[0]
 
     return make
 
@@ -68,7 +68,7 @@ def _report_of(case: Case) -> Report:
         for _ in range(_NUM_WARM * factor):
             next(batches)
         with loader.profile() as recording:
-            drive(batches, resting(step_s), num_steps=_NUM_STEPS * factor)
+            run_steps(batches, sleep_step(step_s), num_steps=_NUM_STEPS * factor)
     return recording.result
 
 
@@ -78,13 +78,13 @@ def try_change(case: Case, report: Report, seconds: float) -> dict[str, Any] | N
     settings = {setting.key: setting.value for setting in report.verdict.settings}
     if not settings:
         return None
-    make, step = maker(case), resting(build(case)[1])
+    make, step = maker(case), sleep_step(build(case)[1])
     try:
         with ExitStack() as stack:
             old = Variant(stack.enter_context(make({}, None)), step)
             new = Variant(stack.enter_context(make(settings, None)), step)
             for _ in range(_NUM_TRIES):
-                in_turns([old, new], rounds=5, window_s=seconds / 20)
+                interleave([old, new], rounds=5, window_s=seconds / 20)
                 ratio, half = ratio_of(new, old)
                 if half < _MOST_HALF * ratio:
                     break
@@ -96,7 +96,7 @@ def try_change(case: Case, report: Report, seconds: float) -> dict[str, Any] | N
 def look_at(case: Case, *, seconds: float, checks: bool, what_ifs: bool = True) -> dict[str, Any]:
     """Everything about one case; `seconds` for each change."""
     report = report_of(case)
-    make, step = maker(case), resting(build(case)[1])
+    make, step = maker(case), sleep_step(build(case)[1])
     rows, off = what_if(report, build(case)[0].config)
     runnable = [
         row

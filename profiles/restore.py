@@ -282,10 +282,10 @@ def measure(
         if unknown := set(chosen) - runs.keys():
             raise SystemExit(f"no such contestants: {sorted(unknown)}; there are {list(runs)}")
         runs = {name: runs[name] for name in chosen}
-        return in_turns(runs, state, into, rounds, cold=cold), store
+        return interleave(runs, state, into, rounds, cold=cold), store
 
 
-def in_turns(runs: Runs, state: State, into: State, rounds: int, *, cold: bool) -> dict[str, list[float]]:
+def interleave(runs: Runs, state: State, into: State, rounds: int, *, cold: bool) -> dict[str, list[float]]:
     """Every contestant once a round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):

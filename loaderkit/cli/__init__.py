@@ -1,14 +1,7 @@
-"""The command `loaderkit`: `run`, `check`, `explain`, `profile`, `tune`, `index`, `restore`, `manifest` and `demo`.
+"""The command line: one module a command, beside what several share (`options`, `console`, `experiments`, `outputs`).
 
-app.py        the commands' names, and what becomes of their errors: exit codes and one line on stderr
-options.py    what several commands take
-console.py    where the result and the messages go
-running.py    `run`                 describing.py  `check`, `explain`
-indexing.py   `index`               profiling.py   `profile`; trying.py, outputs.py: what it runs, and where its report goes
-tuning.py     `tune`                trying.py      what those two share
-restoring.py  `restore`, `manifest`
-
-Nothing heavy is imported before a command needs it: `loaderkit --help` takes no torch.
+`check` also holds `explain`, and `restore` also holds `manifest`: each pair describes the same thing. Nothing heavy is imported
+before a command needs it: `loaderkit --help` imports no torch.
 """
 
 from loaderkit.cli.app import main

@@ -27,7 +27,7 @@ def check(
         return
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
     parts = open_parts(pipeline, [*(assignments or []), "prefetch.batches=1", "prefetch.executor=inline"])
-    found = {
+    checked = {
         "pipeline": parts.config.name,
         "num_samples": len(parts.source),
         "batches_per_epoch": parts.schedule.num_batches(),
@@ -40,9 +40,9 @@ def check(
         **_first_batch(parts),
     }
     if as_json:
-        console.tell_json(found)
+        console.tell_json(checked)
     else:
-        _tell_check(found)
+        _tell_check(checked)
 
 
 def _first_batch(parts: Parts) -> dict[str, Any]:
@@ -73,29 +73,31 @@ def describe_field(name: str, value: Any) -> dict[str, Any]:
 def _first_sample(parts: Parts) -> dict[str, Any]:
     """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
     source = parts.source
-    num_bytes = sum(found.range.length for found in source.ranges(0)) if parts.connector is not None else None
+    num_bytes = (
+        sum(sample_range.range.length for sample_range in source.ranges(0)) if parts.connector is not None else None
+    )
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
 
 
-def _tell_check(found: dict[str, Any]) -> None:
-    first, classes = found["first_sample"], found["classes"]
+def _tell_check(checked: dict[str, Any]) -> None:
+    first, classes = checked["first_sample"], checked["classes"]
     rows = [
-        ("samples", str(found["num_samples"])),
-        ("batches", f"{found['batches_per_epoch']} of {found['batch_size']} an epoch{_rank(found)}"),
+        ("samples", str(checked["num_samples"])),
+        ("batches", f"{checked['batches_per_epoch']} of {checked['batch_size']} an epoch{_rank(checked)}"),
     ]
     if classes is not None:
         more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
         rows.append(("classes", f"{len(classes)}: {', '.join(classes[:_NUM_CLASSES_SHOWN])}{more}"))
     size = "" if first["num_bytes"] is None else f", {first['num_bytes']} bytes"
     rows.append(("first sample", f"{first['key']}{size}"))
-    for field in found["fields"]:
+    for field in checked["fields"]:
         shape = "" if field["shape"] is None else " " + _shape(field["shape"])
         rows.append(("field", f"{field['name']}: {field['dtype']}{shape}"))
-    if found["num_ignored_members"]:
-        rows.append(("ignored", f"{found['num_ignored_members']} tar members: hidden, or without an extension"))
-    if found["num_bad_in_first_batch"]:
-        rows.append(("bad", f"{found['num_bad_in_first_batch']} samples tried for the first batch"))
-    console.tell(f"{found['pipeline']}: it works")
+    if checked["num_ignored_members"]:
+        rows.append(("ignored", f"{checked['num_ignored_members']} tar members: hidden, or without an extension"))
+    if checked["num_bad_in_first_batch"]:
+        rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
+    console.tell(f"{checked['pipeline']}: it works")
     for name, value in rows:
         console.tell(f"  {name:<14}{value}")
 
@@ -104,8 +106,8 @@ def _shape(shape: list[int]) -> str:
     return "x".join(map(str, shape)) if shape else "(a number)"
 
 
-def _rank(found: dict[str, Any]) -> str:
-    return "" if found["world_size"] == 1 else f" on rank {found['rank']} of {found['world_size']}"
+def _rank(facts: dict[str, Any]) -> str:
+    return "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
 
 
 def explain(

@@ -41,14 +41,14 @@ Consumer = Annotated[
 
 def open_step(step_time: str | None, consumer: str | None) -> Step | None:
     """What the loop does with a batch; None if nothing was said about it. Raises BadParameter, ConfigError."""
-    from loaderkit.profile.experiments.loops import open_consumer, resting
+    from loaderkit.profile.experiments.loops import open_consumer, sleep_step
 
     if step_time is not None and consumer is not None:
         raise typer.BadParameter(
             "give the time of a step or what a step does, not both", param_hint="--step-time / --consumer"
         )
     if step_time is not None:
-        return resting(parse_duration(step_time, "--step-time"))
+        return sleep_step(parse_duration(step_time, "--step-time"))
     if consumer is None:
         return None
     if os.getcwd() not in sys.path:
@@ -80,9 +80,9 @@ def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str,
 
     given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None, **sizes}
 
-    def make(overrides: Mapping[str, Any], stretch: Any) -> Any:
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
         config = to_config(pipeline, {**given, **overrides})
-        parts = make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter, stretch=stretch)
+        parts = make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter, stretch=slowdown)
         return Loader(parts)
 
     return make

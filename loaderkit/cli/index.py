@@ -51,9 +51,9 @@ def index(
     """Write an index (.idx) beside each tar shard, so that nobody has to read all headers again."""
     rows = []
     with ExitStack() as stack:
-        found = _found(shards, stack)
-        _refuse_shared_names(found)
-        for row in _indexed(found, verify):
+        opened = _found(shards, stack)
+        _refuse_shared_names(opened)
+        for row in _indexed(opened, verify):
             rows.append(row)
             if not as_json:
                 _tell(row)
@@ -71,14 +71,14 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
     from loaderkit.connectors.file import FileConnector
     from loaderkit.sources.formats.tar_index import wds_index_key
 
-    found: list[_Shard] = []
+    opened_shards: list[_Shard] = []
     opened: dict[str, Connector] = {}
     for name in names:
         match = _URL.match(name)
         if match is None:
             path = Path(name).absolute()
             index_path = path.with_name(wds_index_key(path.name))
-            found.append(_Shard(name, FileConnector(path.parent), path.name, index_path.name, str(index_path)))
+            opened_shards.append(_Shard(name, FileConnector(path.parent), path.name, index_path.name, str(index_path)))
             continue
         folder = match[0]
         if folder not in opened:
@@ -86,8 +86,10 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
         connector = opened[folder]
         for key in _keys(connector, name, name[len(folder) :]):
             index_key = wds_index_key(key)
-            found.append(_Shard(connector.describe(key), connector, key, index_key, connector.describe(index_key)))
-    return list({shard.name: shard for shard in found}.values())
+            opened_shards.append(
+                _Shard(connector.describe(key), connector, key, index_key, connector.describe(index_key))
+            )
+    return list({shard.name: shard for shard in opened_shards}.values())
 
 
 def _keys(connector: Connector, url: str, pattern: str) -> list[str]:
@@ -165,11 +167,11 @@ def _verify(connector: Connector, key: str, members: TarIndex) -> str:
     data = bytearray(info.size)
     connector.read_into(key, 0, memoryview(data))
     try:
-        found = parse_wds_index(data.decode("utf-8", "surrogateescape"), connector.describe(key))
+        listed = parse_wds_index(data.decode("utf-8", "surrogateescape"), connector.describe(key))
     except FormatError:
         return "stale"
     # By what it says, not by its bytes: `wds2idx` also lists members that belong to no sample.
-    return "ok" if found is not None and _listed(found) == _listed(members) else "stale"
+    return "ok" if listed is not None and _listed(listed) == _listed(members) else "stale"
 
 
 def _listed(members: TarIndex) -> list[Member]:

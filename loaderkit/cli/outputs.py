@@ -118,22 +118,22 @@ def deliver(
         console.say(f"to apply the change: patch {shlex.quote(str(pipeline))} < {shlex.quote(f'{stem}.patch')}")
 
 
-def deliver_merged(found: Merged, reports: list[Report], outputs: Outputs) -> None:
+def deliver_merged(job: Merged, reports: list[Report], outputs: Outputs) -> None:
     """Show and write what the reports of all ranks say together; the page shows the rank that waits longest besides."""
     from loaderkit.profile.render.tables import merged
 
     if outputs.is_on_stdout:
-        sys.stdout.write(found.model_dump_json(indent=2) + "\n")
+        sys.stdout.write(job.model_dump_json(indent=2) + "\n")
     else:
-        console.stdout().print(merged(found))
+        console.stdout().print(merged(job))
     texts: dict[Path, str] = {}
     if outputs.json is not None:
-        texts[outputs.json] = found.model_dump_json(indent=2) + "\n"
+        texts[outputs.json] = job.model_dump_json(indent=2) + "\n"
     if outputs.html is not None:
         from loaderkit.profile.render.html import to_html
 
-        worst = max(found.ranks, key=lambda row: row.extra_s).rank
-        texts[outputs.html] = to_html(next(report for report in reports if report.rank == worst), found)
+        worst = max(job.ranks, key=lambda row: row.extra_s).rank
+        texts[outputs.html] = to_html(next(report for report in reports if report.rank == worst), job)
     _write(texts)
 
 

@@ -155,14 +155,14 @@ def profile(
     with Loader(parts) as loader:
         recording, ended_by = _record(loader, step, limits, import_s, trace=trace is not None)
     report = recording.result
-    found: dict[str, Any] = {}
+    additions: dict[str, Any] = {}
     try:
         if ended_by is None:
-            _measure(found, report, maker(path, assignments, sizes_of(report.config)), step, wanted)
+            _measure(additions, report, maker(path, assignments, sizes_of(report.config)), step, wanted)
     except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
-        ended_by, found["partial"] = error, f"{why} after the loop"
-    report = report.model_copy(update=found)
+        ended_by, additions["partial"] = error, f"{why} after the loop"
+    report = report.model_copy(update=additions)
     report = compared(report, outputs)
     deliver(report, outputs, path, recording.trace_json)
     if step is None and not outputs.is_on_stdout:
@@ -202,23 +202,25 @@ def _show_again(given: list[Path], outputs: Outputs, conditions: list[Condition]
         _check(report, conditions)
         return
     try:
-        found = merged(reports)
+        job = merged(reports)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--merge") from None
-    deliver_merged(found, reports, outputs)
+    deliver_merged(job, reports, outputs)
 
 
 def _record(
     loader: Loader, step: Step | None, limits: Limits, import_s: float | None, *, trace: bool
 ) -> tuple[Profile, BaseException | None]:
     """A recording of a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
-    from loaderkit.profile.experiments.loops import drive, endless, resting
+    from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 
     recording = loader.profile(import_s=import_s, trace=trace)
     ended_by: BaseException | None = None
     try:
         with progress("steps", limits.num_steps) as show, recording:
-            drive(endless(loader), step or resting(0.0), num_steps=limits.num_steps, seconds=limits.seconds, show=show)
+            run_steps(
+                endless(loader), step or sleep_step(0.0), num_steps=limits.num_steps, seconds=limits.seconds, show=show
+            )
     except (Exception, KeyboardInterrupt) as error:
         ended_by = error
     return recording, ended_by
@@ -240,28 +242,28 @@ def _subset(parts: Parts) -> Any:
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 
-def _measure(found: dict[str, Any], report: Report, make: Make, step: Step | None, wanted: Wanted) -> None:
-    """Put what was asked for besides into `found`, one part of a report after the other."""
+def _measure(additions: dict[str, Any], report: Report, make: Make, step: Step | None, wanted: Wanted) -> None:
+    """Add the parts of the report that were asked for, one after the other, so that an error keeps those before it."""
     from loaderkit.profile.experiments.causal import check_verdict
     from loaderkit.profile.experiments.headspace import measure_headspace
-    from loaderkit.profile.experiments.loops import resting
+    from loaderkit.profile.experiments.loops import sleep_step
     from loaderkit.profile.whatif.table import verify, what_if
 
-    loop = step or resting(0.0)
+    loop = step or sleep_step(0.0)
     with progress("headspace"):
-        found["headspace"] = measure_headspace(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADSPACE_S)
+        additions["headspace"] = measure_headspace(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADSPACE_S)
     if wanted.what_if:
-        found["what_if"], found["model_error_percent"] = what_if(report, wanted.config)
+        additions["what_if"], additions["model_error_percent"] = what_if(report, wanted.config)
     if wanted.verify:
         with progress("checking the verdict"):
             check = check_verdict(make, loop, report, seconds=_CHECK_S)
         sure = report.verdict.confidence
         if check is not None and check.agrees is not None:
             sure = round(1 - (1 - sure) / 2, 2) if check.agrees else round(min(sure, 0.3), 2)
-        found["verdict"] = report.verdict.model_copy(update={"check": check, "confidence": sure})
+        additions["verdict"] = report.verdict.model_copy(update={"check": check, "confidence": sure})
     if wanted.verify and wanted.what_if:
         with progress("trying changes"):
-            verify(make, loop, found["what_if"], seconds=_VERIFY_S)
+            verify(make, loop, additions["what_if"], seconds=_VERIFY_S)
 
 
 def _condition(text: str) -> Condition:

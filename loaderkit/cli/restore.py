@@ -83,7 +83,7 @@ def check_checkpoint(config: PipelineConfig, as_json: bool) -> None:
 
     with TensorLoader(config, {}, time.perf_counter) as loader:
         name, tensor = next(iter(loader), (None, None))
-        found = {
+        checked = {
             "pipeline": config.name,
             "url": loader.source.contents.name,
             "format": loader.source.contents.format,
@@ -93,10 +93,10 @@ def check_checkpoint(config: PipelineConfig, as_json: bool) -> None:
             "first_tensor": None if tensor is None else f"{name}: {str(tensor.dtype)[6:]} {list(tensor.shape)}",
         }
     if as_json:
-        console.tell_json(found)
+        console.tell_json(checked)
         return
     console.tell(f"{config.name}: it works")
-    for key, value in found.items():
+    for key, value in checked.items():
         if key != "pipeline":
             console.tell(f"  {key.replace('_', ' '):<14}{value}")
 
@@ -167,8 +167,8 @@ def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
         task = bar.add_task("", total=now().total_bytes, slow="")
 
         def show() -> None:
-            found = now()
-            bar.update(task, completed=found.num_bytes, slow=f"slowest: {found.slowest_object}")
+            progress = now()
+            bar.update(task, completed=progress.num_bytes, slow=f"slowest: {progress.slowest_object}")
 
         yield show
 
@@ -180,15 +180,15 @@ def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
 
     def show() -> None:
         nonlocal due_s
-        found = now()
-        if found.seconds < due_s:
+        progress = now()
+        if progress.seconds < due_s:
             return
-        due_s = found.seconds + _SECONDS_A_LINE
-        left = found.total_bytes - found.num_bytes
-        left_s = left / found.bytes_per_s if found.bytes_per_s else 0.0
+        due_s = progress.seconds + _SECONDS_A_LINE
+        left = progress.total_bytes - progress.num_bytes
+        left_s = left / progress.bytes_per_s if progress.bytes_per_s else 0.0
         console.say(
-            f"{say_size(found.num_bytes)} of {say_size(found.total_bytes)}, {say_size(found.bytes_per_s)}/s, "
-            f"{left_s:.0f} s left, slowest: {found.slowest_object}"
+            f"{say_size(progress.num_bytes)} of {say_size(progress.total_bytes)}, {say_size(progress.bytes_per_s)}/s, "
+            f"{left_s:.0f} s left, slowest: {progress.slowest_object}"
         )
 
     return show
@@ -217,28 +217,28 @@ def _tell_list(source: OpenCheckpoint, keys: list[str] | None, as_json: bool) ->
     from loaderkit._internal.units import say_size
     from loaderkit.checkpoint.restore.selection import choose
 
-    found = source.contents
-    names, values = choose(found, keys)
+    contents = source.contents
+    names, values = choose(contents, keys)
     rows = [
         {
             "name": name,
-            "dtype": str(found.tensors[name].dtype).removeprefix("torch."),
-            "shape": list(found.tensors[name].shape),
-            "num_bytes": found.tensors[name].num_bytes,
+            "dtype": str(contents.tensors[name].dtype).removeprefix("torch."),
+            "shape": list(contents.tensors[name].shape),
+            "num_bytes": contents.tensors[name].num_bytes,
         }
         for name in names
     ]
     total = sum(int(str(row["num_bytes"])) for row in rows)
     if as_json:
         console.tell_json(
-            {"url": found.name, "format": found.format, "tensors": rows, "values": values, "num_bytes": total}
+            {"url": contents.name, "format": contents.format, "tensors": rows, "values": values, "num_bytes": total}
         )
         return
     for row in rows:
         console.tell(f"{row['name']}  {row['dtype']} {row['shape']}  {row['num_bytes']} bytes")
     for name in values:
         console.tell(f"{name}  a plain value")
-    console.tell(f"{found.format}: {len(rows)} tensors, {len(values)} values, {say_size(total)}")
+    console.tell(f"{contents.format}: {len(rows)} tensors, {len(values)} values, {say_size(total)}")
 
 
 def manifest(url: Url, as_json: AsJson = False, debug: Debug = False) -> None:

@@ -116,24 +116,24 @@ def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, 
     parts = open_parts(pipeline, [*(assignments or []), "prefetch.executor=inline"])
     places = places_of(parts.source, lines)
     recipe = Recipe(parts.config, parts.source, parts.connector, parts.schedule, 1, is_inline=True)
-    found: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
-    found["gone"] = [line._asdict() for line in lines if line not in places]
+    tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
+    tried["gone"] = [line._asdict() for line in lines if line not in places]
     for line, error in try_again(recipe, places):
         if error is None:
-            found["good"].append(line._asdict())
+            tried["good"].append(line._asdict())
         else:
-            found["bad"].append({**line._asdict(), "stage": error.stage, "error": str(error)})
+            tried["bad"].append({**line._asdict(), "stage": error.stage, "error": str(error)})
     if as_json:
-        console.tell_json({"pipeline": parts.config.name, **found})
+        console.tell_json({"pipeline": parts.config.name, **tried})
     else:
-        for one in found["bad"]:
+        for one in tried["bad"]:
             console.tell(f"bad   {one['key']} (epoch {one['epoch']}): {one['error']}")
-        for one in found["good"]:
+        for one in tried["good"]:
             console.tell(f"good  {one['key']} (epoch {one['epoch']})")
-        for one in found["gone"]:
+        for one in tried["gone"]:
             console.tell(f"gone  {one['key']}: the data set has it no more")
-        console.tell(", ".join(f"{len(some)} {state}" for state, some in found.items()))
-    if found["bad"]:
+        console.tell(", ".join(f"{len(some)} {state}" for state, some in tried.items()))
+    if tried["bad"]:
         raise typer.Exit(1)
 
 

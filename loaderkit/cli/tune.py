@@ -43,28 +43,28 @@ def tune(
     if checkpoint_config(pipeline, assignments) is not None:
         raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches to tune", param_hint="P")
     from loaderkit.errors import LoaderkitError
-    from loaderkit.profile.experiments.loops import resting
+    from loaderkit.profile.experiments.loops import sleep_step
     from loaderkit.profile.experiments.search import tune as search
 
     make, config = maker(pipeline, assignments), described(pipeline, assignments)
     with progress("tuning"):
-        found = search(make, step or resting(0.0), config, seconds=seconds, say=console.say)
+        tuned = search(make, step or sleep_step(0.0), config, seconds=seconds, say=console.say)
     failure: Exception | None = None
-    if write and found.settings:
+    if write and tuned.settings:
         try:
-            _write(pipeline, found)
+            _write(pipeline, tuned)
         except (LoaderkitError, OSError) as error:  # what was found is told nevertheless
             failure = error
     is_written = write and failure is None
     if as_json:
-        console.tell_json({**found.model_dump(mode="json"), "pipeline": config.name, "written": is_written})
+        console.tell_json({**tuned.model_dump(mode="json"), "pipeline": config.name, "written": is_written})
     else:
-        _tell(pipeline, found, is_written=is_written)
+        _tell(pipeline, tuned, is_written=is_written)
     if failure is not None:
         raise failure
 
 
-def _write(pipeline: Path, found: Tuned) -> None:
+def _write(pipeline: Path, tuned: Tuned) -> None:
     """Put what was found into the file, in one piece, once it is known to read as what was measured."""
     from loaderkit._internal.atomic_file import write_atomically
     from loaderkit.errors import ConfigError
@@ -73,9 +73,9 @@ def _write(pipeline: Path, found: Tuned) -> None:
     from loaderkit.profile.yaml_edit import edited
 
     text = with_comment(
-        edited(pipeline.read_text(encoding="utf-8"), found.settings), found, f"{datetime.now(UTC):%Y-%m-%d}"
+        edited(pipeline.read_text(encoding="utf-8"), tuned.settings), tuned, f"{datetime.now(UTC):%Y-%m-%d}"
     )
-    wanted = to_config(pipeline, {setting.key: setting.value for setting in found.settings})
+    wanted = to_config(pipeline, {setting.key: setting.value for setting in tuned.settings})
     trial = pipeline.with_name(f".{pipeline.name}.{secrets.token_hex(4)}.yaml")  # beside it: paths in it are relative
     try:
         trial.write_text(text, encoding="utf-8")
@@ -84,29 +84,29 @@ def _write(pipeline: Path, found: Tuned) -> None:
         trial.unlink(missing_ok=True)
     if replace(read, name=wanted.name) != wanted:
         raise ConfigError(
-            f"{pipeline} could not be changed as wanted; nothing was written. Set {found.settings} by hand"
+            f"{pipeline} could not be changed as wanted; nothing was written. Set {tuned.settings} by hand"
         )
     write_atomically(pipeline, text)
 
 
-def _tell(pipeline: Path, found: Tuned, *, is_written: bool) -> None:
+def _tell(pipeline: Path, tuned: Tuned, *, is_written: bool) -> None:
     from loaderkit.profile.render.terminal import say_rate
     from loaderkit.profile.yaml_edit import diff_of
 
-    console.tell(f"before  {say_rate(found.before)}, {found.stall_before_percent:.0f} % of the time waiting")
-    console.tell(f"after   {say_rate(found.after)}, {found.stall_after_percent:.0f} % of the time waiting")
+    console.tell(f"before  {say_rate(tuned.before)}, {tuned.stall_before_percent:.0f} % of the time waiting")
+    console.tell(f"after   {say_rate(tuned.after)}, {tuned.stall_after_percent:.0f} % of the time waiting")
     console.tell(
-        f"        {found.speedup:.2f} times as fast, +- {found.interval:.2f}, after {found.seconds:.0f} s of search"
+        f"        {tuned.speedup:.2f} times as fast, +- {tuned.interval:.2f}, after {tuned.seconds:.0f} s of search"
     )
-    if not found.settings:
+    if not tuned.settings:
         console.tell("nothing that is faster for sure: the file stays as it is")
         return
-    for setting in found.settings:
+    for setting in tuned.settings:
         console.tell(f"  {setting.key}: {setting.before} -> {setting.value}")
     if is_written:
         console.tell(f"written to {pipeline}")
         return
-    patch = diff_of(pipeline, found.settings)
+    patch = diff_of(pipeline, tuned.settings)
     console.tell(
         f"\n{patch}" if patch else "",
     )

@@ -29,7 +29,7 @@ from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
 from loaderkit.sampling.state import State
 
 if TYPE_CHECKING:
-    from loaderkit.profile.recording import Profile, Subject
+    from loaderkit.profile.recording import Profile, ProfiledLoader
     from loaderkit.profile.step_log import StepLog
 
 
@@ -109,7 +109,7 @@ class Loader:
         """One epoch: what is left of the one that was resumed, else the next one. Ends an earlier iteration."""
         self._check_open()
         if self._steps is not None:
-            self._steps.probe()
+            self._steps.on_epoch()
         epoch, position = self._next
         self._iteration += 1
         self._next = (epoch + 1, 0)
@@ -143,7 +143,7 @@ class Loader:
             if self._recordings is not None:
                 engine.record()
             if self._steps is not None and self._last_stats is not None:
-                self._steps.restarts()
+                self._steps.reset()
             self._monitor = self._make_monitor(engine)
             self._finalizer = weakref.finalize(self, _abandon, engine, self._monitor)
             if self._monitor is not None:
@@ -317,12 +317,12 @@ class Loader:
 
         return Profile(self.as_subject(), import_s, trace=trace)
 
-    def as_subject(self) -> Subject:
+    def as_subject(self) -> ProfiledLoader:
         """This loader as a report sees it."""
-        from loaderkit.profile.recording import Subject
+        from loaderkit.profile.recording import ProfiledLoader
 
         parts = self._parts
-        return Subject(
+        return ProfiledLoader(
             config=parts.config,
             config_now=lambda: self._sizes.written_to(parts.config),
             stats=self.stats,
@@ -417,7 +417,7 @@ class _Epoch(Iterator[Any]):
         loader._check_open()
         steps = loader._steps
         if steps is not None:
-            steps.asks()
+            steps.on_request()
         try:
             if self._num_left == 0:
                 raise StopIteration
@@ -427,9 +427,9 @@ class _Epoch(Iterator[Any]):
         except BaseException:
             self._num_left = 0
             if steps is not None:
-                steps.ends()
+                steps.on_end()
             raise
         self._num_left -= 1
         if steps is not None:
-            steps.gets()
+            steps.on_batch()
         return batch

@@ -33,7 +33,7 @@ from loaderkit.profile.report_parts import (
     Steps,
     Utilisation,
 )
-from loaderkit.profile.settings_patch import patch_of, verdict_part
+from loaderkit.profile.settings_patch import settings_yaml, verdict_part
 from loaderkit.profile.step_log import StepLog
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.base import Source
@@ -77,7 +77,7 @@ def make_report(facts: ReportFacts) -> Report:
         after_start_percent = later.to_dict()["stall"]["percent"] if not facts.begin.num_batches else None
         if later.num_batches >= _NUM_STEADY:
             steady = later
-    found = passed.to_dict()
+    values = passed.to_dict()
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
     verdict = verdict_part(steady, facts.config)
     return Report(
@@ -91,19 +91,19 @@ def make_report(facts: ReportFacts) -> Report:
         wall_s=loop_s,
         num_batches=passed.num_batches,
         num_samples=passed.num_samples,
-        stall=StallPart(**found["stall"], after_start_percent=after_start_percent),
-        throughput=found["throughput"],
-        steps=steps_of(log, found["stall"]["total_s"]),
+        stall=StallPart(**values["stall"], after_start_percent=after_start_percent),
+        throughput=values["throughput"],
+        steps=steps_of(log, values["stall"]["total_s"]),
         stages=stage_rows(passed, series),
         slowest=slowest_items(passed, facts.source, log.begin_s),
         first_batch=first_batch(facts),
         utilisation=utilisation(log),
-        patch=patch_of(verdict.settings),
+        patch=settings_yaml(verdict.settings),
         series=series,
-        memory=found["memory"],
-        host={**found["host"], "others_cpus": facts.others_cpus},
-        tuning=found["tuning"],
-        store=found["store"],
+        memory=values["memory"],
+        host={**values["host"], "others_cpus": facts.others_cpus},
+        tuning=values["tuning"],
+        store=values["store"],
         config=described(facts.config_now),
     )
 
@@ -176,7 +176,7 @@ def first_batch(facts: ReportFacts) -> FirstBatch | None:
     if first is None or wait_s is None or facts.begin.num_batches:
         return None
     by_stage = {cause: seconds for cause, seconds in first.stall_s.items() if cause != START and seconds > 0}
-    found = FirstBatch(
+    parts = FirstBatch(
         import_s=facts.import_s,
         list_s=facts.list_s,
         index_s=facts.index_s,
@@ -184,8 +184,8 @@ def first_batch(facts: ReportFacts) -> FirstBatch | None:
         by_stage=by_stage,
         total_s=0.0,
     )
-    total_s = (found.import_s or 0.0) + found.list_s + found.index_s + found.workers_s + sum(by_stage.values())
-    return found.model_copy(update={"total_s": total_s})
+    total_s = (parts.import_s or 0.0) + parts.list_s + parts.index_s + parts.workers_s + sum(by_stage.values())
+    return parts.model_copy(update={"total_s": total_s})
 
 
 # ---------------------------------------------------------------------------------------------------- the stages
@@ -225,7 +225,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
 def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowItem]:
     """The samples that took longest beyond what is usual in their stage, at most ten. A sample may be in it for two stages."""
     rows = {row.name: row for row in passed.stages}
-    found = []
+    ranked = []
     for stage, items in passed.slowest.items():
         usual_s = rows[stage].services.percentile(0.5) if stage in rows else None
         for slow in items:
@@ -239,6 +239,6 @@ def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowIte
                 epoch=slow.epoch,
                 at_s=slow.at_s - begin_s,
             )
-            found.append((slow.each_s - (usual_s or 0.0), item))
-    found.sort(key=lambda pair: -pair[0])
-    return [item for _, item in found[:_NUM_SLOWEST]]
+            ranked.append((slow.each_s - (usual_s or 0.0), item))
+    ranked.sort(key=lambda pair: -pair[0])
+    return [item for _, item in ranked[:_NUM_SLOWEST]]

@@ -149,12 +149,12 @@ def _ratio(
     )
 
 
-def _points(name: str, before: float | None, after: float | None, found: Difference | None) -> ComparedFigure:
-    if found is None:
+def _points(name: str, before: float | None, after: float | None, difference: Difference | None) -> ComparedFigure:
+    if difference is None:
         return _single(name, before, after, unit="percent")
     return ComparedFigure(
-        name=name, unit="percent", before=before, after=after, change=found.mean, low=found.low, high=found.high,
-        outcome=_outcome(found, "worse"),
+        name=name, unit="percent", before=before, after=after, change=difference.mean, low=difference.low, high=difference.high,
+        outcome=_outcome(difference, "worse"),
     )  # fmt: skip
 
 
@@ -170,12 +170,12 @@ def _single(
     )
 
 
-def _outcome(found: Difference, more_is: Outcome) -> Outcome:
-    if found.is_noise:
+def _outcome(difference: Difference, more_is: Outcome) -> Outcome:
+    if difference.is_noise:
         return "noise"
     if more_is == "changed":
         return "changed"
-    return more_is if found.mean > 0 else ("worse" if more_is == "better" else "better")
+    return more_is if difference.mean > 0 else ("worse" if more_is == "better" else "better")
 
 
 def _summary(rows: Sequence[ComparedFigure]) -> str:

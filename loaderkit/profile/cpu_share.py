@@ -31,7 +31,7 @@ def cpu_times() -> CpuTimes | None:
     return CpuTimes(time.perf_counter(), busy_s, own.user + own.system)
 
 
-def others_cpus(begin: CpuTimes | None, end: CpuTimes | None, more_s: float = 0.0) -> float | None:
+def cpus_of_others(begin: CpuTimes | None, end: CpuTimes | None, more_s: float = 0.0) -> float | None:
     """How many CPUs other programs used on average; `more_s` is CPU time of processes of ours."""
     if begin is None or end is None or end.at_s <= begin.at_s:
         return None

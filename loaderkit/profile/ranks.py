@@ -88,7 +88,7 @@ def _check(reports: Sequence[Report]) -> None:
 def _rows(reports: Sequence[Report], steps: Sequence[Sequence[Step]]) -> list[RankRow]:
     stalls = [[step.stall_s for step in some] for some in steps]
     last = [max(range(len(reports)), key=lambda n: stalls[n][k]) for k in range(len(stalls[0]))]
-    found = []
+    rows = []
     for number, (report, some) in enumerate(zip(reports, steps, strict=True)):
         others = [stalls[n] for n in range(len(reports)) if n != number]
         extra = [own - statistics.median(rest) for own, *rest in zip(stalls[number], *others, strict=True)]
@@ -97,7 +97,7 @@ def _rows(reports: Sequence[Report], steps: Sequence[Sequence[Step]]) -> list[Ra
         if len(extra) >= LEAST_STEPS:
             intervals = [paired([_mean(window) for window in windows(extra, count)]) for count in NUM_WINDOWS]
             _, low_s, high_s = max(intervals, key=lambda interval: interval.high - interval.low)
-        found.append(
+        rows.append(
             RankRow(
                 rank=report.rank,
                 samples_per_s=report.throughput["samples_per_s"],
@@ -113,7 +113,7 @@ def _rows(reports: Sequence[Report], steps: Sequence[Sequence[Step]]) -> list[Ra
                 partial=report.partial,
             )
         )
-    return found
+    return rows
 
 
 def _mean(values: Sequence[float]) -> float:

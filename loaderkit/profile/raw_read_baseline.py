@@ -21,7 +21,7 @@ class RawRead(NamedTuple):
         return self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
-def read_bare(
+def read_raw(
     connector: Connector,
     objects: Mapping[str, ObjectInfo],
     sizes: Mapping[str, int],

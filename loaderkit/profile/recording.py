@@ -1,7 +1,7 @@
-"""`with loader.profile() as report:` what is noted while a loop runs, and turned into a report when it is over.
+"""`with loader.profile() as report:` records a loop while it runs and makes the report when the block ends.
 
 enter                 first batch            exit
-accounts ─────────────accounts───────────────accounts      a moment each, 0.2 ms
+stats ────────────────stats──────────────────stats         0.2 ms each
    steps ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─           3 us a batch
 """
 
@@ -19,7 +19,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.build import ReportFacts, make_report
-from loaderkit.profile.cpu_share import CpuTimes, cpu_times, others_cpus
+from loaderkit.profile.cpu_share import CpuTimes, cpu_times, cpus_of_others
 from loaderkit.profile.report import Report
 from loaderkit.profile.step_log import StepLog
 from loaderkit.sampling.schedule import BatchSampler
@@ -27,15 +27,15 @@ from loaderkit.sources.base import Source
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What a report looks at: a loader, seen from outside."""
+class ProfiledLoader:
+    """A loader as a report sees it."""
 
     config: PipelineConfig
-    config_now: Callable[[], PipelineConfig]  # with the sizes as they are now
+    config_now: Callable[[], PipelineConfig]  # with the settings of now, tuned ones included
     stats: Callable[[], Stats]
     series: Callable[[], list[dict[str, Any]]]
     watch: Callable[[StepLog | None], None]
-    record: Callable[[], None]  # what workers do is kept from now on
+    record: Callable[[], None]  # starts the recording of what workers do
     recorded: Callable[[], list[Trace]]
     source: Source
     schedule: BatchSampler
@@ -44,28 +44,28 @@ class Subject:
 
 
 class FirstBatchLog(StepLog):
-    """Steps, and the accounts right after the first batch."""
+    """Steps, and the stats right after the first batch."""
 
     def __init__(self, stats: Callable[[], Stats], clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock)
         self._stats = stats
 
-    def restarts(self) -> None:
-        """The accounts begin anew, with another first batch."""
-        super().restarts()
+    def reset(self) -> None:
+        """Start anew, with another first batch."""
+        super().reset()
         self.first: Stats | None = None
 
-    def gets(self) -> None:
-        """It is given one; the accounts are read once, in the loop's own time."""
-        super().gets()
+    def on_batch(self) -> None:
+        """The batch is handed over. The stats are read after the first one only, in the loop's own time."""
+        super().on_batch()
         if self.first is None:
             self.first = self._stats()
 
 
 class Profile:
-    """A report in the making. When its block is over, all that `Report` has can be asked of it: `report.verdict`, ..."""
+    """Records one `with` block. After the block it has every attribute of `Report`: `report.verdict`, ..."""
 
-    def __init__(self, subject: Subject, import_s: float | None = None, *, trace: bool = False) -> None:
+    def __init__(self, subject: ProfiledLoader, import_s: float | None = None, *, trace: bool = False) -> None:
         self._subject = subject
         self._is_traced = trace
         self._recordings: list[Trace] = []
@@ -104,7 +104,7 @@ class Profile:
         assert log is not None
         assert begin is not None
         end = subject.stats()
-        own_s = 0.0  # of processes that load
+        own_s = 0.0  # CPU time of the loading processes
         if end.tuning.get("executor") == "process" and end.run == begin.run:
             own_s = end.host.cpu_s - begin.host.cpu_s
         return make_report(
@@ -122,7 +122,7 @@ class Profile:
                 list_s=subject.list_s,
                 index_s=subject.index_s,
                 partial=partial,
-                others_cpus=others_cpus(self._cpus, cpu_times(), own_s),
+                others_cpus=cpus_of_others(self._cpus, cpu_times(), own_s),
             )
         )
 
@@ -138,7 +138,7 @@ class Profile:
         write_atomically(Path(path), self.result.to_json())
 
     def save_trace(self, path: str | Path) -> None:
-        """Write what workers and loop did as a trace for ui.perfetto.dev, in one piece; needs `loader.profile(trace=True)`.
+        """Write a trace of workers and loop for ui.perfetto.dev, in one piece; needs `loader.profile(trace=True)`.
 
         Raises RuntimeError without that, or while the block is not over; OSError.
         """
@@ -160,7 +160,7 @@ class Profile:
         return getattr(self.result, name)
 
     def __str__(self) -> str:
-        """For people: the report as text of 80 columns, without colour."""
+        """The report as text of 80 columns, without colour."""
         from loaderkit.profile.render.terminal import to_text
 
         return "the report is made when the block is over" if self._result is None else to_text(self._result)

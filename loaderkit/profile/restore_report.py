@@ -20,7 +20,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.tensor_loader import TensorLoader
 from loaderkit.profile.build import machine
-from loaderkit.profile.raw_read_baseline import RawRead, read_bare
+from loaderkit.profile.raw_read_baseline import RawRead, read_raw
 from loaderkit.profile.report import RestoreReport
 from loaderkit.profile.report_parts import ObjectRow, RestoreVerdict, StageTime
 
@@ -67,7 +67,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             session.close()
         wall_s = time.perf_counter() - begin_s
         stats = loader.stats()
-        found = {
+        values = {
             "partial": partial,
             "num_tensors": num_tensors,
             "open_s": open_s,
@@ -84,7 +84,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
             try:
                 if is_from_disk:
                     evict(paths)
-                bare = read_bare(
+                bare = read_raw(
                     connector,
                     objects,
                     sizes,
@@ -94,9 +94,9 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
                     direct=session.direct,
                 )
             except KeyboardInterrupt:
-                found["partial"] = "interrupted in the bare read"
+                values["partial"] = "interrupted in the bare read"
         note = "" if share is None or bare is None else _where(share)
-        return _report(config, loader, session, stats, bare, note, found)
+        return _report(config, loader, session, stats, bare, note, values)
 
 
 def _where(share: float) -> str:
@@ -115,13 +115,13 @@ def _report(  # noqa: PLR0917
     stats: Stats,
     bare: RawRead | None,
     note: str,
-    found: dict[str, Any],
+    values: dict[str, Any],
 ) -> RestoreReport:
-    totals, wall_s = session.totals, found["wall_s"]
+    totals, wall_s = session.totals, values["wall_s"]
     bytes_per_s = totals.needed_bytes / max(wall_s, 1e-9)
     percent = 100.0 * bytes_per_s / bare.bytes_per_s if bare is not None and bare.num_bytes else None
     waited = stats.to_dict()["stall"]["by_stage"]
-    rows: list[ObjectRow] = found.pop("objects")
+    rows: list[ObjectRow] = values.pop("objects")
     read_s = sum(row.read_s for row in rows)
     verify_s = sum(row.verify_s for row in rows)
     return RestoreReport(
@@ -157,7 +157,7 @@ def _report(  # noqa: PLR0917
         ],
         objects=sorted(rows, key=lambda row: -(row.read_s + row.verify_s + row.copy_s + row.cast_s))[:_MOST_ROWS],
         num_objects=len(rows),
-        **found,
+        **values,
     )
 
 

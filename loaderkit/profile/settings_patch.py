@@ -27,9 +27,9 @@ def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
     """The verdict on an interval, with its change as values."""
     if not stats.num_batches and not stats.stall_s:
         stats = replace(stats, wall_s=0.0)  # nobody has asked for anything
-    found = stats.verdict()
-    settings = settings_for(found, stats, config) if stats.wall_s > 0 and stats.num_batches else []
-    return VerdictPart(**found._asdict(), settings=settings)
+    verdict = stats.verdict()
+    settings = settings_for(verdict, stats, config) if stats.wall_s > 0 and stats.num_batches else []
+    return VerdictPart(**verdict._asdict(), settings=settings)
 
 
 def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
@@ -38,7 +38,7 @@ def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list
     return [] if make is None else make(Interval.of(stats), verdict, config)
 
 
-def _deeper(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _more_batches(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     return [_set(config, "prefetch.batches", 2 * case.num_wanted)]
 
 
@@ -47,7 +47,7 @@ def _more_memory(case: Interval, verdict: Verdict, config: PipelineConfig) -> li
     return [_set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))]
 
 
-def _other_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
+def _in_a_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     return [_set(config, "prefetch.executor", "process")] if config.prefetch.executor == "thread" else []
 
 
@@ -65,11 +65,11 @@ _CHANGES: Mapping[str, Callable[[Interval, Verdict, PipelineConfig], list[Settin
     "latency": _more_at_once,
     "waiting": _more_at_once,
     "computing": _more_at_once,
-    "stragglers": _deeper,
-    "depth": _deeper,
+    "stragglers": _more_batches,
+    "depth": _more_batches,
     "memory": _more_memory,
-    "gil": lambda case, verdict, config: several_processes(config, int(case.stats.memory.get("batch_bytes", 0))),
-    "wakeup": _other_process,
+    "gil": lambda case, verdict, config: process_settings(config, int(case.stats.memory.get("batch_bytes", 0))),
+    "wakeup": _in_a_process,
 }
 
 
@@ -102,7 +102,7 @@ def num_processes(config: PipelineConfig, batch_bytes: int) -> int:
     return max(2, min(cpus, fitting, _MOST_PROCESSES))
 
 
-def several_processes(config: PipelineConfig, batch_bytes: int) -> list[Setting]:
+def process_settings(config: PipelineConfig, batch_bytes: int) -> list[Setting]:
     """Loading in processes of its own, each with its own lock of Python's; empty if that is so already, or if `memory` holds
     no two batches for each."""
     prefetch, processes = config.prefetch, num_processes(config, batch_bytes)
@@ -110,10 +110,10 @@ def several_processes(config: PipelineConfig, batch_bytes: int) -> list[Setting]
         return []
     if prefetch.executor == "process" and prefetch.processes >= processes:
         return []
-    found = [_set(config, "prefetch.executor", "process"), _set(config, "prefetch.processes", processes)]
+    settings = [_set(config, "prefetch.executor", "process"), _set(config, "prefetch.processes", processes)]
     if prefetch.first_batches < 2 * processes:
-        found.append(_set(config, "prefetch.batches", 2 * processes))
-    return [setting for setting in found if setting.before != setting.value]
+        settings.append(_set(config, "prefetch.batches", 2 * processes))
+    return [setting for setting in settings if setting.before != setting.value]
 
 
 def _set(config: PipelineConfig, key: str, value: Any) -> Setting:
@@ -131,16 +131,16 @@ def value_of(config: PipelineConfig, key: str) -> Any:
     return args.model_dump(mode="json", include={rest}).get(rest)  # another field may hold an object that has no name
 
 
-def patch_of(settings: Sequence[Setting]) -> str | None:
+def settings_yaml(settings: Sequence[Setting]) -> str | None:
     """The values to set as YAML, in the form they have in a pipeline's file; None if there are none."""
     if not settings:
         return None
-    found: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for setting in settings:
         section, _, rest = setting.key.partition(".")
         if section == "stages":
             name, _, key = rest.rpartition(".")
-            found.setdefault("stages", []).append({name: {key: setting.value}})
+            description.setdefault("stages", []).append({name: {key: setting.value}})
         else:
-            found.setdefault(section, {})[rest] = setting.value
-    return to_yaml(found)
+            description.setdefault(section, {})[rest] = setting.value
+    return to_yaml(description)

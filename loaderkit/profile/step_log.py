@@ -1,4 +1,4 @@
-"""The loop, cut at its batches: how long it computed and waited, in bounded memory and 3 us a batch."""
+"""The loop, cut at its batches: how long it computed and waited. It takes bounded memory, and 3 us a batch."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ _MOST_STEPS = 2048
 
 
 class StepLog:
-    """Sums over all steps, and single ones, thinned out when there are too many. One thread writes.
+    """Sums over all steps, and single steps, thinned out above 2,048. One thread writes.
 
-    outside ──asks──> waiting ──gets──> computing ──asks──> waiting ──ends──> outside
-                                            └──────────turns, close──────────────┘
+    outside ──on_request──> waiting ──on_batch──> computing ──on_request──> waiting ──on_end──> outside
+                                                      └────────── on_epoch, close ─────────────────┘
 
-    A step begins when the loop has got a batch: it computes until it asks for the next one, and is over when it gets that.
-    What the loop did with a batch after which it asked for no other cannot be told from what came later, such as a
-    validation after `break`: it is `outside`.
+    A step begins with a batch: the loop computes until it requests the next one, and the step ends when that one comes. The
+    time after the last batch is `outside`: it may be computing, or a validation after `break`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self.end_s = self._mark_s = clock()
-        self.restarts()
+        self.reset()
 
-    def restarts(self) -> None:
-        """An error has ended what was before, and the accounts begin anew: so do the sums, from when it last asked."""
+    def reset(self) -> None:
+        """Start the sums anew from the last request: after an error the engine's own counters begin anew, too."""
         self.begin_s = self._mark_s
-        self._computed_s: float | None = None  # in the step that is under way; None: there is none
+        self._computed_s: float | None = None  # of the current step; None between steps
         self._is_computing = False
         self.num_batches = self.num_steps = 0
         self.compute_s = self.next_s = self.outside_s = 0.0  # they sum to end_s - begin_s
         self.first_wait_s: float | None = None
         self.computes, self.waits, self.steps = Histogram(), Histogram(), Histogram()
         self.every = 1
-        self._kept = array("d")  # at, compute, wait of every `every`th step, one behind another
+        self._kept = array("d")  # (at, compute, wait) of each `every`th step, flat
 
-    def asks(self) -> None:
-        """The loop asks for a batch."""
+    def on_request(self) -> None:
+        """The loop requests a batch."""
         passed_s = self._pass()
         if self._is_computing:
             self.compute_s += passed_s
@@ -50,8 +49,8 @@ class StepLog:
             self._computed_s = None
         self._is_computing = False
 
-    def gets(self) -> None:
-        """It is given one."""
+    def on_batch(self) -> None:
+        """The batch is handed over."""
         wait_s = self._pass()
         self.next_s += wait_s
         if self.first_wait_s is None:
@@ -60,19 +59,19 @@ class StepLog:
         self.num_batches += 1
         self._is_computing = True
 
-    def ends(self) -> None:
-        """There is none any more: the epoch is over, or an error came."""
+    def on_end(self) -> None:
+        """No batch comes: the epoch is over, or an error was raised."""
         self.next_s += self._pass()
         self._count(0.0)
 
-    def probe(self) -> None:
-        """The loop begins another pass over the data, whatever became of the last one."""
+    def on_epoch(self) -> None:
+        """The loop begins another pass over the data."""
         self.outside_s += self._pass()
         self._is_computing = False
 
     def close(self) -> None:
-        """Nothing more is noted."""
-        self.probe()
+        """End the last step and the log."""
+        self.on_epoch()
         self.end_s = self._mark_s
 
     def kept(self) -> list[tuple[float, float, float]]:

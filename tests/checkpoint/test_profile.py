@@ -203,7 +203,7 @@ def test_ctrl_c_in_the_bare_read_leaves_a_report_as_well(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loaderkit.profile.restore_report.read_bare", interrupted)
+    monkeypatch.setattr("loaderkit.profile.restore_report.read_raw", interrupted)
     assert main(["profile", str(PIPELINE), "--set", CPU]) == 128 + signal.SIGINT
     assert 0 <= " ".join(capsys.readouterr().out.split()).find("(partial: interrupted in the bare read)") < 120
 

@@ -16,7 +16,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.pipeline.build import make_parts
 from loaderkit.pipeline.loader import to_config
 from loaderkit.profile.experiments.causal import check_verdict, judge, plan_check
-from loaderkit.profile.experiments.loops import resting
+from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.report import Report
 from loaderkit.stages.slowed import Manner, Slowdown, stretched
 
@@ -48,9 +48,11 @@ class Waiting:
 
 
 def make_from(pipeline: Pipeline, given: Mapping[str, Any]) -> Any:
-    def make(overrides: Mapping[str, Any], stretch: Slowdown | None) -> Loader:
+    def make(overrides: Mapping[str, Any], slowdown: Slowdown | None) -> Loader:
         config = to_config(pipeline, {**given, **overrides})
-        return Loader(make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter, stretch=stretch))
+        return Loader(
+            make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter, stretch=slowdown)
+        )
 
     return make
 
@@ -62,7 +64,7 @@ def test_a_true_verdict_holds() -> None:
     given = {"prefetch.concurrency": 2}
     report = report_of(pipeline, **given)
     assert report.verdict.stage == "read"
-    found = check_verdict(make_from(pipeline, given), resting(0.0), report, seconds=6)
+    found = check_verdict(make_from(pipeline, given), sleep_step(0.0), report, seconds=6)
     assert found is not None
     assert found.agrees is not False  # on a busy machine it may be too noisy to say
     assert found.expected_percent > 40
@@ -77,7 +79,7 @@ def test_a_false_verdict_does_not() -> None:
     wrong = report.verdict.model_copy(update={"stage": "call", "kind": "computing"})
     stages = [row.model_copy(update={"cpu_s": 1.0 if row.name == "call" else 0.0}) for row in report.stages]
     blamed = report.model_copy(update={"verdict": wrong, "stages": stages})
-    found = check_verdict(make_from(pipeline, given), resting(0.0), blamed, seconds=6)
+    found = check_verdict(make_from(pipeline, given), sleep_step(0.0), blamed, seconds=6)
     assert found is not None
     assert found.expected_percent == pytest.approx(50)
     assert found.agrees is not True
@@ -93,7 +95,7 @@ def test_in_the_loops_own_thread_loading_and_training_add_up() -> None:
             time.sleep(16e-3)  # twice as long as a batch takes
     report = recording.result
     assert report.verdict.stage == "read"
-    found = check_verdict(make_from(pipeline, given), resting(16e-3), report, seconds=6)
+    found = check_verdict(make_from(pipeline, given), sleep_step(16e-3), report, seconds=6)
     assert found is not None
     assert 10 < found.expected_percent < 25  # half of a third
     assert found.agrees is not False
@@ -106,7 +108,7 @@ def test_where_training_is_the_limit_a_slower_stage_changes_nothing(photos: Path
     report = report_of(pipeline)
     verdict = report.verdict.model_copy(update={"stage": None, "kind": "training"})
     unblamed = report.model_copy(update={"verdict": verdict})
-    found = check_verdict(make_from(pipeline, {}), resting(0.05), unblamed, seconds=6)
+    found = check_verdict(make_from(pipeline, {}), sleep_step(0.05), unblamed, seconds=6)
     assert found is not None
     assert found.expected_percent == 0
     assert found.agrees is not False

@@ -13,9 +13,9 @@ from numbers_dataset import wait_for
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.experiments.headspace import Subset, conclude, measure_headspace
-from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, in_turns
+from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
 from loaderkit.profile.report_parts import Rate
-from loaderkit.profile.settings_patch import num_processes, several_processes
+from loaderkit.profile.settings_patch import num_processes, process_settings
 
 
 class Slow:
@@ -33,7 +33,7 @@ def test_slow_batches_are_compared_in_three_rounds() -> None:
     inline = {"prefetch.executor": "inline"}
     with loaderkit.build(pipeline, overrides=inline) as one, loaderkit.build(pipeline, overrides=inline) as other:
         variants = [Variant(one, taken.append), Variant(other, taken.append)]
-        in_turns(variants, rounds=6, window_s=1e-3)
+        interleave(variants, rounds=6, window_s=1e-3)
         assert [len(variant.windows) for variant in variants] == [3, 3]
         assert one.stats().num_batches + other.stats().num_batches == LEAST_BATCHES
 
@@ -110,6 +110,6 @@ class TestProcesses:
         monkeypatch.setattr("loaderkit.profile.settings_patch.num_cpus", lambda: 64)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
         config = self.config("512MiB")
-        found = {one.key: one.value for one in several_processes(config, 64 * 2**20)}
+        found = {one.key: one.value for one in process_settings(config, 64 * 2**20)}
         assert found == {"prefetch.executor": "process", "prefetch.processes": 4, "prefetch.batches": 8}
-        assert several_processes(config, 256 * 2**20) == []
+        assert process_settings(config, 256 * 2**20) == []

@@ -31,17 +31,17 @@ def test_the_parts_sum_to_the_whole(passes: list[tuple[list[tuple[float, float]]
     log = StepLog(clock)
     waited_s = computed_s = 0.0
     for steps, pause_s, breaks in passes:
-        log.probe()
+        log.on_epoch()
         computed_s += sum(compute_s for _, compute_s in (steps[:-1] if breaks else steps))
         for wait_s, compute_s in steps:
-            log.asks()
+            log.on_request()
             clock.now_s += wait_s
             waited_s += wait_s
-            log.gets()
+            log.on_batch()
             clock.now_s += compute_s
         if not breaks:
-            log.asks()
-            log.ends()
+            log.on_request()
+            log.on_end()
         clock.now_s += pause_s
     log.close()
     assert log.compute_s + log.next_s + log.outside_s == pytest.approx(clock.now_s)
@@ -55,12 +55,12 @@ def test_a_step_computes_and_then_waits() -> None:
     log = StepLog(clock)
     clock.now_s = 5.0  # before the loop
     for wait_s, compute_s in ((2.0, 1.0), (0.5, 3.0)):
-        log.asks()
+        log.on_request()
         clock.now_s += wait_s
-        log.gets()
+        log.on_batch()
         clock.now_s += compute_s
-    log.asks()
-    log.ends()
+    log.on_request()
+    log.on_end()
     clock.now_s += 7.0  # after it
     log.close()
     assert log.kept() == [(7.0, 1.0, 0.5), (8.5, 3.0, 0.0)]
@@ -70,8 +70,8 @@ def test_a_step_computes_and_then_waits() -> None:
 def test_a_batch_after_which_none_is_asked_for_is_no_step() -> None:
     clock = Clock()
     log = StepLog(clock)
-    log.asks()
-    log.gets()
+    log.on_request()
+    log.on_batch()
     clock.now_s += 3.0
     log.close()
     assert (log.num_batches, log.num_steps, log.compute_s, log.outside_s) == (1, 0, 0.0, 3.0)
@@ -81,8 +81,8 @@ def test_memory_is_bounded() -> None:
     clock = Clock()
     log = StepLog(clock)
     for _ in range(20_000):
-        log.asks()
-        log.gets()
+        log.on_request()
+        log.on_batch()
         clock.now_s += 1.0
     log.close()
     kept = log.kept()

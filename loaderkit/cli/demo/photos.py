@@ -107,8 +107,8 @@ class _Photograph:
         across = min(width, height * _SIZE[0] / _SIZE[1]) * rng.uniform(0.6, 1.0)
         down = across * _SIZE[1] / _SIZE[0]
         left, top = rng.uniform(0, width - across), rng.uniform(0, height - down)
-        found = self._pixels.resize(_SIZE, Image.Resampling.BICUBIC, box=(left, top, left + across, top + down))
-        return found.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else found
+        image = self._pixels.resize(_SIZE, Image.Resampling.BICUBIC, box=(left, top, left + across, top + down))
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image
 
     @cached_property
     def quality(self) -> int:

@@ -23,9 +23,9 @@ def main(folder: Path) -> None:
     with loaderkit.build(folder / "pipeline.yaml") as loader:
         loader.load_state_dict(json.loads((folder / "loader.json").read_text(encoding="utf-8")))
         batch = next(iter(loader))
-        found = {"digest": digest(batch), "epoch": loader.epoch, "first_key": batch["__key__"][0]}
+        facts = {"digest": digest(batch), "epoch": loader.epoch, "first_key": batch["__key__"][0]}
         loss, _ = trainer.step(batch)
-    sys.stdout.write(json.dumps({**found, "loss": loss}) + "\n")
+    sys.stdout.write(json.dumps({**facts, "loss": loss}) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,12 +43,12 @@ def run_demo(
     """
     say = _line_printer(out)
     started_s = clock()
-    found = demo_data(data if data is not None else default_cache_dir() / "demo", num_images, say)
-    say(f"data set: {found.folder} ({num_images} images, {len(PHOTOGRAPHS)} classes; {clock() - started_s:.1f} s)")
+    dataset = demo_data(data if data is not None else default_cache_dir() / "demo", num_images, say)
+    say(f"data set: {dataset.folder} ({num_images} images, {len(PHOTOGRAPHS)} classes; {clock() - started_s:.1f} s)")
     batch_size = max(2, min(64, num_images // 8))  # so that an epoch has a middle to stop in
     shows = {
-        "files": (files_pipeline(found, batch_size), seconds * (1 - _TAR_SHARE)),
-        "tar": (tar_pipeline(found, batch_size), seconds * _TAR_SHARE),
+        "files": (files_pipeline(dataset, batch_size), seconds * (1 - _TAR_SHARE)),
+        "tar": (tar_pipeline(dataset, batch_size), seconds * _TAR_SHARE),
     }
     results: dict[str, Any] = {}
     with _checkpoint_folder(keep, say) as folder, _half_the_cpus():
@@ -57,7 +57,7 @@ def run_demo(
             results[name] = _show(out, pipeline, folder / name, share_s, clock)
     exact = all(result["resumed_exactly"] for result in results.values())
     say("\nBoth pipelines resumed exactly." if exact else "\nNot the batch that would have come: this is a bug.")
-    return {"data": str(found.folder), **results, "resumed_exactly": exact}
+    return {"data": str(dataset.folder), **results, "resumed_exactly": exact}
 
 
 def files_pipeline(data: DemoData, batch_size: int) -> loaderkit.Pipeline:
@@ -148,8 +148,8 @@ def _resume(folder: Path) -> dict[str, Any]:
     )
     if done.returncode:
         raise LoaderkitError(f"the process that was to resume failed:\n{done.stderr.rstrip()}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    resumed: dict[str, Any] = json.loads(done.stdout)
+    return resumed
 
 
 @contextmanager

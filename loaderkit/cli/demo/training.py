@@ -66,7 +66,7 @@ def save_checkpoint(folder: Path, pipeline: Pipeline, trainer: Trainer, loader: 
 
 def digest(batch: Mapping[str, Any]) -> str:
     """16 hexadecimal digits from every byte of the batch's images and labels, and from its keys."""
-    found = blake2b("\0".join(batch["__key__"]).encode(), digest_size=8)
+    hasher = blake2b("\0".join(batch["__key__"]).encode(), digest_size=8)
     for name in ("image", "label"):
-        found.update(batch[name].contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(batch[name].contiguous().numpy().tobytes())
+    return hasher.hexdigest()

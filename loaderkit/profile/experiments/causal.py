@@ -1,8 +1,7 @@
-"""Is the verdict true? The stage that is blamed is made slower, and throughput must follow as far as it is the limit.
+"""Tests a verdict: the blamed stage is slowed down, and throughput must fall as far as that stage is the limit.
 
-Virtual speed-up after Coz (Curtsinger and Berger, SOSP 2015): what a program gains from a faster piece of code is read from
-what it loses when that piece is slower, in proportion. `stages/slowed.py` makes it slower, in the manner in which it is said
-to limit.
+This is the virtual speed-up of Coz (Curtsinger and Berger, SOSP 2015) turned around: what a faster stage would gain is read
+from what a slower one loses. `stages/slowed.py` slows the stage in the manner in which it is said to limit.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import CausalCheck, StageRow, VerdictPart
@@ -33,8 +32,8 @@ _MANNERS: Mapping[str, Manner] = {
 def plan_check(
     verdict: VerdictPart, stages: Sequence[StageRow], inline_s: float | None = None
 ) -> tuple[Slowdown, float] | None:
-    """What to stretch, and how much longer a sample has to take, in percent, were the verdict right. None where no stage
-    is blamed: memory, depth, start, wakeup. `inline_s`: the wall time, where the loop's thread does all the work itself."""
+    """The slowdown, and the percentage by which a sample takes longer if the verdict is right. None where no stage is blamed:
+    memory, depth, start, wakeup. `inline_s`: the wall time, where the loop's thread does all the work itself."""
     if verdict.stage is None and verdict.kind == "training":
         busiest = max((row for row in stages if row.num_items), key=lambda row: row.busy_s, default=None)
         return None if busiest is None else (Slowdown(busiest.name, _SHARE, "wait"), 0.0)
@@ -50,7 +49,7 @@ def plan_check(
 
 
 def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> float:
-    """What part of the time that limits is the stage's: of its workers' time, of all CPU time, or all of it."""
+    """The stage's share of the limiting time: of its workers' time, of all CPU time, or all of it."""
     if manner == "turns":
         return 1.0
     if manner == "wait":
@@ -59,25 +58,25 @@ def _share_of(row: StageRow, manner: Manner, stages: Sequence[StageRow]) -> floa
 
 
 def check_verdict(make: Make, step: Step, report: Report, *, seconds: float) -> CausalCheck | None:
-    """Run it as it is and stretched, in turns, for about `seconds`; None where no stage is blamed."""
+    """Run the pipeline with and without the slowdown, interleaved, for about `seconds`; None where no stage is blamed."""
     stages = report.stages
     inline_s = report.wall_s if report.tuning.get("executor") == "inline" else None
     planned = plan_check(report.verdict, stages, inline_s)
     if planned is None:
         return None
-    stretch, expected = planned
+    slowdown, expected = planned
     with ExitStack() as stack:
         whole = Variant(stack.enter_context(make({}, None)), step)
-        slower = Variant(stack.enter_context(make({}, stretch)), step)
-        in_turns([whole, slower], rounds=_ROUNDS, window_s=seconds / (4 * _ROUNDS))
+        slower = Variant(stack.enter_context(make({}, slowdown)), step)
+        interleave([whole, slower], rounds=_ROUNDS, window_s=seconds / (4 * _ROUNDS))
     ratio, half = ratio_of(whole, slower)  # of the rates: how many times as long a sample took
-    row = next(row for row in stages if row.name == stretch.stage)
-    return judge(stretch, expected, 100.0 * (ratio - 1), 100.0 * half, row)
+    row = next(row for row in stages if row.name == slowdown.stage)
+    return judge(slowdown, expected, 100.0 * (ratio - 1), 100.0 * half, row)
 
 
-def judge(stretch: Slowdown, expected: float, measured: float, half: float, row: StageRow) -> CausalCheck:
-    """Whether what was measured fits what was expected: all in percent."""
-    least = _FOLLOWS * expected if expected else 100.0 * _FOLLOWS * stretch.share
+def judge(slowdown: Slowdown, expected: float, measured: float, half: float, row: StageRow) -> CausalCheck:
+    """Compare the measured slowdown with the expected one, all in percent."""
+    least = _FOLLOWS * expected if expected else 100.0 * _FOLLOWS * slowdown.share
     agrees: bool | None = None
     if measured - half >= least:
         agrees = expected > 0
@@ -87,12 +86,12 @@ def judge(stretch: Slowdown, expected: float, measured: float, half: float, row:
         agrees = (measured >= least) == (expected > 0)
     words = {True: "so the verdict holds", False: "so the verdict is doubtful", None: "too noisy to say"}
     evidence = (
-        f"{stretch.stage} made {100 * stretch.share:.0f} % slower: a sample took {measured:+.0f} % (+- {half:.0f}) longer, "
+        f"{slowdown.stage} made {100 * slowdown.share:.0f} % slower: a sample took {measured:+.0f} % (+- {half:.0f}) longer, "
         f"{expected:.0f} % expected: {words[agrees]}"
     )
     return CausalCheck(
-        stage=stretch.stage,
-        delay_s=stretch.share * (row.p50_s or 0.0),
+        stage=slowdown.stage,
+        delay_s=slowdown.share * (row.p50_s or 0.0),
         expected_percent=expected,
         measured_percent=measured,
         interval_percent=half,

@@ -16,7 +16,7 @@ import torch
 
 from loaderkit.connectors.page_cache import evict
 from loaderkit.engine.metrics import Stats
-from loaderkit.profile.experiments.interleave import Looped, Make, RateWindow, rate_of
+from loaderkit.profile.experiments.interleave import ExperimentLoader, Make, RateWindow, rate_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report_parts import Headspace, Rate
 
@@ -51,19 +51,19 @@ class _Pass(NamedTuple):
     stats: Stats
 
 
-def _passes(loader: Looped, subset: Subset, seconds: float, *, is_cold: bool) -> list[_Pass]:
+def _passes(loader: ExperimentLoader, subset: Subset, seconds: float, *, is_cold: bool) -> list[_Pass]:
     """As many as the time allows: two at least, and no more than are of use."""
     until_s = time.perf_counter() + seconds
-    found: list[_Pass] = []
-    while len(found) < 2 or (len(found) < 2 * _NUM_WINDOWS and time.perf_counter() < until_s):
+    passes: list[_Pass] = []
+    while len(passes) < 2 or (len(passes) < 2 * _NUM_WINDOWS and time.perf_counter() < until_s):
         if is_cold and subset.paths is not None:
             loader.set_epoch(1)  # what was read ahead is dropped
             evict(subset.paths)
-        found.append(_pass(loader, subset, seconds / 2))
-    return found
+        passes.append(_pass(loader, subset, seconds / 2))
+    return passes
 
 
-def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
+def _pass(loader: ExperimentLoader, subset: Subset, most_s: float, *, num_kept: int = 0) -> _Pass:
     """Read the subset from its beginning. What has landed from the first batch on is counted, not what was handed over; and not
     its end, where other samples are read as well. A subset that is read ahead as a whole may have landed with its first batch:
     there all of it is counted, from the time it was asked for."""
@@ -82,27 +82,27 @@ def _pass(loader: Looped, subset: Subset, most_s: float, *, num_kept: int = 0) -
             break
         if len(kept) < num_kept:
             kept.append(batch)
-    found = loader.stats().since(before)
-    num_samples = found.num_samples if is_read_ahead else _landed(found)
-    return _Pass(RateWindow(num_samples, found.wall_s, 0.0, found.num_batches), kept[:num_kept], found)
+    stats = loader.stats().since(before)
+    num_samples = stats.num_samples if is_read_ahead else _landed(stats)
+    return _Pass(RateWindow(num_samples, stats.wall_s, 0.0, stats.num_batches), kept[:num_kept], stats)
 
 
 def _landed(stats: Stats) -> int:
     return next((row.num_items for row in stats.stages if row.kind == "batch"), stats.num_samples)
 
 
-def _cold(loader: Looped, subset: Subset, seconds: float) -> tuple[Rate | None, str]:
+def _cold(loader: ExperimentLoader, subset: Subset, seconds: float) -> tuple[Rate | None, str]:
     if subset.paths is None:
         return None, f"no cold rate: {subset.why_no_files}"
-    found = _passes(loader, subset, seconds, is_cold=True)
-    hits = [hit for hit in (one.stats.host.page_cache_hits for one in found) if hit is not None]
+    passes = _passes(loader, subset, seconds, is_cold=True)
+    hits = [hit for hit in (one.stats.host.page_cache_hits for one in passes) if hit is not None]
     note = ""
     if hits and min(hits) > _STILL_CACHED:
         note = (
             f"{100 * min(hits):.0f} % of what was read came from memory nevertheless: the files are in use elsewhere, or their "
             "file system keeps them there"
         )
-    return rate_of([one.window for one in found]), note
+    return rate_of([one.window for one in passes]), note
 
 
 def consumer_rate(step: Step, ready: Sequence[Any], seconds: float) -> Rate:

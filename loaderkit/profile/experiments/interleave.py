@@ -1,8 +1,8 @@
-"""Experiments: the same pipeline with something changed, run in turns with what it is compared with.
+"""Runs variants of a pipeline in interleaved windows and compares their rates.
 
-What a machine does besides changes from second to second, by tens of percent. So two variants are never measured one after the
-other, but in windows that take turns, and what is reported is the mean ratio of neighbouring windows with its interval. The one
-that pauses fills its batches ahead: so many are taken without being counted when its turn comes again.
+The load of a machine changes from second to second, by tens of percent. So the windows of two variants alternate, and the
+result is the median ratio of neighbouring windows with its interval. A variant that pauses fills its batches ahead: those are taken
+without being counted when its turn comes again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from loaderkit.stages.slowed import Slowdown
 
 _LEAST_ROUNDS = 3
 LEAST_BATCHES = 2 * (1 + _LEAST_ROUNDS) * 4
-"""That two variants take turns with at least: one is drained, one begins the window, and two are counted; the first window of
-each says nothing yet."""
+"""Batches that two variants take at least: in each window one is drained, one begins it and two are counted, and the first
+window of each is dropped."""
 
 
-class Looped(Batches, Protocol):
+class ExperimentLoader(Batches, Protocol):
     """A loader that an experiment runs."""
 
     def stats(self) -> Stats: ...
@@ -34,12 +34,12 @@ class Looped(Batches, Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
-Make = Callable[[Mapping[str, Any], Slowdown | None], AbstractContextManager[Looped]]
-"""A loader of the pipeline with these overrides, and one stage stretched; to be closed after use."""
+Make = Callable[[Mapping[str, Any], Slowdown | None], AbstractContextManager[ExperimentLoader]]
+"""Makes a loader of the pipeline with these overrides and one stage slowed down; to be closed after use."""
 
 
 class RateWindow(NamedTuple):
-    """What came of a stretch of a loop."""
+    """What a loop did in a window of time."""
 
     num_samples: int
     seconds: float
@@ -55,7 +55,7 @@ class RateWindow(NamedTuple):
 class Variant:
     """A loader that runs in turns with others, and a step after every batch."""
 
-    loader: Looped
+    loader: ExperimentLoader
     step: Step
     clock: Callable[[], float] = time.perf_counter
 
@@ -97,7 +97,7 @@ class Variant:
         return min(100.0, 100.0 * sum(window.stall_s for window in self.windows) / max(seconds, 1e-9))
 
 
-def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float, most_s: float | None = None) -> None:
+def interleave(variants: Sequence[Variant], *, rounds: int, window_s: float, most_s: float | None = None) -> None:
     """Let every variant run in each round, in turning order, once it is well under way: while threads start, and chunks find
     their size, it is slower.
 
@@ -121,7 +121,7 @@ def in_turns(variants: Sequence[Variant], *, rounds: int, window_s: float, most_
 def rate_of(windows: Sequence[RateWindow]) -> Rate:
     """The speed of some windows, with its 95 % interval."""
     rates = [window.rate for window in windows]
-    mean, half = mean_and_half(rates)
+    mean, half = mean_and_half_width(rates)
     return Rate(
         samples_per_s=mean,
         interval_percent=100.0 * half / mean if mean > 0 else 100.0,
@@ -134,10 +134,10 @@ def ratio_of(one: Variant, other: Variant) -> tuple[float, float]:
     """How many times as fast `one` is as `other`, in the median of neighbouring windows; half the width of the mean's 95 %
     interval."""
     ratios = [a.rate / max(b.rate, 1e-9) for a, b in zip(one.windows, other.windows, strict=True)]
-    return statistics.median(ratios), mean_and_half(ratios)[1]
+    return statistics.median(ratios), mean_and_half_width(ratios)[1]
 
 
-def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
     """The mean and half the width of its 95 % interval; of a single value, all of it."""
     if len(values) < 2:
         return values[0], abs(values[0])

@@ -28,7 +28,7 @@ def endless(loader: Batches) -> Iterator[Any]:
             return
 
 
-def resting(seconds: float) -> Step:
+def sleep_step(seconds: float) -> Step:
     """A step that does nothing for so long: it leaves the CPUs and Python's lock to the workers, as a GPU does."""
 
     def rest(batch: Any) -> None:
@@ -44,18 +44,18 @@ def open_consumer(name: str) -> Step:
     if not colon or not module_name or not path:
         raise ConfigError(f'a consumer is named as "package.module:function", not {name!r}')
     try:
-        found: Any = importlib.import_module(module_name)
+        consumer: Any = importlib.import_module(module_name)
         for part in path.split("."):
-            found = getattr(found, part)
+            consumer = getattr(consumer, part)
     except Exception as error:
         raise ConfigError(f"the consumer {name!r} cannot be had: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"the consumer {name!r} is a {type(found).__name__}, which cannot be called with a batch")
-    step: Step = found
+    if not callable(consumer):
+        raise ConfigError(f"the consumer {name!r} is a {type(consumer).__name__}, which cannot be called with a batch")
+    step: Step = consumer
     return step
 
 
-def drive(
+def run_steps(
     batches: Iterator[Any],
     step: Step,
     *,

@@ -15,6 +15,6 @@ def files_of(source: Source, connector: Connector | None, indices: Iterable[int]
         return None
     keys: dict[str, None] = {}
     for index in indices:
-        keys.update((found.range.key, None) for found in source.ranges(index))
+        keys.update((sample_range.range.key, None) for sample_range in source.ranges(index))
     paths = [connector.describe(key) for key in keys]
     return paths if all(os.path.isfile(path) for path in paths) else None

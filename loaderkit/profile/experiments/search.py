@@ -19,8 +19,8 @@ from loaderkit.engine.autotune.tuner import LADDER
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, in_turns, ratio_of
-from loaderkit.profile.experiments.loops import Step, drive, endless
+from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
+from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Part, Rate, Setting
 from loaderkit.profile.settings_patch import num_processes, value_of
 
@@ -63,12 +63,12 @@ def tune(
     """Search for about `seconds`; longer only where that is less than some thirty batches take. What is slower than the file,
     or no faster as far as can be told, is not proposed."""
     begin_s = time.perf_counter()
-    best, found = _search(make, step, config, seconds * _SEARCH)
+    best, stats = _search(make, step, config, seconds * _SEARCH)
     say(f"the tuner came to {_say(best)}")
     trials: list[TuneTrial] = []
-    least_s = LEAST_BATCHES * found.wall_s / max(found.num_batches, 1)  # for any comparison of two loaders
+    least_s = LEAST_BATCHES * stats.wall_s / max(stats.num_batches, 1)  # for any comparison of two loaders
     until_s = begin_s + min(seconds * (_SEARCH + _REFINE), seconds - least_s)
-    for change in _changes(config, best, int(found.memory.get("batch_bytes", 0))):
+    for change in _changes(config, best, int(stats.memory.get("batch_bytes", 0))):
         if time.perf_counter() + max(_TRIAL_S, least_s) > until_s:
             break
         trial = _try(make, step, best, {**best, **change}, _TRIAL_S)
@@ -80,7 +80,7 @@ def tune(
         old = Variant(stack.enter_context(make({}, None)), step)
         new = Variant(stack.enter_context(make(best, None)), step)
         left_s = begin_s + seconds - time.perf_counter()
-        in_turns([old, new], rounds=_ROUNDS, window_s=seconds * _COMPARE / (4 * _ROUNDS), most_s=left_s)
+        interleave([old, new], rounds=_ROUNDS, window_s=seconds * _COMPARE / (4 * _ROUNDS), most_s=left_s)
     ratio, half = ratio_of(new, old)
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
     return Tuned(
@@ -91,7 +91,7 @@ def tune(
         stall_after_percent=new.stall_percent,
         speedup=ratio,
         interval=half,
-        decisions=list(found.tuning.get("decisions", ())),
+        decisions=list(stats.tuning.get("decisions", ())),
         trials=trials,
         seconds=time.perf_counter() - begin_s,
     )
@@ -107,29 +107,29 @@ def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> t
     if config.prefetch.executor == "inline":
         given["prefetch.executor"] = "thread"
     with make(given, None) as loader:
-        drive(endless(loader), step, seconds=seconds)
-        found = loader.stats()
-    sizes = {"prefetch.concurrency": found.tuning["concurrency"], "prefetch.batches": found.tuning["batches"]}
-    return {**given, **sizes}, found
+        run_steps(endless(loader), step, seconds=seconds)
+        stats = loader.stats()
+    sizes = {"prefetch.concurrency": stats.tuning["concurrency"], "prefetch.batches": stats.tuning["batches"]}
+    return {**given, **sizes}, stats
 
 
 def _changes(config: PipelineConfig, best: Mapping[str, Any], batch_bytes: int) -> list[Overrides]:
     """What the tuner does not try: other executors, workers that have a number, and the nearest other sizes."""
-    found: list[Overrides] = []
+    changes: list[Overrides] = []
     processes = num_processes(config, batch_bytes)
     executor = best.get("prefetch.executor", config.prefetch.executor)
     if executor == "thread":
-        found.append({"prefetch.executor": "process"})
+        changes.append({"prefetch.executor": "process"})
         several = {"prefetch.executor": "process", "prefetch.processes": processes}
-        found.append({**several, "prefetch.batches": max(int(best["prefetch.batches"]), 2 * processes)})
+        changes.append({**several, "prefetch.batches": max(int(best["prefetch.batches"]), 2 * processes)})
     else:
-        found.append({"prefetch.executor": "thread"})
+        changes.append({"prefetch.executor": "thread"})
     workers = int(best["prefetch.concurrency"])
-    found += [{"prefetch.concurrency": other} for other in _neighbours(workers)]
+    changes += [{"prefetch.concurrency": other} for other in _neighbours(workers)]
     for stage in config.stages:
         if stage.args.workers != "auto":
-            found += [{f"stages.{stage.name}.workers": other} for other in _neighbours(stage.args.workers)]
-    return found
+            changes += [{f"stages.{stage.name}.workers": other} for other in _neighbours(stage.args.workers)]
+    return changes
 
 
 def _neighbours(value: int) -> list[int]:
@@ -143,7 +143,7 @@ def _try(make: Make, step: Step, best: Overrides, other: Overrides, seconds: flo
         with ExitStack() as stack:
             old = Variant(stack.enter_context(make(best, None)), step)
             new = Variant(stack.enter_context(make(other, None)), step)
-            in_turns([old, new], rounds=3, window_s=seconds / 12)
+            interleave([old, new], rounds=3, window_s=seconds / 12)
     except LoaderkitError as error:  # a function that cannot be sent to a process, say
         return TuneTrial(settings=other, speedup=None, interval=None, kept=False, note=str(error))
     ratio, half = ratio_of(new, old)
@@ -157,17 +157,17 @@ def _say(settings: Mapping[str, Any]) -> str:
 _HEAD = "# Tuned by `loaderkit tune`"
 
 
-def with_comment(text: str, found: Tuned, day: str) -> str:
+def with_comment(text: str, tuned: Tuned, day: str) -> str:
     """The text of a file with a comment above it that says what was found; an older such comment goes."""
     lines = text.splitlines(keepends=True)
     if lines and lines[0].startswith(_HEAD):
         del lines[0]
         while lines and lines[0].startswith("#   "):
             del lines[0]
-    speed = f"{found.before.samples_per_s:.0f} -> {found.after.samples_per_s:.0f} samples/s"
+    speed = f"{tuned.before.samples_per_s:.0f} -> {tuned.after.samples_per_s:.0f} samples/s"
     comment = [
-        f"{_HEAD} on {day}, with {num_cpus()} CPUs: {speed} ({found.speedup:.2f} +- {found.interval:.2f} times as fast)\n",
-        *(f"#   {one.key}: {one.value} (was {_plain(one.before)})\n" for one in found.settings),
+        f"{_HEAD} on {day}, with {num_cpus()} CPUs: {speed} ({tuned.speedup:.2f} +- {tuned.interval:.2f} times as fast)\n",
+        *(f"#   {one.key}: {one.value} (was {_plain(one.before)})\n" for one in tuned.settings),
     ]
     return "".join([*comment, *lines])
 

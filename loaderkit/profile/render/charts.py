@@ -40,7 +40,7 @@ CONFIG: Spec = {
 
 def charts(report: Report) -> dict[str, Spec]:
     """Those that the report has something to show in, by name."""
-    found = {
+    specs = {
         "steps": _steps(report),
         "waits": _waits(report),
         "speed": _speed(report),
@@ -48,7 +48,7 @@ def charts(report: Report) -> dict[str, Spec]:
         "queues": _queues(report),
         "what-if": _what_if(report.what_if, report.throughput["samples_per_s"]),
     }
-    return {name: spec for name, spec in found.items() if spec is not None}
+    return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def legend(spec: Spec) -> list[tuple[str, str]]:
@@ -225,9 +225,9 @@ def _what_if(changes: Sequence[WhatIf], now_per_s: float) -> Spec | None:
         }  # fmt: skip
         if (measured := change.measured) is not None:
             # In turns with the pipeline as it was then, which may have been slower or faster than in the loop.
-            found = measured.samples_per_s if measured.speedup is None else measured.speedup * now_per_s
-            half = found * measured.interval_percent / 100
-            row |= {"measured": found, "low": max(0.0, found - half), "high": found + half}
+            rate = measured.samples_per_s if measured.speedup is None else measured.speedup * now_per_s
+            half = rate * measured.interval_percent / 100
+            row |= {"measured": rate, "low": max(0.0, rate - half), "high": rate + half}
         rows.append(row)
     y = {"field": "change", "type": "nominal", "title": None, "sort": [change.name for change in changes]}
     x = {"type": "quantitative", "title": "samples/s"}

@@ -43,7 +43,7 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
         "yaml": partial(to_yaml, flow=False),
     }
     drawn = charts(report)
-    found: str = environment.get_template("report.html.j2").render(
+    page: str = environment.get_template("report.html.j2").render(
         report=report,
         compared=[(row, say(row)) for row in report.baseline.rows] if report.baseline is not None else [],
         ranks=ranks,
@@ -54,7 +54,7 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
         legends={name: legend(spec) for name, spec in drawn.items()},
         script=_script(),
     )
-    return found
+    return page
 
 
 def _libraries() -> tuple[ModuleType, ModuleType]:
@@ -83,14 +83,14 @@ def _script() -> str:
 def _parts(report: Report) -> list[tuple[str, str, float, float]]:
     """(what, colour class, seconds, percent) of the loop's time."""
     steps = report.steps
-    found = (
+    parts = (
         ("computing", "compute", steps.compute_s),
         ("waiting for a batch", "stall", steps.stall_s),
         ("handing it over", "overhead", steps.overhead_s),
         ("before, after, between", "outside", steps.outside_s),
     )
     whole_s = max(steps.wall_s, 1e-9)
-    return [(name, kind, seconds, max(0.0, 100 * seconds / whole_s)) for name, kind, seconds in found]
+    return [(name, kind, seconds, max(0.0, 100 * seconds / whole_s)) for name, kind, seconds in parts]
 
 
 def _waits(report: Report) -> list[tuple[str, float, float]]:
@@ -105,9 +105,9 @@ def _first(report: Report) -> list[tuple[str, float, float]]:
     if first is None:
         return []
     named = {"import": first.import_s, "list": first.list_s, "index": first.index_s, "workers": first.workers_s}
-    found = {**named, **{f"waited for {name}": seconds for name, seconds in first.by_stage.items()}}
+    waits = {**named, **{f"waited for {name}": seconds for name, seconds in first.by_stage.items()}}
     whole_s = max(first.total_s, 1e-9)
-    return [(name, s, 100 * s / whole_s) for name, s in found.items() if s]
+    return [(name, s, 100 * s / whole_s) for name, s in waits.items() if s]
 
 
 def _s(seconds: float | None) -> str:

@@ -39,11 +39,11 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
     """What the loop waited for, by stage, and how the workers of each stage spent their time."""
     stall = stats["stall"]
     title = f"Waiting for batches: {stall['total_s']:.2f} s of {stats['wall_s']:.2f} s ({stall['percent']:.1f} %)"
-    found: list[RenderableType] = [Text(title, style="bold"), stall_table(stats)]
-    found += [Text("\nSlot time in seconds", style="bold"), slot_table(stats)]
+    parts: list[RenderableType] = [Text(title, style="bold"), stall_table(stats)]
+    parts += [Text("\nSlot time in seconds", style="bold"), slot_table(stats)]
     if stats["tuning"].get("decisions"):
-        found += [Text("\nTuned", style="bold"), tuning_table(stats)]
-    return Group(*found)
+        parts += [Text("\nTuned", style="bold"), tuning_table(stats)]
+    return Group(*parts)
 
 
 def stall_table(stats: Mapping[str, Any]) -> Table:
@@ -82,25 +82,23 @@ def reading(stats: Mapping[str, Any]) -> str:
     """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."
-    found = stats["verdict"]
-    sure = f"confidence {found['confidence']:.2f}"
-    if found["stage"] is None:
+    verdict = stats["verdict"]
+    sure = f"confidence {verdict['confidence']:.2f}"
+    if verdict["stage"] is None:
         head = f"training is the limit ({sure})"
     else:
-        head = (
-            f"{found['stage']} is the limit, {found['kind']} ({found['percent']:.0f} % of the time lost to it, {sure})"
-        )
-    return f"Verdict: {head}. {_sentence(found['evidence'])} To change: {found['change']}."
+        head = f"{verdict['stage']} is the limit, {verdict['kind']} ({verdict['percent']:.0f} % of the time lost to it, {sure})"
+    return f"Verdict: {head}. {_sentence(verdict['evidence'])} To change: {verdict['change']}."
 
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def as_text(found: RenderableType, width: int = 80) -> str:
+def as_text(renderable: RenderableType, width: int = 80) -> str:
     """What a terminal of so many columns shows, without colour; no line ends in blanks."""
     file = StringIO()
-    PlainConsole(file=file, width=width, no_color=True, color_system=None).print(found)
+    PlainConsole(file=file, width=width, no_color=True, color_system=None).print(renderable)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().rstrip().splitlines())
 
 

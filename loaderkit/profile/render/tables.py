@@ -12,36 +12,36 @@ from loaderkit.profile.render.summary import table_of
 from loaderkit.profile.report_parts import Comparison
 
 
-def comparison(found: Comparison) -> RenderableType:
+def comparison(compared: Comparison) -> RenderableType:
     """Two runs."""
     table = table_of("", "before", "now", "change", "95 % interval", "beyond noise", folds=True)
-    for row in found.rows:
+    for row in compared.rows:
         if row.outcome == "unknown" and row.name.endswith("of a sample"):
             continue  # in the JSON and the page
         said = say(row)
         table.add_row(said.name, said.before, said.after, said.change, said.interval, said.outcome)
-    lines = [Text(f"- {line}") for line in found.differences]
+    lines = [Text(f"- {line}") for line in compared.differences]
     return Group(
         Text(""),
-        Text(title(found), style="bold"),
-        Text(found.summary[:1].upper() + found.summary[1:] + "."),
+        Text(title(compared), style="bold"),
+        Text(compared.summary[:1].upper() + compared.summary[1:] + "."),
         table,
         *([Text("What was different:"), *lines] if lines else []),
-        Text(found.method, style="dim"),
+        Text(compared.method, style="dim"),
     )
 
 
-def title(found: Comparison) -> str:
+def title(compared: Comparison) -> str:
     """What is compared with."""
-    return f"Against {'the run' if found.num_runs == 1 else f'{found.num_runs} runs, the last one'} of {found.made_at}"
+    return f"Against {'the run' if compared.num_runs == 1 else f'{compared.num_runs} runs, the last one'} of {compared.made_at}"
 
 
-def merged(found: Merged) -> RenderableType:
+def merged(job: Merged) -> RenderableType:
     """The ranks of a job."""
     table = table_of(
         "rank", "samples/s", "waiting", "a step", "more", "95 % interval, ms", "last in", "limit", folds=True
     )
-    for row in found.ranks:
+    for row in job.ranks:
         interval = (
             "" if row.low_s is None or row.high_s is None else f"{1e3 * row.low_s:+.1f} to {1e3 * row.high_s:+.1f}"
         )
@@ -55,10 +55,10 @@ def merged(found: Merged) -> RenderableType:
             f"{row.last_percent:.0f} %",
             row.verdict.stage or "training",
         )
-    head = f"{found.name}: {len(found.ranks)} ranks of {found.world_size}, {found.samples_per_s:.0f} samples/s together"
+    head = f"{job.name}: {len(job.ranks)} ranks of {job.world_size}, {job.samples_per_s:.0f} samples/s together"
     return Group(
         Text(head, style="bold"),
-        Text(found.summary[:1].upper() + found.summary[1:] + "."),
+        Text(job.summary[:1].upper() + job.summary[1:] + "."),
         Text(""),
         table,
         Text(

@@ -156,14 +156,18 @@ def _first_batch(report: Report) -> RenderableType:
     return rows
 
 
-def _headspace(found: Headspace) -> RenderableType:
+def _headspace(headspace: Headspace) -> RenderableType:
     rows = facts_table()
-    for name, rate in (("training alone", found.consumer), ("data warm", found.warm), ("data cold", found.cold)):
+    for name, rate in (
+        ("training alone", headspace.consumer),
+        ("data warm", headspace.warm),
+        ("data cold", headspace.cold),
+    ):
         if rate is not None:
             rows.add_row(name, say_rate(rate))
-    if found.cold_note:
-        rows.add_row("", found.cold_note)
-    rows.add_row("", found.summary)
+    if headspace.cold_note:
+        rows.add_row("", headspace.cold_note)
+    rows.add_row("", headspace.summary)
     return rows
 
 
@@ -177,16 +181,16 @@ def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
     names = ("change", "samples/s", "faster", "stall", *(("found", "error") if is_measured else ("limit then",)))
     table = table_of(*names)
     for row in rows:
-        found = [row.name, f"{row.samples_per_s:.0f}", f"{row.speedup:.2f}x", f"{row.stall_percent:.0f} %"]
+        cells = [row.name, f"{row.samples_per_s:.0f}", f"{row.speedup:.2f}x", f"{row.stall_percent:.0f} %"]
         if not is_measured:
-            found.append(row.limit)
+            cells.append(row.limit)
         elif row.measured is None:
-            found += ["", ""]
+            cells += ["", ""]
         else:
             measured = row.measured
             faster = f"{measured.samples_per_s:.0f}/s" if measured.speedup is None else f"{measured.speedup:.2f}x"
-            found += [faster, f"{measured.error_percent:+.0f} %"]
-        table.add_row(*found)
+            cells += [faster, f"{measured.error_percent:+.0f} %"]
+        table.add_row(*cells)
     notes = [f"{row.name}: {row.note}" for row in rows if row.note]
     return Group(table, *(Text(note, style="dim") for note in notes))
 

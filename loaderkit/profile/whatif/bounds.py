@@ -32,36 +32,36 @@ class Prediction(NamedTuple):
 
 def bounds(model: PipelineModel) -> dict[str, float]:
     """Every upper bound of the throughput in samples/s, by what it comes from."""
-    found: dict[str, float] = {}
+    upper: dict[str, float] = {}
     cpu_s = sum(stage.cpu_s for stage in model.stages) + model.loop_cpu_s
     if model.is_inline:
-        found["inline"] = _per(1.0, sum(pool.service_s for pool in model.pools) + model.compute_s)
-        return found
+        upper["inline"] = _per(1.0, sum(pool.service_s for pool in model.pools) + model.compute_s)
+        return upper
     if model.compute_s > 0:
-        found["training"] = 1.0 / model.compute_s
+        upper["training"] = 1.0 / model.compute_s
     for pool in model.pools:
         if pool.service_s > 0:
             slowest = max(pool.stages, key=lambda stage: stage.service_s)
-            found[slowest.name] = pool.workers / pool.service_s
+            upper[slowest.name] = pool.workers / pool.service_s
     if cpu_s > 0:
-        found["cpus"] = cpus_to_be_had(model) / cpu_s
+        upper["cpus"] = available_cpus(model) / cpu_s
     if model.gil_s > 0:
-        found["gil"] = model.processes / model.gil_s
+        upper["gil"] = model.processes / model.gil_s
     if model.serial_stage is not None and model.serial_s > 0:
-        found[f"{model.serial_stage}, one at a time"] = 1.0 / model.serial_s
+        upper[f"{model.serial_stage}, one at a time"] = 1.0 / model.serial_s
     if model.stragglers is not None:
-        found["stragglers"] = _past_stragglers(model, model.stragglers)
+        upper["stragglers"] = _past_stragglers(model, model.stragglers)
     response_s = sum(pool.service_s for pool in model.pools)
     if response_s > 0:
-        found["batches ahead"] = model.samples_ahead / response_s
-    return found
+        upper["batches ahead"] = model.samples_ahead / response_s
+    return upper
 
 
 def predict(model: PipelineModel, base: PipelineModel | None = None, measured: float | None = None) -> Prediction:
     """What a model gives, scaled by what the `base` model was measured to give (in samples/s), if there is one."""
-    found = bounds(model)
-    limit = min(found, key=found.__getitem__)
-    rate = found[limit]
+    upper = bounds(model)
+    limit = min(upper, key=upper.__getitem__)
+    rate = upper[limit]
     if base is not None and measured is not None:
         rate *= measured / min(bounds(base).values())
         if model.compute_s > 0:
@@ -77,7 +77,7 @@ def _past_stragglers(model: PipelineModel, slow: Stragglers) -> float:
     return slow.every / (slow.seconds + behind_s)
 
 
-def cpus_to_be_had(model: PipelineModel) -> float:
+def available_cpus(model: PipelineModel) -> float:
     """As many as there are workers, as long as that is no more than there are; else our fair share, a thread each."""
     threads = sum(pool.workers for pool in model.pools) + model.loop_cpu_s / max(model.compute_s, 1e-12)
     wanted = threads + model.others_cpus

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.profile.experiments.interleave import Make, Variant, in_turns, ratio_of
+from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Measured, WhatIf
@@ -29,15 +29,15 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
     measured = steady_rate(report)
     rows = []
     for change in changes(model, report, config):
-        found = predict(change.model, model, measured)
+        predicted = predict(change.model, model, measured)
         rows.append(
             WhatIf(
                 name=change.name,
                 settings=list(change.settings),
-                samples_per_s=found.samples_per_s,
-                stall_percent=found.stall_percent,
-                speedup=found.samples_per_s / measured,
-                limit=found.limit,
+                samples_per_s=predicted.samples_per_s,
+                stall_percent=predicted.stall_percent,
+                speedup=predicted.samples_per_s / measured,
+                limit=predicted.limit,
                 note=change.note,
                 can_run=bool(change.settings),
             )
@@ -79,7 +79,7 @@ def _verified(make: Make, step: Step, row: WhatIf, seconds: float) -> WhatIf:
         with ExitStack() as stack:
             before = Variant(stack.enter_context(make({}, None)), step)
             after = Variant(stack.enter_context(make(overrides, None)), step)
-            in_turns([before, after], rounds=_ROUNDS, window_s=seconds / (4 * _ROUNDS))
+            interleave([before, after], rounds=_ROUNDS, window_s=seconds / (4 * _ROUNDS))
     except LoaderkitError as error:
         return row.model_copy(update={"can_run": False, "note": f"could not be tried: {error}"})
     ratio, half = ratio_of(after, before)

@@ -1,4 +1,4 @@
-"""The commands by name, and the way out of each: 0 it worked; 1 the work failed; 2 wrong use; 130 Ctrl-C."""
+"""The commands by name and their exit codes: 0 it worked; 1 the work failed; 2 wrong use; 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from loaderkit.cli import console
 from loaderkit.cli.check import check, explain
+from loaderkit.cli.demo import demo
 from loaderkit.cli.index import index
-from loaderkit.cli.options import AsJson, Debug, Settings
+from loaderkit.cli.options import Debug, Settings
 from loaderkit.cli.profile import profile
 from loaderkit.cli.restore import manifest, restore
 from loaderkit.cli.run import run
@@ -52,32 +52,8 @@ def _root(
     pass
 
 
-for function in (run, check, explain, profile, tune, index, restore, manifest):
+for function in (run, check, explain, profile, tune, index, restore, manifest, demo):
     app.command()(function)
-
-
-@app.command()
-def demo(
-    *,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Where the demo's data set is, or is to be made; default: the user's cache directory."),
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="About how long to train.")] = 60,
-    num_images: Annotated[int, typer.Option(min=24, help="How many photographs the data set has.")] = 2000,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints, and say where they are.")] = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
-    """Make a data set of photographs, train on it, stop in mid-epoch, resume in a new process: the whole job."""
-    from loaderkit.cli.demo import run_demo
-
-    out = console.stderr() if as_json else console.stdout()
-    result = run_demo(out, data=data, seconds=seconds, num_images=num_images, keep=keep)
-    if as_json:
-        console.tell_json(result)
-    if not result["resumed_exactly"]:
-        raise typer.Exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
 """Runs variants of a pipeline in interleaved windows and compares their rates.
 
 The load of a machine changes from second to second, by tens of percent. So the windows of two variants alternate, and the
-result is the median ratio of neighbouring windows with its interval. A variant that pauses fills its batches ahead: those are taken
-without being counted when its turn comes again.
+result is the median ratio of neighbouring windows with its interval. A variant that pauses fills its batches ahead: those
+are taken without being counted when its turn comes again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from loaderkit.profile.render.summary import PlainConsole
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error of anyone's
-    """Ctrl-C came, and was dealt with; the message says how far the work had got."""
+    """Ctrl-C ended the work in an orderly way; the message says how far it was."""
 
 
 def stdout() -> Console:

@@ -1,4 +1,4 @@
-"""What `profile` and `tune` share: the loop's step, and loaders of the same pipeline with something changed."""
+"""What `profile` and `tune` share: the loop's step, and loaders of variants of a pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECONDS_A_LINE = 5.0
 StepTime = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="Rest so long after every batch, as a training step would: 80ms.", show_default=False
+        metavar="TIME", help="Sleep after each batch as long as a training step takes: 80ms.", show_default=False
     ),
 ]
 Consumer = Annotated[
@@ -40,7 +40,7 @@ Consumer = Annotated[
 
 
 def open_step(step_time: str | None, consumer: str | None) -> Step | None:
-    """What the loop does with a batch; None if nothing was said about it. Raises BadParameter, ConfigError."""
+    """The step after each batch; None if no option names one. Raises BadParameter, ConfigError."""
     from loaderkit.profile.experiments.loops import open_consumer, sleep_step
 
     if step_time is not None and consumer is not None:
@@ -57,15 +57,15 @@ def open_step(step_time: str | None, consumer: str | None) -> Step | None:
 
 
 def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
-    """The pipeline's description, as the file and `--set` say."""
+    """The config of the file with `--set` applied."""
     from loaderkit.pipeline.loader import to_config
 
     return to_config(pipeline, parse_assignments(assignments or []))
 
 
 def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of workers and batches in a report's description of how the pipeline ran, as overrides: what is compared
-    with that run is to have them from its first batch on, and not to be tuned meanwhile."""
+    """The workers and batches ahead of a reported run as overrides: a run that is compared with it starts with them and is not
+    tuned."""
     prefetch = config.get("prefetch", {})
     return {
         f"prefetch.{name}": prefetch[name] for name in ("concurrency", "batches") if type(prefetch.get(name)) is int
@@ -73,8 +73,7 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str, Any] = MappingProxyType({})) -> Make:
-    """What makes loaders of the pipeline with `sizes` and more overrides. They go on without end, and write to no quarantine
-    file."""
+    """Makes loaders of the pipeline with `sizes` and further overrides. They are endless and write no quarantine file."""
     from loaderkit.pipeline.build import make_parts
     from loaderkit.pipeline.loader import Loader, to_config
 

@@ -48,7 +48,7 @@ def index(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write an index (.idx) beside each tar shard, so that nobody has to read all headers again."""
+    """Write an index (.idx) beside each tar shard: loading then reads no headers."""
     rows = []
     with ExitStack() as stack:
         opened = _found(shards, stack)

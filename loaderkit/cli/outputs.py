@@ -1,4 +1,4 @@
-"""Where the report of `profile` goes: known to be writable before the run, and written after it."""
+"""Where the report of `profile` goes: checked before the run, written after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files, and whether JSON takes stdout. `baseline` is what the report is to be compared with."""
+    """The files to write. `baseline` holds the earlier reports to compare with."""
 
     json: Path | None  # None: nowhere, or stdout
     is_on_stdout: bool
@@ -73,7 +73,7 @@ def read_report(path: Path, option: str) -> Report:
 
 
 def compared(report: Report, outputs: Outputs) -> Report:
-    """The report, with what it says against the one before."""
+    """The report with its comparison to the baseline, if there is one."""
     from loaderkit.profile.compare import compare_reports
 
     if not outputs.baseline:
@@ -119,7 +119,7 @@ def deliver(
 
 
 def deliver_merged(job: Merged, reports: list[Report], outputs: Outputs) -> None:
-    """Show and write what the reports of all ranks say together; the page shows the rank that waits longest besides."""
+    """Show and write the comparison of all ranks; the HTML page also shows the rank that waits longest."""
     from loaderkit.profile.render.tables import merged
 
     if outputs.is_on_stdout:
@@ -147,7 +147,7 @@ def _write(texts: dict[Path, str]) -> None:
 
 
 def _stem(folder: Path, pipeline: str, rank: str = "") -> Path:
-    """Where a report goes in a folder, without the ending: no other rank's, and none that is there."""
+    """A path in the folder without its ending, of which no report exists yet."""
     name = f"{_file_name(pipeline)}-{datetime.now(UTC):%Y%m%d-%H%M%S}{rank}"
     names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
     return next(folder / one for one in names if not (folder / f"{one}.json").exists())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from loaderkit.profile.report import Report
 
 _NUM_STEPS = 60
-_MOST_S = 45.0  # for the steps, if nobody says how many they are to be
+_MOST_S = 45.0  # for the steps, if their number is not given
 _HEADSPACE_S = 3.0  # for each rate
 _CHECK_S = 12.0
 _VERIFY_S = 45.0
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be measured besides, and on which samples: a `Subset`."""
+    """The additional measurements, and the samples they run on: a `Subset`."""
 
     config: PipelineConfig
     subset: Any
@@ -159,7 +159,7 @@ def profile(
     try:
         if ended_by is None:
             _measure(additions, report, maker(path, assignments, sizes_of(report.config)), step, wanted)
-    except (Exception, KeyboardInterrupt) as error:  # what there is, is shown
+    except (Exception, KeyboardInterrupt) as error:  # the parts measured so far are shown
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else f"ended by {type(error).__name__}"
         ended_by, additions["partial"] = error, f"{why} after the loop"
     report = report.model_copy(update=additions)

@@ -36,7 +36,9 @@ def restore(
         str | None, typer.Option(help="Cast floating-point tensors to this: bfloat16, float16, ...")
     ] = None,
     keys: Keys = None,
-    memory: Annotated[str, typer.Option(help="Bound on memory besides one tensor and what waits to be one.")] = "2GiB",
+    memory: Annotated[
+        str, typer.Option(help="Bound on memory for reads; one tensor is allocated on top of it.")
+    ] = "2GiB",
     concurrency: Annotated[int, typer.Option(min=0, help="Threads that read; 0: as many as suit the store.")] = 0,
     list_only: Annotated[
         bool, typer.Option("--list", help="Read no tensor: print names, types, shapes, bytes.")

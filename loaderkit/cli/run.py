@@ -35,13 +35,13 @@ def run(
     pipeline: PipelineFile,
     *,
     epochs: Annotated[int, typer.Option(min=1, help="How many epochs; what is left of a resumed one counts.")] = 1,
-    batches: Annotated[int | None, typer.Option(min=1, help="Stop after so many batches.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Stop after this number of batches.")] = None,
     step_time: Annotated[
-        str, typer.Option(metavar="TIME", help="Rest so long after every batch, as a training step would: 20ms.")
+        str, typer.Option(metavar="TIME", help="Sleep after each batch as long as a training step takes: 20ms.")
     ] = "0s",
     resume: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, readable=True, help="Go on behind the state saved in this file."),
+        typer.Option(exists=True, dir_okay=False, readable=True, help="Continue from the state saved in this file."),
     ] = None,
     save_state: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the state to this file in the end, also after Ctrl-C.")
@@ -88,7 +88,7 @@ def run(
             note = ""
             if save_state is not None:
                 save_state_of(loader, save_state)
-                note = f"; the state is in {save_state}, go on with --resume {save_state}"
+                note = f"; the state is in {save_state}, continue with --resume {save_state}"
             raise console.Interrupted(f"interrupted after {loader.stats().num_batches} batches{note}") from None
         wall_s = time.perf_counter() - started_s
         if save_state is not None:

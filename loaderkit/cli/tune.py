@@ -53,7 +53,7 @@ def tune(
     if write and tuned.settings:
         try:
             _write(pipeline, tuned)
-        except (LoaderkitError, OSError) as error:  # what was found is told nevertheless
+        except (LoaderkitError, OSError) as error:  # the result is printed before the error
             failure = error
     is_written = write and failure is None
     if as_json:
@@ -65,7 +65,7 @@ def tune(
 
 
 def _write(pipeline: Path, tuned: Tuned) -> None:
-    """Put what was found into the file, in one piece, once it is known to read as what was measured."""
+    """Write the settings into the file, in one piece, if the new text reads as the config that was measured."""
     from loaderkit._internal.atomic_file import write_atomically
     from loaderkit.errors import ConfigError
     from loaderkit.pipeline.loader import to_config

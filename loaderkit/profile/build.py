@@ -1,7 +1,7 @@
-"""From what was noted to the report: which stage is to blame, where the time went, the slowest samples, the first batch.
+"""Makes the report from stats and steps: the verdict, where the time went, the slowest samples, the first batch.
 
-accounts at begin, first batch, end ──differences──> verdict, stall, stages, slowest, first batch
-steps ─────────────────────────────────────────────> steps, utilisation
+stats at begin, first batch, end ──differences──> verdict, stall, stages, slowest, first batch
+steps ───────────────────────────────────────────> steps, utilisation
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: Cosm
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """What a report is made of."""
+    """The input of `make_report`."""
 
     config: PipelineConfig
-    config_now: PipelineConfig  # with the sizes that were found
+    config_now: PipelineConfig  # with the settings that were tuned
     source: Source
     schedule: BatchSampler
     begin: Stats
@@ -66,7 +66,7 @@ class ReportFacts:
 
 
 def make_report(facts: ReportFacts) -> Report:
-    """The report on a block. An error or Ctrl-C may have ended the run in it: then it is on what came after that."""
+    """The report on a block. If an error or Ctrl-C restarted the stats in the block, it covers the time after that."""
     log, end = facts.log, facts.end
     loop_s = max(log.compute_s + log.next_s, 1e-9)
     passed = _since(end, facts.begin, loop_s)
@@ -109,13 +109,13 @@ def make_report(facts: ReportFacts) -> Report:
 
 
 def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:
-    """The accounts of the loop's own time: pauses outside of it, such as a validation, are no part of its wall time."""
+    """The stats of the loop's own time: pauses outside of it, such as a validation, are no part of its wall time."""
     passed = end.since(earlier) if earlier.run == end.run else end
     return replace(passed, wall_s=max(wall_s, 1e-9))
 
 
 def described(config: PipelineConfig) -> dict[str, Any]:
-    """The description as plain values; of one that no file can hold (a lambda in it, say) its name, and why."""
+    """The config as plain values; if a file cannot hold it (a lambda in it, say), its name and the reason."""
     try:
         return config.to_dict()
     except ConfigError as error:

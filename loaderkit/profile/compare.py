@@ -1,7 +1,7 @@
-"""`--baseline old.json`: two runs side by side, and whether what differs is larger than the noise.
+"""`--baseline old.json`: two runs side by side, and for each figure whether the difference exceeds the noise.
 
 report before ──steps──> windows ─┐
-                                  ├─ noise.compare ──> a row for each figure: better, worse, or not to be told from noise
+                                  ├─ statistics.against ──> a row for each figure: better, worse or noise
 report after  ──steps──> windows ─┘
 """
 
@@ -35,7 +35,7 @@ _SAY: Mapping[Outcome, str] = {
 
 
 class Said(NamedTuple):
-    """A figure of both runs for people."""
+    """A figure of both runs in words."""
 
     name: str
     before: str
@@ -46,7 +46,7 @@ class Said(NamedTuple):
 
 
 def say(row: ComparedFigure) -> Said:
-    """In words."""
+    """The figure in words."""
     unit = "points" if row.unit == "percent" else "%"
     change = "" if row.change is None else f"{row.change:+.1f} {unit}"
     interval = "" if row.low is None or row.high is None else f"{row.low:+.1f} to {row.high:+.1f}"
@@ -54,7 +54,7 @@ def say(row: ComparedFigure) -> Said:
 
 
 def compare_reports(before: Sequence[Report], after: Report) -> Comparison:
-    """Side by side. `before` are one or several reports of the same, the last one last."""
+    """Compare two runs. `before` holds one or several reports of the same pipeline, the last one last."""
     rows = list(_figures(before, after))
     return Comparison(
         made_at=before[-1].made_at,
@@ -161,7 +161,7 @@ def _points(name: str, before: float | None, after: float | None, difference: Di
 def _single(
     name: str, before: float | None, after: float | None, *, unit: Literal["per_s", "percent", "seconds"] = "seconds"
 ) -> ComparedFigure:
-    """A figure of which each run has but one value."""
+    """A figure with one value a run, and so without an interval."""
     change = None
     if before is not None and after is not None:
         change = after - before if unit == "percent" else 100.0 * (after / before - 1) if before else None
@@ -221,13 +221,13 @@ def _differences(before: Report, after: Report) -> Iterator[str]:
 
 
 def _late(report: Report) -> float:
-    """How much of the workers' work was spent ready to run, with no CPU free, in percent."""
+    """The percentage of the workers' busy time in which they were ready to run and no CPU was free."""
     busy_s = sum(row.busy_s for row in report.stages)
     return 100.0 * sum(row.delayed_s for row in report.stages) / busy_s if busy_s > 0 else 0.0
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """A description by dotted keys; a stage, which is a name or a mapping of one name, by that name."""
+    """A config by dotted keys; a stage is keyed by its kind."""
     if isinstance(value, Mapping):
         if not value:
             yield key, "there"

@@ -1,4 +1,4 @@
-"""What other programs use of the CPUs: a prediction has to leave that to them."""
+"""Measures the CPU time of other programs, which a prediction cannot use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loaderkit._internal.cgroups import num_cpus
 
 
 class CpuTimes(NamedTuple):
-    """CPU time so far in s, of the whole machine and of this process with all that it has started and that is over."""
+    """CPU time so far in s, of the machine and of this process with its ended children."""
 
     at_s: float
     all_s: float
@@ -18,7 +18,7 @@ class CpuTimes(NamedTuple):
 
 
 def cpu_times() -> CpuTimes | None:
-    """Now; None where the CPUs of the machine are not all ours to use, so that what others do elsewhere does not matter."""
+    """The times of now; None where this process may use a part of the CPUs only, and the load of the others does not matter."""
     if num_cpus() != os.cpu_count():
         return None
     try:
@@ -32,7 +32,7 @@ def cpu_times() -> CpuTimes | None:
 
 
 def cpus_of_others(begin: CpuTimes | None, end: CpuTimes | None, more_s: float = 0.0) -> float | None:
-    """How many CPUs other programs used on average; `more_s` is CPU time of processes of ours."""
+    """The mean number of CPUs that other programs used; `more_s` is CPU time of our own other processes."""
     if begin is None or end is None or end.at_s <= begin.at_s:
         return None
     others_s = end.all_s - begin.all_s - (end.own_s - begin.own_s) - more_s

@@ -1,8 +1,7 @@
-"""`loaderkit profile --merge rank*.json`: the reports of all ranks of one job, and who keeps the others waiting.
+"""`loaderkit profile --merge rank*.json`: compares the reports of all ranks of one job and finds the straggler.
 
-Ranks that train together step together: in the collective of a step all wait for the one whose batch came last, and that time
-counts as computing with everybody else. So the straggler is the rank that waits for *data* longer than the others do, and by
-that much it lengthens everybody's step.
+In the collective of a step all ranks wait for the one whose batch came last, and that time counts as computing on the other
+ranks. So the straggler is the rank that waits for *data* longer than the others, and it lengthens every step by the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the store itself gives: the bytes of a checkpoint read by as many threads, into memory that is used again."""
+"""Reads the bytes of a checkpoint raw, by as many threads into reused memory: the speed of the store itself."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def read_raw(
     most_s: float,
     direct: bool = False,
 ) -> RawRead:
-    """Read the first `sizes[key]` bytes of every object, in parts of so many, for about `most_s` at most; `direct`: past the
-    page cache, if the connector can. Ctrl-C waits for reads that are under way. Raises ConnectorError."""
+    """Read the first `sizes[key]` bytes of every object, in parts of `part_bytes`, for about `most_s` at most.
+
+    `direct`: past the page cache, if the connector can. Ctrl-C waits for reads that are under way. Raises ConnectorError."""
     read_into = (bulk_of(connector).read_direct if direct else None) or connector.read_into
     parts = [
         (key, start, min(part_bytes, size - start))
@@ -43,12 +44,12 @@ def read_raw(
     counts: list[int] = []
     errors: list[BaseException] = []
     begin_s = 0.0
-    all_are_there = threading.Barrier(num_threads + 1)  # with their memory
+    all_started = threading.Barrier(num_threads + 1)  # with their memory
 
     def read() -> None:
         buffer = memoryview(bytearray(part_bytes))
         try:
-            all_are_there.wait()
+            all_started.wait()
             while not errors and time.perf_counter() - begin_s < most_s:
                 try:
                     key, start, length = parts.pop()
@@ -65,13 +66,13 @@ def read_raw(
         for thread in threads:
             thread.start()
         begin_s = time.perf_counter()
-        all_are_there.wait()
+        all_started.wait()
         begin_s = time.perf_counter()
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C, or the system has no more threads
-        errors.append(error)  # so that they do not read on with nobody there, nor from a closed connector
-        all_are_there.abort()
+        errors.append(error)  # ends the threads before the connector is closed
+        all_started.abort()
         for thread in threads:
             if thread.is_alive():
                 thread.join()

@@ -22,11 +22,11 @@ class Setting(Part):
 
 
 class CausalCheck(Part):
-    """Whether the loop really follows the stage that is blamed: it was slowed down on purpose, for a moment."""
+    """A test of the verdict: the blamed stage was slowed down on purpose for a moment."""
 
     stage: str = Field(description="the stage that was slowed")
     delay_s: float = Field(description="put into it, for every item")
-    expected_percent: float = Field(description="how much longer a batch had to take, were the verdict right")
+    expected_percent: float = Field(description="how much longer a batch takes if the verdict is right")
     measured_percent: float = Field(description="how much longer it took")
     interval_percent: float = Field(description="half the width of the 95 % interval of that")
     agrees: bool | None = Field(description="null: too noisy to say")
@@ -74,7 +74,7 @@ class StageRow(Part):
     cpu_s: float = Field(description="of busy, computing")
     io_s: float = Field(description="of busy, waiting for a store, a device or a lock of the user's")
     gil_s: float = Field(
-        description="of busy, waiting for Python's lock: what it waited, where turns have shown that the lock is held"
+        description="of busy, waiting for the GIL: all waiting, where the contention probe has shown that a stage holds it"
     )
     delayed_s: float = Field(description="of busy, ready to run while no CPU was free")
     starved_s: float = Field(description="no input; of a pool, at its first stage")
@@ -99,7 +99,7 @@ class SlowItem(Part):
     usual_s: float | None = Field(description="what a sample takes there, in the median")
     key: str = Field(description="of the sample; of the first, where several were done as one")
     origin: str = Field(description="the object it lies in")
-    num_together: int = Field(description="samples that were done as one, so that nobody knows which was slow")
+    num_together: int = Field(description="samples that were processed as one; which of them was slow is not known")
     epoch: int
     at_s: float = Field(description="when it was done, since the report begins")
 
@@ -138,7 +138,7 @@ class Steps(Part):
     compute_p99_s: float | None
     stall_p50_s: float | None
     stall_p99_s: float | None
-    every: int = Field(1, description="`steps` has one step in so many")
+    every: int = Field(1, description="`steps` has each `every`th step")
     steps: list[Step] = Field([], description="at most 2,048")
 
 
@@ -151,7 +151,7 @@ class PassMark(Part):
 
 
 class Utilisation(Part):
-    """How much of the time training computed, as MLPerf Storage defines it: the first step does not count."""
+    """The share of the time in which training computed, as MLPerf Storage defines it: the first step does not count."""
 
     percent: float
     marks: list[PassMark]
@@ -162,12 +162,12 @@ class Rate(Part):
 
     samples_per_s: float
     interval_percent: float = Field(description="half the width of the 95 % interval, from repeated windows")
-    seconds: float = Field(description="measured for so long")
+    seconds: float = Field(description="how long it was measured")
     num_batches: int
 
 
 class Headspace(Part):
-    """How far training is from never waiting: what each side could do if the other were no limit."""
+    """How far training is from never waiting: the speed of each side alone."""
 
     consumer: Rate | None = Field(description="the training step alone, on batches that are ready; null: not given")
     warm: Rate | None = Field(description="the pipeline alone, its data in memory as far as it fits")
@@ -180,10 +180,10 @@ class Headspace(Part):
 
 
 class Measured(Part):
-    """What came of a change when it was made."""
+    """What a change brought when it was tried."""
 
     samples_per_s: float
-    speedup: float | None = Field(None, description="over the pipeline as it is, in turns with which it was measured")
+    speedup: float | None = Field(None, description="over the pipeline as it is, measured in interleaved windows")
     stall_percent: float
     interval_percent: float = Field(description="half the width of the 95 % interval, of that")
     error_percent: float = Field(description="of the predicted speed-up, in shares of the measured one")
@@ -216,7 +216,7 @@ class ComparedFigure(Part):
     change: float | None = Field(description="of per_s and seconds: in percent of before; of percent: in points")
     low: float | None = Field(description="of the 95 % interval of the change; null: one value each, no interval")
     high: float | None
-    outcome: Outcome = Field(description="noise: no larger than that; unknown: one value each, so nobody can say")
+    outcome: Outcome = Field(description="noise: within it; unknown: one value each, and no interval")
 
 
 class Comparison(Part):

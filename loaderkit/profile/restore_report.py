@@ -1,8 +1,6 @@
-"""A report on a restore: how fast it was beside the store's own speed, and where the time of its threads went, by object.
+"""Makes the report on a restore: its speed beside that of a raw read, and where its threads spent their time, by object.
 
-open ──> read through ──> the same bytes bare, by as many threads
-list      accounts of       what the store gives
-          the engine
+open, list ──> restore, with the engine's stats ──> raw read of the same bytes by as many threads
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from loaderkit.profile.report_parts import ObjectRow, RestoreVerdict, StageTime
 _MOST_BARE_S = 10.0
 _MOST_ROWS = 20
 _MUCH = 0.2  # of the time of `read`
-_NEAR = 80.0  # percent of what the store gives: there is little to be had
+_NEAR = 80.0  # percent of a raw read: little is left to gain
 _FROM_MEMORY = 0.5
-_ALL = 0.02  # but for so little
+_ALL = 0.02  # tolerance of "all" and "none"
 
 
 def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
-    """Read a checkpoint through as `config` says, then bare. `cold`: with its files out of the page cache both times.
+    """Restore a checkpoint as `config` says, then read its bytes raw. `cold`: both with its files out of the page cache.
 
     Ctrl-C while it reads ends it: the report is on what was read, and says so. Raises as `loaderkit.restore`, and ConfigError
     if there are no files to be put out of the page cache.
@@ -100,7 +98,7 @@ def profile_restore(config: PipelineConfig, *, cold: bool) -> RestoreReport:
 
 
 def _where(share: float) -> str:
-    """From where both were read, if so much of it lay in the page cache before."""
+    """Where the bytes of both reads came from; `share` of them lay in the page cache before."""
     if share < _ALL:
         return "both from disk"
     if share > 1 - _ALL:

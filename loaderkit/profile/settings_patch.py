@@ -1,7 +1,7 @@
-"""The verdict's one change as values to set, and those as YAML.
+"""The verdict's change as settings, and those as YAML.
 
-Only what loaderkit can set by itself and what leaves every batch as it is: more workers or batches ahead, more memory, another
-executor. A faster store, cheaper images or a cheaper function are for people to decide on; the verdict names them in words.
+Only settings that leave every batch as it is: more workers or batches ahead, more memory, another executor. A faster store,
+cheaper images or a cheaper function are the user's decision; the verdict names them in words.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PAGE = 2**20
 def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
     """The verdict on an interval, with its change as values."""
     if not stats.num_batches and not stats.stall_s:
-        stats = replace(stats, wall_s=0.0)  # nobody has asked for anything
+        stats = replace(stats, wall_s=0.0)  # no batch was requested
     verdict = stats.verdict()
     settings = settings_for(verdict, stats, config) if stats.wall_s > 0 and stats.num_batches else []
     return VerdictPart(**verdict._asdict(), settings=settings)
 
 
 def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
-    """What to set; empty where the change is none of a setting."""
+    """The settings of the verdict's change; empty where it is not a matter of settings."""
     make = _CHANGES.get(verdict.kind)
     return [] if make is None else make(Interval.of(stats), verdict, config)
 
@@ -84,7 +84,7 @@ def _more_workers(case: Interval, stage: str, config: PipelineConfig) -> list[Se
 def workers_settings(
     config: PipelineConfig, stage: str, before: int, workers: int, tuning: dict[str, Any]
 ) -> list[Setting]:
-    """So many workers for a stage's pool: its own `workers` where it has a number, else all threads together."""
+    """`workers` for the pool of a stage: the stage's own `workers` if that is a number, else `prefetch.concurrency`."""
     names = next((pool["stages"] for pool in tuning.get("pools", ()) if stage in pool["stages"]), [stage])
     own = [one for one in config.stages if one.name in names and one.args.workers != "auto"]
     if own:
@@ -94,8 +94,7 @@ def workers_settings(
 
 
 def num_processes(config: PipelineConfig, batch_bytes: int) -> int:
-    """How many processes to load in: one a CPU of this rank's, as far as `memory`, which they share out, holds two batches
-    for each; at least two."""
+    """The number of loading processes: one a CPU of this rank while `memory` holds two batches for each; at least two."""
     ranks_here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cpus = num_cpus() // max(1, int(ranks_here) if ranks_here.isdigit() else 1)
     fitting = config.prefetch.memory // (2 * batch_bytes) if batch_bytes else _MOST_PROCESSES
@@ -103,8 +102,8 @@ def num_processes(config: PipelineConfig, batch_bytes: int) -> int:
 
 
 def process_settings(config: PipelineConfig, batch_bytes: int) -> list[Setting]:
-    """Loading in processes of its own, each with its own lock of Python's; empty if that is so already, or if `memory` holds
-    no two batches for each."""
+    """Settings for several loading processes, each with its own GIL; empty if they are set already, or if `memory` does not
+    hold two batches for each."""
     prefetch, processes = config.prefetch, num_processes(config, batch_bytes)
     if 2 * processes * batch_bytes > prefetch.memory:
         return []
@@ -121,7 +120,7 @@ def _set(config: PipelineConfig, key: str, value: Any) -> Setting:
 
 
 def value_of(config: PipelineConfig, key: str) -> Any:
-    """What stands in the description under a dotted key, as a plain value."""
+    """The plain value of a dotted key in a config."""
     section, _, rest = key.partition(".")
     if section == "stages":
         name, _, rest = rest.rpartition(".")

@@ -155,7 +155,8 @@ class TestRun:
         captured = capsys.readouterr()
         assert captured.out == ""
         assert (
-            captured.err == "interrupted after 2 batches; the state is in state.json, go on with --resume state.json\n"
+            captured.err
+            == "interrupted after 2 batches; the state is in state.json, continue with --resume state.json\n"
         )
         assert json.loads(Path("state.json").read_text())["position"] == 8  # the third batch was never delivered
         third = keys.read_text().splitlines()[2]

@@ -1,4 +1,4 @@
-"""Everything wrong with a description, collected and raised together, with file, line, key and the nearest right name."""
+"""Collects all errors of a config and raises them together, with file, line, key and the nearest right name."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _IN_YAML: Mapping[str, str] = MappingProxyType(
 
 
 class Problems:
-    """Collects problems while a description is read; knows the line of every key."""
+    """Collects problems while a config is read; knows the line of every key."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
         self.lines: dict[KeyPath, int] = {}
-        self.texts: dict[KeyPath, str] = {}  # what stood in variables, before it was taken for a number
+        self.texts: dict[KeyPath, str] = {}  # texts of variables, before they were read as numbers
         self.problems: list[Problem] = []
         self._settled: set[KeyPath] = set()
 
     def complain(self, path: KeyPath, message: str, *, line: int | None = None, settles: bool = False) -> None:
-        """Note a problem. `settles`: what is said of this key later would only be a consequence, and is left out."""
+        """Add a problem. `settles`: later problems of this key are consequences and are dropped."""
         if path in self._settled:
             return
         if settles:
@@ -65,7 +65,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def say_expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """What pydantic's complaint of a `kind` expected, in the words of YAML instead of Python's."""
+    """What pydantic expected where it raised an error of this `kind`, in YAML's terms instead of Python's."""
     if kind in ("too_short", "too_long"):
         what = "a mapping" if context["field_type"] == "Dictionary" else "a list"
         bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
@@ -76,7 +76,7 @@ def say_expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
 
 
 def say_unmet(expected: Sequence[str], value: Any) -> str:
-    """That `value` is none of what was expected, and which fixed value is the nearest."""
+    """The message that `value` was not expected, with the nearest fixed value."""
     stated = " or ".join(expected)
     if ", not " in stated:
         return f"expected {stated}"
@@ -87,7 +87,7 @@ def say_unmet(expected: Sequence[str], value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """', did you mean ...?' or what there is."""
+    """'did you mean ...?', or the list of known names."""
     names = list(known)
     near = _near(name, names)
     return f"did you mean {near!r}?" if near is not None else f"expected one of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""How far training is from never waiting: the consumer alone, the pipeline alone with warm data, and with cold data.
+"""Measures how far training is from never waiting: the consumer alone, the pipeline alone with warm data, and with cold.
 
 The first batches of an epoch are read again and again for the warm rate. For the cold one their files are put out of the page
 cache before every pass. They are samples like any others, as the order is shuffled; where it is not, they are the first ones.
@@ -38,7 +38,7 @@ class Subset:
 def measure_headspace(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headspace:
     """The three rates, in about `seconds` each. `step` None: there is no training step to compare with."""
     with make({}, None) as loader:
-        ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, as far as they fit
+        ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, if they fit
         warm = _passes(loader, subset, seconds, is_cold=False)
         cold_rate, note = _cold(loader, subset, seconds) if cold else (None, "")
     consumer = consumer_rate(step, ready, seconds) if step is not None else None
@@ -52,7 +52,7 @@ class _Pass(NamedTuple):
 
 
 def _passes(loader: ExperimentLoader, subset: Subset, seconds: float, *, is_cold: bool) -> list[_Pass]:
-    """As many as the time allows: two at least, and no more than are of use."""
+    """Two to eight passes, as the time allows."""
     until_s = time.perf_counter() + seconds
     passes: list[_Pass] = []
     while len(passes) < 2 or (len(passes) < 2 * _NUM_WINDOWS and time.perf_counter() < until_s):
@@ -135,7 +135,7 @@ def num_samples_of(batch: Any) -> int:
 
 
 def _say_factor(factor: float, unsure: float, pipeline: str) -> str:
-    """What it means that the pipeline is so many times as fast as training, give or take a share of that."""
+    """What a ratio of pipeline to training means; `unsure` is the share of it that may be noise."""
     made = f"{pipeline} makes {factor:.2f} times what training takes"
     if factor >= 1 and factor * (1 - unsure) >= 1:
         return f"{made}: " + ("training need never wait" if factor >= 1.1 else "there is nothing to spare")
@@ -145,7 +145,7 @@ def _say_factor(factor: float, unsure: float, pipeline: str) -> str:
 
 
 def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headspace:
-    """What the rates say together."""
+    """The conclusion from the rates."""
     fetch_percent = None
     if cold is not None:
         fetch_percent = 100.0 * max(0.0, 1.0 - cold.samples_per_s / max(warm.samples_per_s, 1e-9))

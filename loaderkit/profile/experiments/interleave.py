@@ -53,7 +53,7 @@ class RateWindow(NamedTuple):
 
 @dataclass
 class Variant:
-    """A loader that runs in turns with others, and a step after every batch."""
+    """A loader whose windows alternate with those of others, and the step after each batch."""
 
     loader: ExperimentLoader
     step: Step
@@ -64,7 +64,7 @@ class Variant:
         self.windows: list[RateWindow] = []
 
     def drain(self, most_s: float) -> None:
-        """Take what was made ahead while others had their turn: then batches come as fast as they are made."""
+        """Take the batches that were made ahead during the pause: after that they come as fast as they are made."""
         until_s = self.clock() + most_s
         for _ in range(2 * int(self.loader.stats().tuning.get("batches", 4)) + 1):
             next(self.batches)
@@ -72,7 +72,7 @@ class Variant:
                 return
 
     def run(self, seconds: float) -> RateWindow:
-        """A window of at least so long, and at least two batches. It counts what is handed over, from batch to batch."""
+        """Run a window of at least `seconds` and two batches. It counts from one delivered batch to the last."""
         batch = next(self.batches)
         before, begin_s = self.loader.stats(), self.clock()
         num_batches = 0
@@ -98,11 +98,11 @@ class Variant:
 
 
 def interleave(variants: Sequence[Variant], *, rounds: int, window_s: float, most_s: float | None = None) -> None:
-    """Let every variant run in each round, in turning order, once it is well under way: while threads start, and chunks find
-    their size, it is slower.
+    """Run every variant once a round, in alternating order, after a first window that does not count: while threads start and
+    chunks find their size, a variant is slower.
 
-    Where batches are slow there are three rounds at least, of which intervals can be told, and no more than begin within
-    `most_s`; default: the time that windows and draining are to take.
+    Where batches are slow there are at least three rounds, the fewest that give an interval, and only those that begin within
+    `most_s`; default: the time for windows and draining.
     """
     most_s = 2 * (1 + rounds) * len(variants) * window_s if most_s is None else most_s
     until_s = time.perf_counter() + most_s

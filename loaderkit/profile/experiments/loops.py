@@ -1,4 +1,4 @@
-"""Loops that a report or an experiment runs by itself: batches without end, a step after each, as many as are wanted."""
+"""Loops that a report or an experiment runs: endless batches, and a step after each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Step = Callable[[Any], object]
 
 
 class Batches(Iterable[Any], Sized, Protocol):
-    """A loader, as far as a loop needs it."""
+    """The part of a loader that a loop needs."""
 
 
 def endless(loader: Batches) -> Iterator[Any]:
@@ -29,7 +29,7 @@ def endless(loader: Batches) -> Iterator[Any]:
 
 
 def sleep_step(seconds: float) -> Step:
-    """A step that does nothing for so long: it leaves the CPUs and Python's lock to the workers, as a GPU does."""
+    """A step that sleeps: it leaves the CPUs and the GIL to the workers, as a step on a GPU does."""
 
     def rest(batch: Any) -> None:
         if seconds:
@@ -48,7 +48,7 @@ def open_consumer(name: str) -> Step:
         for part in path.split("."):
             consumer = getattr(consumer, part)
     except Exception as error:
-        raise ConfigError(f"the consumer {name!r} cannot be had: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the consumer {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(consumer):
         raise ConfigError(f"the consumer {name!r} is a {type(consumer).__name__}, which cannot be called with a batch")
     step: Step = consumer
@@ -64,7 +64,7 @@ def run_steps(
     show: Callable[[int], object] = lambda num_steps: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """Take batches and do a step with each, until so many are done or so long has passed; returns how many were done.
+    """Take batches and run a step with each, until `num_steps` are done or `seconds` have passed; returns their number.
 
     A step counts as done when the next batch is there, as it does in the report: one batch more is taken.
     """

@@ -1,8 +1,8 @@
-"""`loaderkit tune`: the sizes that make a loop fastest here, found by trying, and compared with what stands in the file.
+"""`loaderkit tune`: tries settings, keeps the fastest, and compares them with the file as it is.
 
 the tuner, while the loop runs          workers and batches ahead          45 % of the time
-then one change after the other         executor, processes, neighbours    35 %, in turns with the best so far
-then what was found                     against the file as it is          20 %, in turns
+then one change after the other         executor, processes, neighbours    35 %, interleaved with the best so far
+then the best settings                  against the file as it is          20 %, interleaved
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Overrides = dict[str, Any]
 
 
 class TuneTrial(Part):
-    """A change that was tried in turns with the best so far."""
+    """A change that was tried against the best so far, in interleaved windows."""
 
     settings: dict[str, Any]
     speedup: float | None = Field(description="null: it could not run")
@@ -43,7 +43,7 @@ class TuneTrial(Part):
 
 
 class Tuned(Part):
-    """What was found."""
+    """The result of a search."""
 
     settings: list[Setting] = Field(description="empty: nothing was found that is faster than the file as it is")
     before: Rate
@@ -60,8 +60,8 @@ class Tuned(Part):
 def tune(
     make: Make, step: Step, config: PipelineConfig, *, seconds: float, say: Callable[[str], object] = lambda text: None
 ) -> Tuned:
-    """Search for about `seconds`; longer only where that is less than some thirty batches take. What is slower than the file,
-    or no faster as far as can be told, is not proposed."""
+    """Search for about `seconds`; longer only where that is less than some thirty batches take. Settings that are not
+    measurably faster than the file are not proposed."""
     begin_s = time.perf_counter()
     best, stats = _search(make, step, config, seconds * _SEARCH)
     say(f"the tuner came to {_say(best)}")
@@ -102,7 +102,7 @@ def _is_faster(ratio: float, half: float) -> bool:
 
 
 def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> tuple[Overrides, Stats]:
-    """What the tuner arrives at while the loop runs, and the accounts of that."""
+    """The tuner's settings after a run of the loop, and the stats of that run."""
     given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
     if config.prefetch.executor == "inline":
         given["prefetch.executor"] = "thread"
@@ -114,7 +114,7 @@ def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> t
 
 
 def _changes(config: PipelineConfig, best: Mapping[str, Any], batch_bytes: int) -> list[Overrides]:
-    """What the tuner does not try: other executors, workers that have a number, and the nearest other sizes."""
+    """Changes that the tuner does not try: other executors, fixed numbers of workers, and the neighbouring sizes."""
     changes: list[Overrides] = []
     processes = num_processes(config, batch_bytes)
     executor = best.get("prefetch.executor", config.prefetch.executor)

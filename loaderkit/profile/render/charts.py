@@ -1,6 +1,6 @@
 """The report's charts as Vega-Lite descriptions: plain values, drawn as SVG by the JavaScript that the page carries.
 
-Colours are of middle lightness, so that they can be told from light and from dark; texts and lines take the page's colour.
+Colours are of middle lightness, readable on light and on dark; texts and lines take the page's colour.
 Names from the data are values, never field names or expressions: whatever they hold, they are shown as they are.
 """
 
@@ -39,7 +39,7 @@ CONFIG: Spec = {
 
 
 def charts(report: Report) -> dict[str, Spec]:
-    """Those that the report has something to show in, by name."""
+    """The charts that the report has data for, by name."""
     specs = {
         "steps": _steps(report),
         "waits": _waits(report),
@@ -89,7 +89,7 @@ def _steps(report: Report) -> Spec | None:
 
 
 def _binned(steps: Sequence[Step]) -> Iterator[Spec]:
-    """Neighbours as one, so that there are no more than can be seen."""
+    """Neighbouring steps averaged, at most 240 bars."""
     size = -(-len(steps) // _MOST_BARS) or 1
     for begin in range(0, len(steps), size):
         some = steps[begin : begin + size]
@@ -224,7 +224,7 @@ def _what_if(changes: Sequence[WhatIf], now_per_s: float) -> Spec | None:
             "change": change.name, "predicted": change.samples_per_s, "stall": change.stall_percent, "limit": change.limit,
         }  # fmt: skip
         if (measured := change.measured) is not None:
-            # In turns with the pipeline as it was then, which may have been slower or faster than in the loop.
+            # The speed-up was measured against the pipeline at that time, whose rate may differ from that of the loop.
             rate = measured.samples_per_s if measured.speedup is None else measured.speedup * now_per_s
             half = rate * measured.interval_percent / 100
             row |= {"measured": rate, "low": max(0.0, rate - half), "high": rate + half}

@@ -19,7 +19,7 @@ from loaderkit.profile.report import Report
 
 
 def why_no_html() -> str | None:
-    """What is missing to write HTML; None: nothing."""
+    """The reason why HTML cannot be written; None if it can."""
     try:
         _libraries()
     except ConfigError as error:
@@ -71,7 +71,7 @@ def _libraries() -> tuple[ModuleType, ModuleType]:
 
 @cache
 def _script() -> str:
-    """What draws the charts: 0.9 MB of JavaScript, put together in 2 s. No tag ends within it."""
+    """The JavaScript that draws the charts: 0.9 MB, bundled in 2 s. No tag ends within it."""
     _, vl_convert = _libraries()
     bundle: str = vl_convert.javascript_bundle()  # window.vegaEmbed
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")

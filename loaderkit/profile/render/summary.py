@@ -1,4 +1,4 @@
-"""The loader's accounts for people: two tables and a verdict, the tables at 80 columns and without colour if need be."""
+"""A loader's stats as text: two tables and a verdict, readable at 80 columns and without colour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loaderkit.errors import printable
 
 
 class PlainConsole(Console):
-    """Shows what it is given: names in brackets, or between colons, are names, and control characters are escaped."""
+    """Shows texts as they are: names in brackets or between colons are no markup, and control characters are escaped."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
@@ -66,7 +66,7 @@ def slot_table(stats: Mapping[str, Any]) -> Table:
 
 
 def tuning_table(stats: Mapping[str, Any]) -> Table:
-    """What the tuner tried, and what came of it."""
+    """The decisions of the tuner and their effects."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in ("after s", "of", "to", "because", "effect"):
         table.add_column(name, overflow="fold")
@@ -96,7 +96,7 @@ def _sentence(text: str) -> str:
 
 
 def as_text(renderable: RenderableType, width: int = 80) -> str:
-    """What a terminal of so many columns shows, without colour; no line ends in blanks."""
+    """The text of a terminal with `width` columns, without colour; no line ends in blanks."""
     file = StringIO()
     PlainConsole(file=file, width=width, no_color=True, color_system=None).print(renderable)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().rstrip().splitlines())
@@ -110,7 +110,7 @@ def titled(title: str, body: RenderableType) -> Iterator[RenderableType]:
 
 
 def facts_table() -> Table:
-    """Names, and what there is to say of each, in as many lines as it takes."""
+    """Two columns: names, and their facts over as many lines as needed."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

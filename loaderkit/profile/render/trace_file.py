@@ -1,4 +1,4 @@
-"""What workers and loop did, as a trace: JSON in the trace-event format's object form, for ui.perfetto.dev.
+"""Writes what workers and loop did as a trace: JSON in the trace-event format's object form, for ui.perfetto.dev.
 
 the loop        ── wait ──┤ step ├─ wait ─┤ step │
                           ^ (flow)
@@ -36,7 +36,7 @@ class _Slice(NamedTuple):
 
 
 class _Clock(NamedTuple):
-    """What is told lies between the begin of the report and its end, both in s."""
+    """Clips times to the report; `begin_s` and `end_s` are its bounds."""
 
     begin_s: float
     end_s: float

@@ -4,8 +4,8 @@ No center can do more than one second of work a second, so with demands D in s a
 
     X <= N / sum of D over the pool's stages      its workers          (bottleneck law, utilisation law)
     X <= CPUs / (CPU demand of workers and loop)  the processor: our share of it, others having theirs
-    X <= processes / (demand under the lock)      Python's lock
-    X <= 1 / D                                    what only one worker can use at a time: a link, a lock of the user's
+    X <= processes / (demand under the GIL)       the GIL
+    X <= 1 / D                                    what one worker uses at a time: a link, a lock of the user's
     X <= samples in work / response time          batches ahead        (Little's law)
     X <= n / (straggler + what is not ahead of it) one in n is slow, and batches come in order
     X <= 1 / compute time                         the loop itself
@@ -78,7 +78,7 @@ def _past_stragglers(model: PipelineModel, slow: Stragglers) -> float:
 
 
 def available_cpus(model: PipelineModel) -> float:
-    """As many as there are workers, as long as that is no more than there are; else our fair share, a thread each."""
+    """All CPUs if they suffice for our threads and other programs; else our fair share of them."""
     threads = sum(pool.workers for pool in model.pools) + model.loop_cpu_s / max(model.compute_s, 1e-12)
     wanted = threads + model.others_cpus
     return model.cpus if wanted <= model.cpus else model.cpus * threads / wanted

@@ -24,7 +24,7 @@ _RESIZING = frozenset({"resize", "random_resized_crop", "center_crop", "random_c
 
 @dataclass(frozen=True)
 class Change:
-    """`settings` empty: it is nothing to be set here, and cannot be tried."""
+    """A change to the model. Without `settings` it cannot be tried here."""
 
     name: str
     model: PipelineModel
@@ -33,7 +33,7 @@ class Change:
 
 
 def changes(model: PipelineModel, report: Report, config: PipelineConfig) -> list[Change]:
-    """All that could be done about this pipeline, likely or not."""
+    """Every change that the model knows for this pipeline."""
     return [
         *_workers(model, report, config),
         *_depth(model, report, config),
@@ -144,7 +144,7 @@ def _images(model: PipelineModel, config: PipelineConfig) -> Iterator[Change]:
 
 
 def _may_go_to_the_gpu(config: PipelineConfig, decoding: StageConfig) -> bool:
-    """Whether `decode: {device: gpu}` would be something new, and taken by what describes pipelines."""
+    """True if `decode: {device: gpu}` would be a change and a valid pipeline."""
     if getattr(decoding.args, "device", "gpu") == "gpu":
         return False
     there = replace(decoding, args=decoding.args.model_copy(update={"device": "gpu"}))

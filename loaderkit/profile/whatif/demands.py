@@ -1,4 +1,4 @@
-"""What a sample asks for, measured: seconds of every stage's worker, of a CPU, of Python's lock, of what only one can use.
+"""The measured demand of a sample: seconds of each stage's worker, of a CPU, of the GIL, of what one worker uses at a time.
 
 The service demand of operational analysis (Denning and Buzen, "The operational analysis of queueing network models", ACM
 Computing Surveys 10(3), 1978): demand D = busy time B / completions C, over an interval, without assumptions on distributions.
@@ -19,7 +19,7 @@ _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs 
 
 @dataclass(frozen=True)
 class Demand:
-    """Of one stage, in s a sample: on a CPU, and waiting for something other than a CPU or Python's lock."""
+    """Of one stage, in s a sample: on a CPU, and waiting for something other than a CPU or the GIL."""
 
     name: str
     kind: str
@@ -54,14 +54,14 @@ class Stragglers(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """A pipeline and its loop, as far as throughput goes. Demands in s a sample."""
+    """A pipeline and its loop as a queueing model. Demands in s a sample."""
 
     pools: tuple[PoolModel, ...]
     compute_s: float  # of the loop
     loop_cpu_s: float  # of that, on CPUs that the workers want, too
     cpus: float  # that there are
     others_cpus: float = 0.0  # how many of them other programs would use all the time
-    gil_s: float = 0.0  # under Python's lock; 0: hardly any
+    gil_s: float = 0.0  # under the GIL; 0: hardly any
     processes: int = 1  # that load, each with a lock of its own
     loop_has_gil: bool = True  # the loop's thread shares the lock with the workers
     serial_stage: str | None = None  # a stage of which only one worker gets on at a time
@@ -126,7 +126,7 @@ def _demand(row: StageRow, serial_s: float | None) -> Demand:
 
 
 def _loop_cpu_s(report: Report) -> float:
-    """CPU time of this process that is not the workers'; only where they are in this process can it be told."""
+    """CPU time of this process that is not the workers'; known only where the workers are in this process."""
     if report.tuning.get("executor") == "process":
         return 0.0
     own_s = float(report.host.get("cpu_s") or 0.0) - sum(row.cpu_s for row in report.stages)

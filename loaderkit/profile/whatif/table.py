@@ -61,8 +61,7 @@ def _start_s(report: Report) -> float:
 
 
 def verify(make: Make, step: Step, rows: list[WhatIf], *, seconds: float) -> None:
-    """Put into the rows that can run here what was measured of them, one after the other, as far as the time goes; each in
-    turns with the pipeline as it is."""
+    """Try the rows that can run here, one after the other while time is left, each interleaved with the pipeline as it is."""
     until_s = time.perf_counter() + seconds
     runnable = [row for row in rows if row.can_run]
     each_s = max(_LEAST_S, seconds / max(len(runnable), 1))

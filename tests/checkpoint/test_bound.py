@@ -81,7 +81,7 @@ SMALL = """
 keys = [f"t{n:04}" for n in range(0, 700, 20)]
 loaderkit.restore(sys.argv[1], keys=keys[:1], memory="32MiB")
 before = peak()
-found = loaderkit.restore(sys.argv[1], keys=keys, memory="32MiB", verify=True)
-kept = sum(tensor.nbytes for tensor in found.values())
+restored = loaderkit.restore(sys.argv[1], keys=keys, memory="32MiB", verify=True)
+kept = sum(tensor.nbytes for tensor in restored.values())
 print(peak() - before - kept)
 """

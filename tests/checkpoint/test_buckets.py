@@ -56,9 +56,9 @@ def write(folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def restored_alike(url: str, tensors: dict[str, torch.Tensor]) -> None:
-    found = loaderkit.restore(url)
-    assert set(found) == set(tensors)
-    assert [name for name, tensor in tensors.items() if not same(found[name], tensor)] == []
+    restored = loaderkit.restore(url)
+    assert set(restored) == set(tensors)
+    assert [name for name, tensor in tensors.items() if not same(restored[name], tensor)] == []
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
@@ -82,8 +82,8 @@ def test_the_same_from_a_bucket(seaweed: Seaweed, tmp_path: Path, kind: str) -> 
 @given(flat_states())
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
-def test_any_state_is_the_same_from_a_bucket(seaweed: Seaweed, kind: str, found: dict[str, torch.Tensor]) -> None:
-    tensors = {name: tensor for name, tensor in found.items() if name != "__metadata__"} | {"one": torch.ones(2)}
+def test_any_state_is_the_same_from_a_bucket(seaweed: Seaweed, kind: str, state: dict[str, torch.Tensor]) -> None:
+    tensors = {name: tensor for name, tensor in state.items() if name != "__metadata__"} | {"one": torch.ones(2)}
     prefix = f"{kind}-{next(NUMBERS)}"
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), kind, tensors)

@@ -122,6 +122,6 @@ def test_of_a_store_that_answers_late_no_range_is_divided(
 
     connector = Counting(tmp_path)
     connector.traits = ConnectorTraits(coalesce_gap=coalesce_gap)
-    found = loaderkit.restore(f"memory://c{'.tar' * is_packed}", connectors={"memory": connector}, verify=True)
-    assert torch.equal(found["big"], torch.ones(6_000_000))
+    restored = loaderkit.restore(f"memory://c{'.tar' * is_packed}", connectors={"memory": connector}, verify=True)
+    assert torch.equal(restored["big"], torch.ones(6_000_000))
     assert (max(lengths) > stages._STEP_BYTES) is is_whole

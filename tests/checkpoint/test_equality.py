@@ -39,10 +39,10 @@ TREES = st.recursive(
 )
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert set(found) == set(wanted)
+def assert_same(restored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert set(restored) == set(wanted)
     for name, value in wanted.items():
-        assert same(found[name], value), name
+        assert same(restored[name], value), name
 
 
 @given(flat_states())
@@ -69,9 +69,9 @@ def test_torch_save_equals_torch_load(state: dict[str, torch.Tensor]) -> None:
         path = Path(folder) / "x.pt"
         path.write_bytes(saved(state))
         wanted = torch.load(path, weights_only=True)
-        found = loaderkit.restore(path)
-        assert_same(found, wanted)
-        assert {name: tensor.stride() for name, tensor in found.items() if tensor.numel()} == {
+        restored = loaderkit.restore(path)
+        assert_same(restored, wanted)
+        assert {name: tensor.stride() for name, tensor in restored.items() if tensor.numel()} == {
             name: tensor.stride() for name, tensor in wanted.items() if tensor.numel()
         }
         assert_same(loaderkit.restore("memory://x.pt", connectors=connectors), wanted)
@@ -85,8 +85,8 @@ def test_nested_states_have_the_names_of_torch(tree: dict[str, Any]) -> None:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     wanted, _ = flatten_state_dict(tree)
-    found = loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": saved(tree)})})
-    assert_same(found, wanted)
+    restored = loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": saved(tree)})})
+    assert_same(restored, wanted)
 
 
 @given(flat_states())
@@ -102,9 +102,9 @@ def test_torch_distributed_checkpoint_equals_its_own_reader(state: dict[str, tor
             name: torch.empty_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()
         }
         load(wanted, checkpoint_id=path, no_dist=True)
-        found = loaderkit.restore(path)
-        assert_same({name: found.pop(name) for name in wanted}, wanted)
-        assert found == {f"other.{name}": value for name, value in values.items()}
+        restored = loaderkit.restore(path)
+        assert_same({name: restored.pop(name) for name in wanted}, wanted)
+        assert restored == {f"other.{name}": value for name, value in values.items()}
         pack(sorted(path.iterdir()), Path(folder), Path(folder) / "all.tar")
         assert_same(loaderkit.restore(f"{folder}/all.tar", keys=["step"]), {"step": torch.tensor(3)})
 
@@ -145,9 +145,11 @@ def test_small_memory_gives_the_same_as_much(rows: int, columns: int, kind: int)
     tensor = (whole, whole[::2], whole.t(), whole[:, : columns // 2 + 1])[kind]
     data = {"x.pt": saved({"a": tensor, "b": tensor.clone()})}
     for into in (None, {"a": torch.empty_like(tensor), "b": torch.empty_like(tensor).t().contiguous().t()}):
-        found = loaderkit.restore("memory://x.pt", into, memory="512KiB", connectors={"memory": MemoryConnector(data)})
-        assert same(found["a"], tensor)
-        assert same(found["b"], tensor)
+        restored = loaderkit.restore(
+            "memory://x.pt", into, memory="512KiB", connectors={"memory": MemoryConnector(data)}
+        )
+        assert same(restored["a"], tensor)
+        assert same(restored["b"], tensor)
 
 
 def equal_trees(one: Any, other: Any) -> bool:
@@ -179,10 +181,10 @@ def test_ten_thousand_tiny_tensors(tmp_path: Path) -> None:
 def test_tied_tensors_share_memory_again_and_are_read_once(tmp_path: Path) -> None:
     weight = torch.randn(64, 32)
     torch.save({"embed": weight, "head": weight, "row": weight[3], "t": weight.t()}, tmp_path / "x.pt")
-    found = loaderkit.restore(tmp_path / "x.pt")
-    assert found["embed"].data_ptr() == found["head"].data_ptr() == found["t"].data_ptr()
-    found["embed"][3] = 5
-    assert found["row"].eq(5).all()
+    restored = loaderkit.restore(tmp_path / "x.pt")
+    assert restored["embed"].data_ptr() == restored["head"].data_ptr() == restored["t"].data_ptr()
+    restored["embed"][3] = 5
+    assert restored["row"].eq(5).all()
 
 
 def test_views_of_one_storage_as_two_types_are_cast_each(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("memory", ["4MiB", "2GiB"])
 def test_equals_what_the_cpu_gets(path: Path, dtype: str | None, memory: str) -> None:
     wanted = loaderkit.restore(path, dtype=dtype)
-    found = loaderkit.restore(path, device="cuda", dtype=dtype, memory=memory)
-    assert all(found[name].is_cuda and torch.equal(found[name].cpu(), wanted[name]) for name in wanted)
-    assert found["turned"].data_ptr() == found["t1"].data_ptr()
+    restored = loaderkit.restore(path, device="cuda", dtype=dtype, memory=memory)
+    assert all(restored[name].is_cuda and torch.equal(restored[name].cpu(), wanted[name]) for name in wanted)
+    assert restored["turned"].data_ptr() == restored["t1"].data_ptr()
 
 
 def test_in_place_and_strided(path: Path) -> None:

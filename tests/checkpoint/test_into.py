@@ -158,10 +158,10 @@ def test_casts_floating_point_tensors_alone(name: Any) -> None:
     source = {"a": torch.randn(100, 7), "n": torch.arange(5)}
     wanted = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}.get(name, torch.float16)
     for data in (safetensors.torch.save(source), saved(source)):
-        found = loaderkit.restore("memory://x", dtype=name, connectors={"memory": MemoryConnector({"x": data})})
-        assert found["a"].dtype == wanted
-        assert torch.equal(found["a"].float(), source["a"].to(wanted).float())
-        assert torch.equal(found["n"], source["n"])
+        restored = loaderkit.restore("memory://x", dtype=name, connectors={"memory": MemoryConnector({"x": data})})
+        assert restored["a"].dtype == wanted
+        assert torch.equal(restored["a"].float(), source["a"].to(wanted).float())
+        assert torch.equal(restored["n"], source["n"])
 
 
 class Failing(MemoryConnector):
@@ -239,7 +239,7 @@ def test_a_bucket_of_small_ranges_is_read_in_few_requests() -> None:
 
     state = {f"t{n:04}": torch.full((50,), float(n)) for n in range(1000)}
     far = Far(MemoryConnector({"x": safetensors.torch.save(state)}))
-    found = loaderkit.restore("memory://x", keys="t*[05]", connectors={"memory": far})
-    assert len(found) == 200
-    assert all(torch.equal(found[name], state[name]) for name in found)
+    restored = loaderkit.restore("memory://x", keys="t*[05]", connectors={"memory": far})
+    assert len(restored) == 200
+    assert all(torch.equal(restored[name], state[name]) for name in restored)
     assert far.num_reads < 10

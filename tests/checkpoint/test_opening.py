@@ -34,13 +34,13 @@ class Together(MemoryConnector):
 
 
 def shards(num_tensors: int, size: int) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     names: dict[str, str] = {}
     for n in range(_NUM_SHARDS):
         tensors = {f"layer.{n}.{k}": torch.full((size,), n) for k in range(num_tensors)}
-        found[f"m-{n}.safetensors"] = safetensors.torch.save(tensors)
+        files[f"m-{n}.safetensors"] = safetensors.torch.save(tensors)
         names |= dict.fromkeys(tensors, f"m-{n}.safetensors")
-    return found | {"m.safetensors.index.json": json.dumps({"weight_map": names}).encode()}
+    return files | {"m.safetensors.index.json": json.dumps({"weight_map": names}).encode()}
 
 
 @pytest.mark.parametrize(("num_tensors", "num_reads"), [(1, 1), (1500, 2)])  # with headers of less and more than 64 KiB

@@ -40,9 +40,9 @@ def test_yields_every_tensor(folder: Path, state: dict[str, torch.Tensor], execu
     before = threading.active_count()
     with tensors(**{"prefetch.executor": executor}) as loader:
         for _ in range(2):
-            found = dict(loader)
-            assert found.keys() == state.keys()
-            assert all(torch.equal(found[name], state[name]) for name in state)
+            delivered = dict(loader)
+            assert delivered.keys() == state.keys()
+            assert all(torch.equal(delivered[name], state[name]) for name in state)
         assert len(loader) == 21
         stats = loader.stats().to_dict()
     assert stats["num_samples"] > 0
@@ -72,9 +72,9 @@ def test_ends_after_a_break_and_a_close(folder: Path) -> None:
 
 def test_keys_dtype_and_limit(folder: Path) -> None:
     with tensors(**{"source.keys": "layer.1*", "source.dtype": "bfloat16", "source.limit": 3}) as loader:
-        found = dict(loader)
-    assert len(found) == 3
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+        delivered = dict(loader)
+    assert len(delivered) == 3
+    assert {tensor.dtype for tensor in delivered.values()} == {torch.bfloat16}
 
 
 def test_what_does_not_fit_a_checkpoint(folder: Path) -> None:

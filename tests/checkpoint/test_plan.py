@@ -46,10 +46,10 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["x.safetensors", "", "x.tar"])
 def test_a_file_is_no_slow_store(path: Path, name: str) -> None:
-    place = locate(path.parent / name, {})
-    assert traits_of(place.connector).coalesce_gap == 64 * 2**10
-    assert num_workers_of(place.connector, "auto") == max(2, num_cpus())
-    place.close()
+    location = locate(path.parent / name, {})
+    assert traits_of(location.connector).coalesce_gap == 64 * 2**10
+    assert num_workers_of(location.connector, "auto") == max(2, num_cpus())
+    location.close()
 
 
 @pytest.mark.parametrize(("sizes", "is_small"), [([1000] * 9, True), ([1000] * 9 + [10**7], False), ([2**16], False)])
@@ -57,11 +57,11 @@ def test_small_tensors_in_files_are_restored_by_one_thread(path: Path, sizes: li
     class Far(FileConnector):
         traits = ConnectorTraits(coalesce_gap=3 * 2**20)
 
-    wants = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
+    requests = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
     file = FileConnector(str(path.parent))
-    assert num_workers_of(file, "auto", wants) == (1 if is_small else max(2, num_cpus()))
-    assert num_workers_of(file, 3, wants) == 3, "as it was asked for"
-    assert num_workers_of(Far(str(path.parent)), "auto", wants) == 16, "whose requests take their time"
+    assert num_workers_of(file, "auto", requests) == (1 if is_small else max(2, num_cpus()))
+    assert num_workers_of(file, 3, requests) == 3, "as it was asked for"
+    assert num_workers_of(Far(str(path.parent)), "auto", requests) == 16, "whose requests take their time"
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,20 @@ def test_fewer_threads_restore_long_tensors_each_in_several_requests(
     class Spreading(FileConnector):
         traits = ConnectorTraits(part_size=32 * 2**20)
 
-    wants = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
-    place = Spreading(str(path.parent))
-    assert num_workers_of(place, "auto", wants) == num_workers
-    assert num_workers_of(place, "auto") == 16, "of what nothing is known"
-    assert limits_of(place, 2**31, num_workers, is_checked=False).most_bytes == 32 * 2**20
-    assert limits_of(place, 2**28, 16, is_checked=False).most_bytes == 2**23, "as memory allows"
+    requests = [ReadRequest("x", ("x", 0), size, 0, lambda _: ([], list)) for size in sizes]
+    location = Spreading(str(path.parent))
+    assert num_workers_of(location, "auto", requests) == num_workers
+    assert num_workers_of(location, "auto") == 16, "of what nothing is known"
+    assert limits_of(location, 2**31, num_workers, is_checked=False).most_bytes == 32 * 2**20
+    assert limits_of(location, 2**28, 16, is_checked=False).most_bytes == 2**23, "as memory allows"
     assert limits_of(FileConnector(str(path.parent)), 2**31, 2, is_checked=False).most_bytes == 2**23
-    assert chunk_bytes_of(TarConnector(place, lambda info: [])) == 32 * 2**20
+    assert chunk_bytes_of(TarConnector(location, lambda info: [])) == 32 * 2**20
     for part_size, spread in (("auto", 32), ("5MiB", 20), ("10MiB", 30), ("16MiB", 32), ("31MiB", 0), ("64MiB", 0)):
         assert (
             S3Connector("s3://anywhere", S3Args.model_validate({"part_size": part_size})).traits.part_size
             == spread * 2**20
         )
-    for inner, spread in ((place, 32 * 2**20), (FileConnector(str(path.parent)), 0)):
+    for inner, spread in ((location, 32 * 2**20), (FileConnector(str(path.parent)), 0)):
         assert traits_of(RetryConnector(inner, RetryPolicy(1.0, 2))).part_size == spread
 
 
@@ -107,33 +107,35 @@ def test_what_is_on_disk_is_read_by_more_threads_and_past_the_page_cache(
     monkeypatch.setattr("loaderkit.checkpoint.transfer.session.num_cpus", lambda: 2)
     safetensors.torch.save_file({"a": torch.ones(10**6)}, path)
     pack([path], path.parent, path.parent / "x.tar")
-    place = locate(path.parent / name, {})
+    location = locate(path.parent / name, {})
     key = "x.tar/x.safetensors" if name else "x.safetensors"
-    wants = [ReadRequest("a", (place.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
-    assert plan_access(place.connector, "auto", wants, 2**31) == (2, False)
+    requests = [ReadRequest("a", (location.prefix + key, 100), 4 * 10**6, 0, lambda _: ([], list))]
+    assert plan_access(location.connector, "auto", requests, 2**31) == (2, False)
     if not all(map(is_out_of_the_page_cache, [str(path), str(path.parent / "x.tar")])):
         pytest.skip("the files of this filesystem are nowhere but in memory")
-    assert plan_access(place.connector, "auto", wants, 2**31) == (8, True)
-    assert plan_access(place.connector, 3, wants, 2**31) == (3, True), "as it was asked for"
-    assert plan_access(place.connector, "auto", wants, 2**26) == (4, True), "too little memory for eight"
+    assert plan_access(location.connector, "auto", requests, 2**31) == (8, True)
+    assert plan_access(location.connector, 3, requests, 2**31) == (3, True), "as it was asked for"
+    assert plan_access(location.connector, "auto", requests, 2**26) == (4, True), "too little memory for eight"
     for launcher in LAUNCHERS:
         with monkeypatch.context() as patch:
             patch.setenv(launcher, "1")
-            assert plan_access(place.connector, "auto", wants, 2**31) == (8, True)
+            assert plan_access(location.connector, "auto", requests, 2**31) == (8, True)
             patch.setenv(launcher, "2")
-            assert plan_access(place.connector, "auto", wants, 2**31) == (8, False), "others find it in the page cache"
-    small = [ReadRequest("a", (place.prefix + key, 100), 4000, 0, lambda _: ([], list))]
-    assert plan_access(place.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
+            assert plan_access(location.connector, "auto", requests, 2**31) == (8, False), (
+                "others find it in the page cache"
+            )
+    small = [ReadRequest("a", (location.prefix + key, 100), 4000, 0, lambda _: ([], list))]
+    assert plan_access(location.connector, "auto", small, 2**31) == (1, False), "the kernel reads ahead of small ones"
     for share, expected in ((0.09, (8, True)), (0.2, (8, False)), (0.95, (2, False)), (None, (8, False))):
         monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges, share=share: share)
-        assert plan_access(place.connector, "auto", wants, 2**31) == expected
+        assert plan_access(location.connector, "auto", requests, 2**31) == expected
     monkeypatch.setattr("loaderkit.checkpoint.transfer.session.cached_share", lambda ranges: 0.0)
     for size, memory, num_workers in ((2**29, 2**31, 16), (2**32, 2**31, 24), (2**32, 2**28, 16)):
-        wants = [ReadRequest("a", (place.prefix + key, 100), size, 0, lambda _: ([], list))]
-        assert plan_access(place.connector, "auto", wants, memory) == (num_workers, True), (
+        requests = [ReadRequest("a", (location.prefix + key, 100), size, 0, lambda _: ([], list))]
+        assert plan_access(location.connector, "auto", requests, memory) == (num_workers, True), (
             "for each there is enough to do"
         )
-    place.close()
+    location.close()
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -153,12 +155,12 @@ def test_a_restore_by_one_process_leaves_the_page_cache_alone(
     for num_processes, is_left in ((1, kernels is None or not can_be_read_around(path)), (2, True)):
         assert is_out_of_the_page_cache(path)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_processes))
-        found = loaderkit.restore(tmp_path / name)
+        restored = loaderkit.restore(tmp_path / name)
         share = cached_share(files)
         assert share is not None
         assert (share > 0.9) if is_left else (share < 0.5), "headers are read through it, with what is read ahead"
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[key], value) for key, value in state.items())
+        assert restored.keys() == state.keys()
+        assert all(torch.equal(restored[key], value) for key, value in state.items())
     if is_checked:
         assert is_out_of_the_page_cache(path)
         with open(path, "r+b") as file:
@@ -201,9 +203,9 @@ _RESTORE_COLD = """
 import sys, torch, loaderkit, safetensors.torch
 from loaderkit.connectors.page_cache import evict
 evict([sys.argv[1]])
-found, expected = loaderkit.restore(sys.argv[1]), None
+restored, expected = loaderkit.restore(sys.argv[1]), None
 expected = safetensors.torch.load_file(sys.argv[1])
-assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
+assert restored.keys() == expected.keys() and all(torch.equal(restored[key], value) for key, value in expected.items())
 """
 
 

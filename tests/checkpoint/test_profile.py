@@ -79,9 +79,9 @@ def test_what_people_read(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("restore: 15.05 MB in ")
     assert max(map(len, lines)) <= 80
-    found = {path.suffix: path for path in (tmp_path / "out").iterdir()}
-    report = RestoreReport.from_json(found[".json"].read_text())
-    assert found[".txt"].read_text() == to_text(report)
+    files = {path.suffix: path for path in (tmp_path / "out").iterdir()}
+    report = RestoreReport.from_json(files[".json"].read_text())
+    assert files[".txt"].read_text() == to_text(report)
     assert report.note == "both from disk"
     assert "large.safetensors" in to_text(report)
 
@@ -157,9 +157,9 @@ def test_in_a_bucket_first_bytes_are_told_from_the_rest(
     ],
 )
 def test_verdicts(waited: dict[str, float], percent: float, share: float, limit: str, said: str) -> None:
-    found = judge(waited, 1.0, percent, 4, share)
-    assert found.limit == limit
-    assert said in found.change
+    verdict = judge(waited, 1.0, percent, 4, share)
+    assert verdict.limit == limit
+    assert said in verdict.change
 
 
 def test_what_is_wrong_with_a_checkpoint_is_told_as_that(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,16 +37,16 @@ def state_of(fill: bool) -> dict[str, Any]:
 
 def test_equals_its_own_reader(tmp_path: Path) -> None:
     save_dcp(state_of(True), tmp_path / "s")
-    found, wanted = state_of(False), state_of(False)
+    loaded, wanted = state_of(False), state_of(False)
     load(wanted, storage_reader=FileSystemReader(tmp_path / "s"), no_dist=True)
     reader = StreamReader(tmp_path / "s")
     for _ in range(2):  # it can be used again
-        load(found, storage_reader=reader, no_dist=True)
-        assert found["optimizer"]["lr"] == 0.5
-        assert found["names"] == wanted["names"]
+        load(loaded, storage_reader=reader, no_dist=True)
+        assert loaded["optimizer"]["lr"] == 0.5
+        assert loaded["names"] == wanted["names"]
         for name in ("w", "b", "empty"):
-            assert same(found["model"][name], wanted["model"][name])
-    assert same(found["optimizer"]["state"]["0"]["step"], torch.tensor(9.0))
+            assert same(loaded["model"][name], wanted["model"][name])
+    assert same(loaded["optimizer"]["state"]["0"]["step"], torch.tensor(9.0))
     assert reader.stats is not None
     assert reader.stats["num_samples"] > 0
 

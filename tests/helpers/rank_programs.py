@@ -105,11 +105,11 @@ PLACEMENTS: dict[str, list[Placement]] = {
 def sharded(state: dict[str, torch.Tensor], num_ranks: int) -> dict[str, torch.Tensor]:
     """As DTensors; those that are whole on every rank in both ways, as such and as plain tensors."""
     mesh = init_device_mesh("cpu", (num_ranks,))
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         is_plain = name.startswith("small.") or name == "scalar"
-        found[name] = tensor if is_plain else distribute_tensor(tensor, mesh, PLACEMENTS.get(name, [Replicate()]))
-    return found
+        tensors[name] = tensor if is_plain else distribute_tensor(tensor, mesh, PLACEMENTS.get(name, [Replicate()]))
+    return tensors
 
 
 def fsdp(num_ranks: int, scale: int, *, is_blank: bool) -> dict[str, torch.Tensor]:
@@ -120,13 +120,13 @@ def fsdp(num_ranks: int, scale: int, *, is_blank: bool) -> dict[str, torch.Tenso
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     model(torch.ones(2, 701)).sum().backward()
     optimizer.step()
-    found = dict(model.state_dict())
+    state = dict(model.state_dict())
     moments: Any = get_optimizer_state_dict(model, optimizer)["state"]
     for name, value in moments.items():
-        found |= {f"{name}.{key}": tensor for key, tensor in value.items()}
+        state |= {f"{name}.{key}": tensor for key, tensor in value.items()}
     if is_blank:
-        found = {name: torch.zeros_like(tensor) for name, tensor in found.items()}
-    return {name: tensor.detach() for name, tensor in found.items()}
+        state = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def state_of(num_ranks: int, scale: int, kind: str, *, is_blank: bool) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def save_sharded(rank: int, num_ranks: int, folder: Path, scale: int, kind: str)
     dist.destroy_process_group()
 
 
-def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert (found["step"], found["names"]) == (wanted["step"], wanted["names"])
-    for name, tensor in found["model"].items():
+def assert_equal(loaded: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert (loaded["step"], loaded["names"]) == (wanted["step"], wanted["names"])
+    for name, tensor in loaded["model"].items():
         assert torch.equal(bytes_in(tensor), bytes_in(wanted["model"][name])), name
 
 
@@ -176,18 +176,18 @@ def restore_all(rank: int, num_ranks: int, folder: Path, name: str) -> None:
     """Every rank gets everything, new and in place, in whatever layout it likes."""
     begin(rank, num_ranks, folder, "restoring")
     counted = Counted(folder)
-    found = loaderkit.restore(
+    restored = loaderkit.restore(
         f"counted://{name}", rank=rank, world_size=num_ranks, memory="64MiB", connectors={"counted": counted}
     )
     alone = loaderkit.restore(folder / name)
-    assert found.keys() == alone.keys()
+    assert restored.keys() == alone.keys()
     into: dict[str, Any] = {}
     for key, value in alone.items():
         if not isinstance(value, torch.Tensor):
-            assert found[key] == value
+            assert restored[key] == value
             into[key] = None
             continue
-        assert torch.equal(found[key], value), key
+        assert torch.equal(restored[key], value), key
         # Odd ranks fill transposed tensors of another type.
         blank = torch.zeros_like(value)
         into[key] = (
@@ -273,8 +273,8 @@ def restore_beside_a_log(rank: int, num_ranks: int, folder: Path) -> None:
     """Each rank sees the log at another length."""
     begin(rank, num_ranks, folder, "logging")
     (folder / f"{rank}" / "train.log").write_text("step\n" * rank)
-    found = loaderkit.restore(folder / f"{rank}", rank=rank, world_size=num_ranks)
-    assert found["a"].eq(1).all()
+    restored = loaderkit.restore(folder / f"{rank}", rank=rank, world_size=num_ranks)
+    assert restored["a"].eq(1).all()
     dist.destroy_process_group()
 
 

@@ -61,11 +61,11 @@ class TestTorchSave:
     def test_nothing_that_a_pickle_made_can_be_changed(self) -> None:
         for shadowed in (b"items", b"keys", b"__iter__", b"__class__"):
             of_table = b"\x80\x02ccollections\nOrderedDict\n)R}X%c\0\0\0%bNsb." % (len(shadowed), shadowed)
-            found = loaderkit.restore(
+            restored = loaderkit.restore(
                 "memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": archive(of_table)})}
             )
-            assert found == {}
-            assert type(found) in (dict, collections.OrderedDict)
+            assert restored == {}
+            assert type(restored) in (dict, collections.OrderedDict)
         pickled = archive_pickle(saved({"a": torch.ones(2)}))
         assert pickled.endswith(b"s.")
         for state in (b"(NNNNNt", b"N", b"}"):  # of the tensor
@@ -75,9 +75,11 @@ class TestTorchSave:
     def test_a_module_state_comes_back_as_it_was(self) -> None:
         state = torch.nn.Linear(2, 3).state_dict()
         data = saved({"model": state, "more": collections.OrderedDict(a=[1])})
-        found = loaderkit.restore("memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": data})})
-        assert [*found["model"]] == [*state]
-        assert found["more"] == {"a": [1]}
+        restored = loaderkit.restore(
+            "memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": data})}
+        )
+        assert [*restored["model"]] == [*state]
+        assert restored["more"] == {"a": [1]}
         values = loaderkit.restore(
             "memory://x.pt", keys="more.*", connectors={"memory": MemoryConnector({"x.pt": data})}
         )
@@ -85,8 +87,10 @@ class TestTorchSave:
 
     def test_a_table_inside_a_value_is_an_ordered_dict(self) -> None:
         data = saved({"a": torch.ones(2), "b": (collections.OrderedDict(x=1), {"y": 2})})
-        found = loaderkit.restore("memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": data})})
-        assert [type(item) for item in [*found["b"]]] in ([dict, dict], [collections.OrderedDict, dict])
+        restored = loaderkit.restore(
+            "memory://x.pt", nested=True, connectors={"memory": MemoryConnector({"x.pt": data})}
+        )
+        assert [type(item) for item in [*restored["b"]]] in ([dict, dict], [collections.OrderedDict, dict])
 
     @pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"r\0\0\0\x10", b"p4000000000\n"])
     def test_an_object_stored_far_away(self, put: bytes) -> None:

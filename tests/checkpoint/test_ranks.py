@@ -132,7 +132,7 @@ def test_a_bad_value_is_refused_on_all_ranks_before_a_tensor_is_written(tmp_path
     for rank in range(2):
         name, message, touched, is_written = json.loads((tmp_path / f"refused-{kind}-{rank}").read_text())
         assert name == ("PeerError" if kind == "one" and rank == 0 else "CheckpointError"), message
-        assert "'k' holds an object of test_sharing.Unknown" in message
+        assert "'k' holds an object of test_ranks.Unknown" in message
         assert (touched, is_written) == ([], False)
 
 
@@ -146,7 +146,7 @@ def test_what_was_shared_is_named_where_reading_the_rest_fails(tmp_path: Path) -
         assert touched == ["a", "b"]
 
 
-INTERVALS = st.lists(
+RANGES = st.lists(
     st.tuples(
         st.sampled_from("ab"),
         st.integers(0, 300),
@@ -157,34 +157,34 @@ INTERVALS = st.lists(
 )
 
 
-@given(INTERVALS, st.integers(0, 20))
+@given(RANGES, st.integers(0, 20))
 @settings(max_examples=300)
-def test_segments_cover_what_is_needed_once(intervals: list[NeededRange], gap: int) -> None:
+def test_owned_ranges_cover_what_is_needed_once(ranges: list[NeededRange], gap: int) -> None:
     limits = ReadLimits(most_bytes=64, coalesce_gap=gap, least_direct=16)
-    segments = assign_owners(intervals, limits, 4)
-    takers: dict[tuple[str, int], set[int]] = {}
-    for key, start, end, _, ranks in intervals:
+    owned = assign_owners(ranges, limits, 4)
+    needed_by: dict[tuple[str, int], set[int]] = {}
+    for key, start, end, _, ranks in ranges:
         for place in range(start, end):
-            takers.setdefault((key, place), set()).update(ranks)
-    covered = [(s.key, place) for s in segments for place in range(s.start, s.end)]
+            needed_by.setdefault((key, place), set()).update(ranks)
+    covered = [(s.key, place) for s in owned for place in range(s.start, s.end)]
     assert len(covered) == len(set(covered))
-    assert set(takers) <= set(covered)
-    assert [(s.key, s.start) for s in segments] == sorted((s.key, s.start) for s in segments)
-    for segment in segments:
-        assert 0 < segment.num_bytes <= limits.most_bytes
-        assert segment.owner in segment.ranks
-        inside = [takers.get((segment.key, place), set()) for place in range(segment.start, segment.end)]
-        assert set().union(*inside) == set(segment.ranks)
+    assert set(needed_by) <= set(covered)
+    assert [(s.key, s.start) for s in owned] == sorted((s.key, s.start) for s in owned)
+    for one in owned:
+        assert 0 < one.num_bytes <= limits.most_bytes
+        assert one.owner in one.ranks
+        inside = [needed_by.get((one.key, place), set()) for place in range(one.start, one.end)]
+        assert set().union(*inside) == set(one.ranks)
         assert inside[0]
         assert inside[-1]
     for rank in range(4):  # no rank owns much more than the one that owns the least of what it could own
-        if all(len(segment.ranks) == 4 for segment in segments):
-            owned = [sum(s.num_bytes for s in segments if s.owner == r) for r in range(4)]
-            assert owned[rank] - min(owned) <= limits.most_bytes
+        if all(len(one.ranks) == 4 for one in owned):
+            shares = [sum(s.num_bytes for s in owned if s.owner == r) for r in range(4)]
+            assert shares[rank] - min(shares) <= limits.most_bytes
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(0, 2)), max_size=8))
-def test_overlap_is_that_of_different_ranks(found: list[tuple[int, int, int]]) -> None:
-    boxes = [(start, start + size, rank) for start, size, rank in found]
+def test_overlap_is_that_of_different_ranks(extents: list[tuple[int, int, int]]) -> None:
+    boxes = [(start, start + size, rank) for start, size, rank in extents]
     wanted = any(a[2] != b[2] and max(a[0], b[0]) < min(a[1], b[1]) for a in boxes for b in boxes)
     assert overlap(boxes) == wanted

@@ -306,7 +306,7 @@ def main() -> None:
     arguments = parser.parse_args()
     facts: dict[str, Any] = {"device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"} | versions()
     facts |= {"batch": BATCH, "num_photos": sum(1 for _ in arguments.photos.glob("**/*.jpg"))}
-    facts |= {"decodes_pieces": native.jpeg is not None, "kernels_in_c": native.kernels is not None}
+    facts |= {"decodes_pieces": native.HAS_JPEG, "kernels_in_c": native.HAS_KERNELS}
     if arguments.soak is not None:
         record(arguments.out, "soak", **facts, rows=soak(arguments.photos, arguments.soak))
         return

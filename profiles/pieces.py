@@ -16,8 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 import loaderkit
+from loaderkit import native
 from loaderkit.engine.metrics.snapshot import StageStats
-from loaderkit.native import jpeg
 from profiles.overhead import endless, pictures
 from profiles.record import record
 
@@ -46,7 +46,7 @@ def compare(executor: str, num_rounds: int) -> dict[str, Any]:
         batches = endless(loader)
         for number in range(num_rounds + 1):
             for way in list(found)[:: 1 if number % 2 else -1]:
-                with patch("loaderkit.stages.image.decode.jpeg", jpeg if way == "crop" else None):
+                with patch.object(native, "HAS_JPEG", way == "crop"):
                     found[way].append(picture_us(loader, batches))
     pairs = list(zip(found["whole"][1:], found["crop"][1:], strict=True))  # the first warms up
     speeds = [whole[0] / crop[0] for whole, crop in pairs]
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if jpeg is None:
+    if not native.HAS_JPEG:
         parser.error("loaderkit was built without libjpeg-turbo: there is nothing to compare")
     rows = [compare(executor, arguments.rounds) for executor in ("thread", "inline")]
     for row in rows:

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit._internal.interrupts import opened
+from loaderkit import native
 from loaderkit.connectors.base import BulkConnector, BulkReads, ConnectorTraits, Hashed, ObjectInfo, Ranges
 from loaderkit.connectors.directory import Directory, etag_of
-from loaderkit.connectors.ranges import runs
 from loaderkit.errors import (
     AccessDeniedError,
     ConnectorError,
@@ -25,7 +24,6 @@ from loaderkit.errors import (
     ShortReadError,
     TemporaryError,
 )
-from loaderkit.native import kernels
 
 # Errors of a network disk while its server is away or restarts; a broken disk gives EIO as well.
 _TEMPORARY = {
@@ -82,7 +80,7 @@ class FileConnector(BulkConnector):
         if start < 0:  # preadv takes -1 for "where the file stands" and reads happily
             raise self._before_the_start(key, start)
         try:
-            num_read, *status = _read_range(self._path(key), start, buffer, direct=direct)
+            num_read, *status = native.read_range(self._path(key), start, buffer, direct)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -102,12 +100,12 @@ class FileConnector(BulkConnector):
     ) -> Hashed | None:
         """`read_into`, or `read_direct`, with the hash of every `block_bytes` by the C function at `address`; None, and nothing
         read, without the C module."""
-        if kernels is None:
+        if not native.HAS_KERNELS:
             return None
         if start < 0:
             raise self._before_the_start(key, start)
         try:
-            num_read, *status, hashes, took_s = kernels.read_hashed(
+            num_read, *status, hashes, took_s = native.read_hashed(
                 self._path(key), start, buffer, block_bytes, address, direct
             )
         except (OSError, ValueError) as error:
@@ -130,7 +128,7 @@ class FileConnector(BulkConnector):
         if not len(buffer):
             return
         try:
-            num_read, *status = _read_ranges(self._path(key), starts, length, buffer)
+            num_read, *status = native.gather_ranges(self._path(key), starts, length, buffer)
         except (OSError, ValueError) as error:
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
@@ -147,9 +145,7 @@ class FileConnector(BulkConnector):
         Ranges of one file in its order are read together, small gaps included, and the GIL is given away once.
         """
         keys, starts, lengths, etags = ranges
-        failed: Sequence[int] | None = range(len(keys))
-        if kernels is not None:
-            failed = kernels.read_many(self._path_or_nothing, keys, starts, lengths, etags, offsets, buffer)
+        failed = native.read_many(self._path_or_nothing, keys, starts, lengths, etags, offsets, buffer)
         # A range that failed is read again by itself, which gives its own error, or succeeds.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():
@@ -271,42 +267,3 @@ def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> 
             with suppress(OSError):
                 os.unlink(path)
             raise
-
-
-def _read_range(path: str, start: int, buffer: memoryview, *, direct: bool = False) -> tuple[int, int, int, int]:
-    """Open, fstat, read, close: (bytes read, mode, size, time of change in ns). Only a regular file is read."""
-    if kernels is not None:
-        found: tuple[int, int, int, int] = kernels.read_range(path, start, buffer, direct)
-        return found
-    return _read_with_python(path, [(start, buffer)])
-
-
-def _read_ranges(path: str, starts: NDArray[np.int64], length: int, buffer: memoryview) -> tuple[int, int, int, int]:
-    """The same for ranges of `length` bytes, which lie one behind another in `buffer`, up to the first that is short."""
-    if kernels is not None:
-        found: tuple[int, int, int, int] = kernels.gather_ranges(path, starts, length, buffer)
-        return found
-    return _read_with_python(path, list(runs(starts, length, buffer)))
-
-
-def _read_with_python(path: str, parts: Sequence[tuple[int, memoryview]]) -> tuple[int, int, int, int]:
-    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:  # without it, opening a named pipe would wait for a writer
-        status = os.fstat(fd)
-        num_read = 0
-        for start, part in parts if stat_bits.S_ISREG(status.st_mode) else ():
-            num_here = _pread_all(fd, start, part)
-            num_read += num_here
-            if num_here < len(part):
-                break
-    return num_read, status.st_mode, status.st_size, status.st_mtime_ns
-
-
-def _pread_all(fd: int, start: int, buffer: memoryview) -> int:
-    """Fill `buffer` as far as the file goes; how many bytes that were."""
-    num_read = 0
-    while start >= 0 and num_read < len(buffer):
-        num_more = os.preadv(fd, [buffer[num_read:]], start + num_read)
-        if num_more == 0:
-            break
-        num_read += num_more
-    return num_read

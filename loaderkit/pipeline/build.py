@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from loaderkit import native
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.factory import open_connector
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ConfigError
-from loaderkit.native import jpeg
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.engine_factory import Assembly, Recipe, why_inline
@@ -184,7 +184,7 @@ def _prepare(
     if assembly.graph:
         tuning["graph"] = assembly.graph
     if assembly.cropping is not None:
-        tuning["jpeg"] = f"crop of {assembly.cropping}" if jpeg is not None else "whole"
+        tuning["jpeg"] = f"crop of {assembly.cropping}" if native.HAS_JPEG else "whole"
     if config.prefetch.executor == "process":
         tuning["processes"] = config.prefetch.processes
         from loaderkit.pipeline.process_setup import (

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.native import kernels
-from loaderkit.sampling.random import GOLDEN, MASK, MIX_1, MIX_2, U64, mix
-
-# 8 rounds are enough for large sets, but leave permutations of 5 elements visibly uneven (chi-square 28 standard
-# deviations off over 20,000 keys; 12 rounds 3, 16 rounds none). At 16 rounds a block of 16k positions runs at 10 M/s.
-_NUM_ROUNDS = 16
+from loaderkit import native
+from loaderkit._internal.splitmix import U64
 
 
 class Bijection:
@@ -39,49 +33,7 @@ class Bijection:
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The images of `positions` (int64, any shape, each below its size): int64 of the same shape."""
-        shape = positions.shape
-        values = positions.reshape(-1)
-        if kernels is not None:
-            values = values.copy()
-            kernels.permute(values, *map(np.ascontiguousarray, (self._size, self._a, self._b, self._key)))
-            return values.reshape(shape)
-        keys = [mix(np.array(self._key + np.uint64((r + 1) * int(GOLDEN) & MASK))) for r in range(_NUM_ROUNDS)]
-        values = self._permute(values, slice(None), keys)
-        outside = np.flatnonzero(values >= self._size)
-        while outside.size:
-            values[outside] = self._permute(values[outside], outside, keys)
-            sizes = self._size if self._size.ndim == 0 else self._size[outside]
-            outside = outside[values[outside] >= sizes]
-        return values.reshape(shape)
-
-    def _permute(self, values: NDArray[np.int64], where: Any, keys: list[U64]) -> NDArray[np.int64]:
-        a, b = self._a, self._b
-        if a.ndim:
-            a, b = a[where], b[where]
-        if keys[0].ndim:
-            keys = [key[where] for key in keys]
-        left, right = np.divmod(values, b)  # left in Z_a, right in Z_b
-        for r in range(0, _NUM_ROUNDS, 2):
-            left += _scale(right, keys[r], a)
-            left -= a * (left >= a)
-            right += _scale(left, keys[r + 1], b)
-            right -= b * (right >= b)
-        left *= b
-        left += right
-        return left
-
-
-def _scale(values: NDArray[np.int64], key: U64, below: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A keyed hash of `values`, spread over [0, below): the hash's upper half times `below`, shifted back (Lemire 2019)."""
-    mixed = values.astype(np.uint64)
-    mixed *= GOLDEN
-    mixed ^= key
-    # One multiplication less than `mix`: the rounds do the rest, and this is the hot loop of the order.
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= MIX_1
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= MIX_2
-    mixed >>= np.uint64(32)
-    mixed *= below.astype(np.uint64)
-    mixed >>= np.uint64(32)
-    return mixed.view(np.int64)
+        values = positions.flatten()
+        size, a, b = map(np.ascontiguousarray, (self._size, self._a, self._b))
+        native.permute(values, size, a, b, np.ascontiguousarray(self._key))
+        return values.reshape(positions.shape)

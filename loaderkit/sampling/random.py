@@ -12,12 +12,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-U64 = NDArray[np.uint64]
+from loaderkit._internal.splitmix import GOLDEN, MASK, mix
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
-MASK = (1 << 64) - 1
 _TWO_POW_MINUS_53 = 2.0**-53
 
 
@@ -26,19 +22,6 @@ def key_of(*parts: int | str) -> int:
     assert all(type(part) in (int, str) for part in parts), "numbers that print differently would be other keys"
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"loaderkit")
     return int.from_bytes(digest.digest(), "little")
-
-
-def mix(values: U64) -> U64:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), in place.
-
-    A bijection of 64-bit integers in which every output bit depends on every input bit.
-    """
-    values ^= values >> np.uint64(30)
-    values *= MIX_1
-    values ^= values >> np.uint64(27)
-    values *= MIX_2
-    values ^= values >> np.uint64(31)
-    return values
 
 
 def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:

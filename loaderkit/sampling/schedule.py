@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit._internal.splitmix import mix
 from loaderkit.sampling.permutation import Bijection
-from loaderkit.sampling.random import key_of, mix
+from loaderkit.sampling.random import key_of
 
 Int64 = NDArray[np.int64]
 

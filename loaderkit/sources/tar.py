@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from loaderkit import native
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
-from loaderkit.native import kernels
 from loaderkit.sources.base import FieldRange, Sample, Table
 from loaderkit.sources.fields import FieldMap, Fields, Include
 from loaderkit.sources.formats.tar_index import TarIndex
@@ -163,19 +163,8 @@ class TarSource:
             return None
         offsets, fields = self._alike
         num_members = len(self._starts) // len(self)
-        if kernels is not None:
-            shards = self._shard_firsts, self._shard_keys, self._shard_etags
-            found = kernels.members(indices, offsets, num_members, self._starts, self._sizes, *shards)
-            return Table(fields, Ranges(*found))
-        members = (indices[:, None] * num_members + offsets).ravel()
-        of_members = (np.searchsorted(self._shard_firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
-        ranges = Ranges(
-            [self._shard_keys[shard] for shard in of_members],
-            self._starts.take(members).tolist(),
-            self._sizes.take(members).tolist(),
-            [self._shard_etags[shard] for shard in of_members],
-        )
-        return Table(fields, ranges)
+        shards = self._shard_firsts, self._shard_keys, self._shard_etags
+        return Table(fields, Ranges(*native.members(indices, offsets, num_members, self._starts, self._sizes, *shards)))
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several samples."""
@@ -283,7 +272,7 @@ class TarSource:
 
     def _group(self, info: ObjectInfo, index: TarIndex) -> _Samples:
         """The samples of one archive. Extensions are numbered in `_extension_ids`."""
-        plain = kernels.group_names(index.packed_names, len(index)) if kernels is not None else None
+        plain = native.group_names(index.packed_names, len(index))
         if plain is None:
             return self._group_with_care(info, index)
         keys, ends, counts, places, extensions, names, num_ignored, are_ascending = plain

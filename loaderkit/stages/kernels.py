@@ -6,25 +6,22 @@ Written bytes are the same on both ways, resized ones within a level.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from loaderkit.native import kernels
+from loaderkit import native
+from loaderkit.native import fallback
+from loaderkit.native.fallback import packed
 
 Pixels = NDArray[np.uint8]
 Factors = tuple[float, ...]
 Part = tuple[float, float, float, float]
 """(top, left, height, width) in pixels, which need not be whole."""
 
-_HAS_AVX2 = kernels is not None and kernels.resample([])
-
 
 def write_image(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:
     """Write uint8 [H, W, C] into `slots[slot]`, uint8 [C, H, W]."""
-    if kernels is not None and _is_writable(pixels):
-        kernels.write_planes(slots, slot, pixels)
-    else:
-        torch.from_numpy(slots)[slot].copy_(_planes(pixels))
+    write_planes = native.write_planes if _is_writable(pixels) else fallback.write_planes
+    write_planes(slots, slot, pixels)
 
 
 def write_normalized(
@@ -32,36 +29,13 @@ def write_normalized(
 ) -> None:
     """Write images, uint8 [H, W, C], into `slots[first]` and those behind it, float32 [C, H, W], as value * scale + shift,
     each rounded by itself. None leaves its slot alone."""
-    if kernels is not None:
-        try:
-            kernels.write_normalized(slots, first, images, scale, shift)
-            return
-        except ValueError:  # then none is written; the others are for pixels of another layout, and not of another size
-            if all(pixels is None or _is_writable(pixels) for pixels in images):
-                raise
-    tensor = torch.from_numpy(slots)
-    for slot, pixels in enumerate(images, first):
-        if pixels is not None:
-            tensor[slot].copy_(_planes(pixels)).mul_(_column(scale)).add_(_column(shift))
-
-
-def packed(pixels: Pixels) -> Pixels:
-    """The image with packed rows that run forwards: itself if it is so, else a copy."""
-    if pixels.shape[2] != 3 or pixels.strides[1:] != (-3, 1):
-        return np.ascontiguousarray(pixels) if any(stride < 0 for stride in pixels.strides) else pixels
-    # NumPy copies negative strides in 200 us at 224 x 224, torch mirrors in 7.
-    flipped: Pixels = torch.flip(torch.from_numpy(np.ascontiguousarray(pixels[:, ::-1])), (1,)).numpy()
-    return flipped
-
-
-def can_resample() -> bool:
-    """Whether `resample` works here: with the C module, on a CPU with AVX2."""
-    return kernels is not None and _HAS_AVX2
+    is_fit = all(pixels is None or _is_writable(pixels) for pixels in images)
+    (native if is_fit else fallback).write_normalized(slots, first, images, scale, shift)
 
 
 def resampled_from(pixels: Pixels) -> Pixels | None:
     """The pixels as `resample` takes them, with packed rows; None if it cannot: RGB, with the C module, on a CPU with AVX2."""
-    if not can_resample() or pixels.shape[2] != 3:
+    if not native.CAN_RESAMPLE or pixels.shape[2] != 3:
         return None
     if _is_packed(pixels):
         return pixels
@@ -75,7 +49,7 @@ def resample(jobs: list[tuple[Pixels, Pixels, Part | None, bool]]) -> None:
     Within one level of Pillow (antialiased) and torch at usual sizes, in half the time of torch's kernel (100 us from
     300 x 300 to 224 x 224).
     """
-    kernels.resample(jobs)
+    native.resample(jobs)
 
 
 def _is_packed(pixels: Pixels) -> bool:
@@ -85,12 +59,3 @@ def _is_packed(pixels: Pixels) -> bool:
 def _is_writable(pixels: Pixels) -> bool:
     """Whether the C module takes the pixels: packed rows, mirrored or not."""
     return pixels.shape[2] == 3 and pixels.strides[1:] in ((3, 1), (-3, 1))
-
-
-def _planes(pixels: Pixels) -> torch.Tensor:
-    pixels = packed(pixels)
-    return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
-
-
-def _column(values: Factors) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device="cpu").reshape(-1, 1, 1)

@@ -15,10 +15,10 @@ from operator import getitem
 from time import perf_counter
 from typing import Any
 
+from loaderkit import native
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import Connector, Ranges, bulk_of
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
-from loaderkit.native import kernels
 from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source
 from loaderkit.stages.base import Encoded, SampleChunk, StageArgs
 
@@ -93,7 +93,7 @@ def read_ranges(
         else:
             errors = read_many(ranges, offsets, view)
         if as_bytes:
-            return _cut(view, lengths, offsets), errors
+            return native.cut(view, lengths), errors
         views = [view[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
         return list(map(Encoded, views, extensions)), errors
 
@@ -187,13 +187,6 @@ def _read_each(
         slowest = max(slowest, (perf_counter() - begin_s, chunk.place))
     chunk.slowest = slowest
     return errors
-
-
-def _cut(view: memoryview, lengths: list[int], offsets: list[int]) -> list[bytes]:
-    if kernels is not None:
-        found: list[bytes] = kernels.cut(view, lengths)
-        return found
-    return [bytes(view[offset : offset + length]) for offset, length in zip(offsets, lengths, strict=True)]
 
 
 def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Callable[[SampleChunk], int]:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from loaderkit.native.fallback import packed
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import GpuDecoded, Image
-from loaderkit.stages.kernels import packed
 
 
 def as_image(value: Any) -> Image | None:

@@ -6,6 +6,8 @@ import os
 import re
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,16 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from no_kernels import without_kernels
 from numpy.typing import NDArray
 
+from loaderkit import native
 from loaderkit._internal.hashing import address_of_hash
-from loaderkit.connectors import file
 from loaderkit.connectors.backoff import RetryPolicy
 from loaderkit.connectors.base import BulkReads, Hashed
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.retry import RetryConnector
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
-from loaderkit.native import kernels
 
 
 def keys(root: Path, prefix: str = "") -> list[str]:
@@ -142,12 +144,12 @@ def test_truncated_since(tmp_path: Path) -> None:
 
 
 @pytest.fixture(params=["C", "Python"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either_way(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the C module and without."""
-    if request.param == "Python":
-        monkeypatch.setattr(file, "kernels", None)
-    elif kernels is None:
+    if request.param == "C" and not native.HAS_KERNELS:
         pytest.skip("loaderkit was installed without a compiler")
+    with nullcontext() if request.param == "C" else without_kernels():
+        yield
 
 
 @pytest.mark.usefixtures("either_way")
@@ -245,10 +247,11 @@ def _outcome(connector: FileConnector, starts: NDArray[np.int64], length: int, e
     return bytes(buffer)
 
 
-@pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="loaderkit was installed without a compiler")
 def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     path = str(tmp_path / "x")
+    gather: Any = native.gather_ranges
     for starts, length, room in [
         (np.zeros(2, np.int32), 4, 4),
         (np.zeros(2, np.float64), 4, 8),
@@ -262,7 +265,7 @@ def test_the_c_module_refuses_what_does_not_fit(tmp_path: Path) -> None:
         (b"12345678", 8, 8),
     ]:
         with pytest.raises((ValueError, BufferError)):
-            kernels.gather_ranges(path, starts, length, bytearray(room))
+            gather(path, starts, length, bytearray(room))
 
 
 def test_errors_leave_no_descriptor_open(tmp_path: Path) -> None:
@@ -354,7 +357,7 @@ def test_a_rename_that_fails_otherwise_changes_nothing(tmp_path: Path, monkeypat
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
 
 
-@pytest.mark.skipif(kernels is None, reason="loaderkit was installed without a compiler")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="loaderkit was installed without a compiler")
 class TestHashing:
     """Blocks that are hashed as they are read are those of the library, and what is wrong is said as ever."""
 

@@ -7,7 +7,6 @@ import ast
 import collections
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import os
@@ -322,13 +321,13 @@ def main(folder: Path, report: Path, *what: str) -> None:
     sys.addaudithook(guard)
     warnings.simplefilter("ignore")
     import typer
+    from no_kernels import without_kernels
     from PIL import Image
 
     from loaderkit.cli.app import app
 
-    importlib.import_module("loaderkit.connectors.file").__dict__["kernels"] = (
-        None  # C opens files without a word to the hook
-    )
+    patched = without_kernels()  # C opens files without a word to the hook
+    patched.__enter__()
     command = typer.main.get_command(app)
     typer.main.__dict__["get_command"] = lambda _: command  # else most of the time would be spent making it
     Image.init()

@@ -18,7 +18,7 @@ def _in_python() -> type[WorkerClock]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.object(native, "kernels", None), mock.patch.dict(sys.modules, {spec.name: module}):
+    with mock.patch.object(native, "HAS_KERNELS", False), mock.patch.dict(sys.modules, {spec.name: module}):
         spec.loader.exec_module(module)
     found: type[WorkerClock] = module.WorkerClock
     return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from no_kernels import TWINS, without_kernels
 from PIL import Image
 
 import loaderkit
-from loaderkit import Pipeline
-from loaderkit.native import kernels as compiled
+from loaderkit import Pipeline, native
+from loaderkit.connectors.file import FileConnector
+from loaderkit.native import fallback
 from loaderkit.stages import kernels
 from loaderkit.stages.image.resize import _with_pillow
 
+compiled: Any = native._kernels
 SCALE, SHIFT = (0.0171, 0.0175, 0.0174), (-2.118, -2.036, -1.804)
 needs_c = pytest.mark.skipif(compiled is None, reason="loaderkit was installed without a compiler")
 
@@ -38,9 +43,41 @@ def either_way(pixels: kernels.Pixels, mirrored: bool) -> kernels.Pixels:
 pictures = st.builds(view, st.integers(0, 99), st.integers(1, 40), st.integers(1, 700), st.integers(0, 3))
 
 
-@pytest.fixture
-def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "kernels", None)
+def test_every_kernel_is_offered() -> None:
+    assert set(TWINS) == {
+        *("cut", "delayed", "gather_ranges", "group_names", "is_cut", "members", "permute", "read_many", "read_range"),
+        *("tar_run", "texts", "write_normalized", "write_planes"),
+    }
+
+
+@needs_c
+class TestSameAsFallback:
+    @given(st.lists(st.binary(max_size=20), max_size=9))
+    def test_cut(self, parts: list[bytes]) -> None:
+        buffer, lengths = memoryview(b"".join(parts)), list(map(len, parts))
+        assert native.cut(buffer, lengths) == fallback.cut(buffer, lengths) == parts
+
+    @given(st.lists(st.binary(max_size=9), min_size=1, max_size=9), st.data())
+    def test_texts(self, parts: list[bytes], data: st.DataObject) -> None:
+        ends = np.cumsum(list(map(len, parts)), dtype=np.int64)
+        places = np.array(data.draw(st.lists(st.integers(0, len(parts) - 1))), np.int64)
+        assert native.texts(b"".join(parts), ends, places) == fallback.texts(b"".join(parts), ends, places)
+
+    @given(st.binary(max_size=300), st.lists(st.integers(0, 400), min_size=1, max_size=6), st.integers(1, 50))
+    def test_ranges(self, content: bytes, starts: list[int], length: int) -> None:
+        with TemporaryDirectory() as folder:
+            path = f"{folder}/data"
+            Path(path).write_bytes(content)
+            results = []
+            for door in (native, fallback):
+                buffer = memoryview(bytearray(length * len(starts)))
+                status = door.gather_ranges(path, np.array(starts, np.int64), length, buffer)
+                one = memoryview(bytearray(length))
+                results.append((status, bytes(buffer), door.read_range(path, 7, one, False), bytes(one)))
+            assert results[0][0] == results[1][0]
+            assert results[0][2:] == results[1][2:]
+            num_read = results[0][0][0]
+            assert results[0][1][: num_read // length * length] == results[1][1][: num_read // length * length]
 
 
 @needs_c
@@ -76,10 +113,10 @@ class TestSameAsTorch:
 
     @given(pictures)
     def test_packed(self, pixels: kernels.Pixels) -> None:
-        again = kernels.packed(pixels[:, ::-1])
+        again = fallback.packed(pixels[:, ::-1])
         assert np.array_equal(again, pixels[:, ::-1])
         assert again.strides[1:] == (3, 1)
-        assert kernels.packed(pixels) is pixels, "no copy without need"
+        assert fallback.packed(pixels) is pixels, "no copy without need"
 
     @pytest.mark.parametrize(
         "call",
@@ -166,13 +203,13 @@ class TestReading:
             compiled.read_range(str(path), 0, b"may not be written", False)
 
     @pytest.mark.parametrize("present", [True, False])
-    def test_files_with_and_without_c(self, present: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from loaderkit.connectors import file
+    def test_files_with_and_without_c(self, present: bool, tmp_path: Path) -> None:
+        with nullcontext() if present else without_kernels():
+            self.check_files(tmp_path)
 
-        if not present:
-            monkeypatch.setattr(file, "kernels", None)
+    def check_files(self, tmp_path: Path) -> None:
         (tmp_path / "data").write_bytes(b"0123456789")
-        connector = file.FileConnector(tmp_path)
+        connector = FileConnector(tmp_path)
         buffer = bytearray(4)
         connector.read_into("data", 3, memoryview(buffer), etag=connector.stat("data").etag)
         assert buffer == b"3456"
@@ -182,14 +219,12 @@ class TestReading:
             assert type(caught.value).__name__ == error
 
 
-@pytest.mark.usefixtures("without_c")
-def test_the_same_batches_without_c_but_for_rounding(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_batches_without_c_but_for_rounding(photos: Path) -> None:
     """Order, crops and flips are the same; resized pixels within a level."""
     pipeline = Pipeline.files(photos, label="parent").shuffle(seed=1).read().decode()
     pipeline = pipeline.random_resized_crop(40).random_horizontal_flip().batch(16)
-    with loaderkit.build(pipeline) as loader:
+    with without_kernels(), loaderkit.build(pipeline) as loader:
         plain = list(loader)
-    monkeypatch.setattr(kernels, "kernels", compiled)
     with loaderkit.build(pipeline) as loader:
         quick = list(loader)
     for one, other in zip(plain, quick, strict=True):
@@ -197,12 +232,10 @@ def test_the_same_batches_without_c_but_for_rounding(photos: Path, monkeypatch: 
         assert (one["image"].int() - other["image"].int()).abs().max() <= 2
 
 
-@pytest.mark.usefixtures("without_c")
-def test_normalized_bytes_do_not_depend_on_c(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normalized_bytes_do_not_depend_on_c(photos: Path) -> None:
     pipeline = Pipeline.files(photos, label="parent").shuffle(seed=1).read().decode()
     pipeline = pipeline.center_crop(32).random_horizontal_flip().batch(16).normalize()
-    with loaderkit.build(pipeline) as loader:
+    with without_kernels(), loaderkit.build(pipeline) as loader:
         plain = torch.cat([batch["image"] for batch in loader])
-    monkeypatch.setattr(kernels, "kernels", compiled)
     with loaderkit.build(pipeline) as loader:
         assert torch.equal(plain, torch.cat([batch["image"] for batch in loader]))

@@ -5,18 +5,18 @@ import math
 import tracemalloc
 from collections import Counter
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from no_kernels import without_kernels
 from numpy.typing import NDArray
 
-from loaderkit.native import kernels
-from loaderkit.sampling import permutation
+from loaderkit import native
+from loaderkit._internal.splitmix import mix
 from loaderkit.sampling.permutation import Bijection
-from loaderkit.sampling.random import generator, key_of, mix, uniforms
+from loaderkit.sampling.random import generator, key_of, uniforms
 from loaderkit.sampling.schedule import BlockOrder, GlobalOrder
 
 KEYS = st.integers(0, 2**64 - 1)
@@ -201,7 +201,7 @@ def test_numbers_depend_on_key_and_index_alone(key: int, indices: list[int], num
         assert np.array_equal(uniforms(key, np.array([index]), num_draws)[0], row)
 
 
-@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 @given(
     st.lists(st.integers(1, 1 << 60) | st.integers(1, 40), min_size=1, max_size=30),
     st.lists(KEYS, min_size=30, max_size=30),
@@ -216,7 +216,7 @@ def test_c_and_numpy_agree(sizes: list[int], keys: list[int], own: str, data: st
         [data.draw(st.integers(0, one - 1)) for one in (sizes if np.ndim(size) else [size] * num)], np.int64
     )
     compiled = Bijection(size, key)(places)
-    with mock.patch.object(permutation, "kernels", None):
+    with without_kernels():
         assert np.array_equal(Bijection(size, key)(places), compiled)
 
 

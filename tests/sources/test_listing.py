@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from no_kernels import without_kernels
 from pydantic import TypeAdapter, ValidationError
 
-import loaderkit.sources.listing
+from loaderkit import native
 from loaderkit.connectors.base import ObjectInfo
-from loaderkit.native import kernels
 from loaderkit.sources.fields import FieldMap, Fields, Include
 from loaderkit.sources.listing import Listing, StringTable, cut_blocks, numbered
 from loaderkit.sources.patterns import Patterns, expand_braces
@@ -42,11 +41,11 @@ def test_tables_are_joined_cut_and_taken_from(parts: list[list[str]], data: st.D
     places = np.array(data.draw(st.lists(st.integers(0, len(strings) - 1))) if strings else [], np.int64)
     wanted = [strings[place] for place in places]
     assert table.take(places) == wanted
-    with mock.patch.object(loaderkit.sources.listing, "kernels", None):
+    with without_kernels():
         assert table.take(places) == wanted
 
 
-@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 def test_no_string_is_made_of_what_lies_beside() -> None:
     table = StringTable(["a", "b"])
     for place in (2, -1, 2**62):
@@ -55,7 +54,7 @@ def test_no_string_is_made_of_what_lies_beside() -> None:
     with pytest.raises(IndexError):
         StringTable.packed(b"ab", np.array([1, 3])).take(np.array([1]))
     with pytest.raises(ValueError, match="64-bit"):
-        kernels.texts(b"ab", np.array([1, 2], np.int32), np.array([0]))
+        native.texts(b"ab", np.array([1, 2], np.int32), np.array([0]))
 
 
 @given(st.lists(st.integers(0, 2**63 - 1)))

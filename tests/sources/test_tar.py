@@ -5,23 +5,23 @@ import io
 import tarfile
 import tempfile
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import webdataset
 from hypothesis import example, given
 from hypothesis import strategies as st
+from no_kernels import without_kernels
 from pydantic import ValidationError
 
-import loaderkit.sources.tar
+from loaderkit import native
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError, SourceError
-from loaderkit.native import kernels
 from loaderkit.sources.base import Source
 from loaderkit.sources.formats.tar_index import scan_tar
 from loaderkit.sources.tar import TarArgs, TarSource
@@ -117,7 +117,7 @@ def grouped(members: Members) -> Any:
     return [(source.key(i), source._extensions_of(i), source.ranges(i)) for i in range(len(source))], source.num_ignored
 
 
-@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 @given(
     st.lists(NAMES | st.sampled_from(["__a__", "a.b/c.txt", "a.B", "a.b", "a.", "d/.x", "é.é", "a.b.c"]), max_size=12)
 )
@@ -129,15 +129,15 @@ def grouped(members: Members) -> Any:
 def test_names_are_grouped_alike_with_and_without_c(names: list[str]) -> None:
     members = [(name, name.encode()) for name in names]
     quick = grouped(members)
-    with mock.patch.object(loaderkit.sources.tar, "kernels", None):
+    with without_kernels():
         assert grouped(members) == quick
 
 
-@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 def test_names_that_do_not_fit_their_number_are_refused() -> None:
     for names, num in ((b"a.b\0", 2), (b"a.b", 1), (b"a.b\0c", 1), (b"", 1)):
         with pytest.raises(ValueError, match="NUL"):
-            kernels.group_names(names, num)
+            native.group_names(names, num)
 
 
 @given(st.lists(NAMES, min_size=1, max_size=10, unique_by=str.lower).map(sorted))
@@ -203,20 +203,20 @@ def test_a_table_is_the_ranges_of_its_samples_with_and_without_c(
     source = source_of(shards, fields={f"the {one}": one for one in extensions[:num_wanted]}, limit=limit)
     indices = data.draw(st.lists(st.integers(0, len(source) - 1), max_size=20))
     expected = [one for index in indices for one in source.ranges(index)]
-    for compiled in (kernels, None):
-        with mock.patch.object(loaderkit.sources.tar, "kernels", compiled):
+    for has_kernels in (True, False):
+        with nullcontext() if has_kernels else without_kernels():
             table = source.table(np.array(indices, np.int64))
         assert table is not None
         assert list(zip(*table.ranges, strict=True)) == [tuple(one.range) for one in expected]
         assert list(table.fields) * len(indices) == [(one.field, one.extension) for one in expected]
 
 
-@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 def test_members_are_looked_for_where_there_are_some() -> None:
-    assert kernels is not None
+    assert native.HAS_KERNELS
     starts = np.arange(6)
     right: list[Any] = [np.array([2, 0]), np.array([1]), 2, starts, starts, np.array([0, 1]), ["a", "b"], ["x", None]]
-    assert kernels.members(*right) == (["b", "a"], [5, 1], [5, 1], [None, "x"])
+    assert native.members(*right) == (["b", "a"], [5, 1], [5, 1], [None, "x"])
     wrong: list[tuple[int, Any]] = [
         (0, np.array([3])),
         (0, np.array([-1])),
@@ -226,7 +226,7 @@ def test_members_are_looked_for_where_there_are_some() -> None:
     wrong += [(1, np.array([-1])), (2, 0), (4, np.arange(5)), (5, np.empty(0, np.int64)), (6, ["a"]), (7, ["x"])]
     for place, value in wrong:
         with pytest.raises((ValueError, IndexError)):
-            kernels.members(*[value if number == place else other for number, other in enumerate(right)])
+            native.members(*[value if number == place else other for number, other in enumerate(right)])
 
 
 def test_hidden_members_are_ignored() -> None:

@@ -18,9 +18,9 @@ from statistics import fmean, median
 from time import thread_time
 from typing import NamedTuple
 
+from loaderkit import native
 from loaderkit.engine.metrics.concurrency import ContentionResult
-from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, delayed_so_far_s
-from loaderkit.native import kernels
+from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 
 _WINDOW = 12  # chunks a way is tried for
 # With short chunks no shorter than this: who has the GIL keeps it for 5 ms, and may do a score of them meanwhile. Nor than so
@@ -94,7 +94,7 @@ class ContentionProbe:
     """Lets the workers of one pool take chunks: all of them, or one."""
 
     def __init__(
-        self, stages: Sequence[str], clock: Clock, cpu_clock: Clock = thread_time, delay_clock: Clock = delayed_so_far_s
+        self, stages: Sequence[str], clock: Clock, cpu_clock: Clock = thread_time, delay_clock: Clock = native.delayed
     ) -> None:
         """`stages`: the names of all there are, as the workers' accounts number them."""
         self._stages = stages
@@ -242,8 +242,8 @@ class ContentionProbe:
 
     def _finds_gil_taken(self) -> bool:
         """Sleep for a moment, and tell whether another thread has the GIL then."""
-        if kernels is not None:
-            return bool(kernels.gil_wait(_PROBE_S) > _TAKEN_S)
+        if native.HAS_KERNELS:
+            return bool(native.gil_wait(_PROBE_S) > _TAKEN_S)
         begin, delayed_s = self._clock(), self._delay_clock()
         time.sleep(_PROBE_S)
         return self._clock() - begin - _PROBE_S - (self._delay_clock() - delayed_s) > _TAKEN_OR_LATE_S

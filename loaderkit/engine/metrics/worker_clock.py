@@ -6,7 +6,6 @@ Only the worker itself writes to its clock, without a lock. The time by state is
 
 from __future__ import annotations
 
-import io
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +15,11 @@ from threading import get_ident
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from loaderkit import native
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.slow_samples import SlowItems
 from loaderkit.engine.metrics.trace import Entry, Item
 from loaderkit.engine.work import Chunk
-from loaderkit.native import kernels
 
 Clock = Callable[[], float]
 
@@ -150,7 +149,7 @@ class PythonStateClock:
             if off_cpu_s > _LOOK_S:
                 self._count_delay(self._stages[before], off_cpu_s)
         elif is_another or (begins and now - since_s > _LOOK_S):
-            self._delayed_since = delayed_so_far_s()
+            self._delayed_since = native.delayed()
         return now
 
     def _is_another_thread(self) -> bool:
@@ -164,7 +163,7 @@ class PythonStateClock:
         return True
 
     def _count_delay(self, totals: _Running, most_s: float) -> None:
-        delayed_s = delayed_so_far_s()
+        delayed_s = native.delayed()
         totals.delayed_s += min(max(0.0, delayed_s - self._delayed_since), most_s)
         self._delayed_since = delayed_s
 
@@ -258,8 +257,8 @@ def _sum_of(stages: Sequence[_Running], cpu_s: float) -> ClockTotals:
 
 
 StateClock = PythonStateClock
-if not TYPE_CHECKING and kernels is not None:
-    StateClock = kernels.Ledger
+if not TYPE_CHECKING and native.HAS_KERNELS:
+    StateClock = native.Ledger
 
 
 class WorkerClock(StateClock):
@@ -282,14 +281,3 @@ class WorkerClock(StateClock):
         start_s = clock() if since_s is None else since_s
         sizes = (states.num_stages, states.num_states)
         super().__init__(*sizes, clock, first_state=first_state, since_s=start_s, slow_items=self.slow_items)
-
-
-def delayed_so_far_s() -> float:
-    """Seconds for which the calling thread was ready to run and had no CPU, as Linux counts them; 0 on other systems."""
-    if kernels is not None:
-        return float(kernels.delayed())
-    try:
-        with io.FileIO("/proc/thread-self/schedstat") as file:
-            return int(file.read(64).split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0

@@ -18,8 +18,8 @@ import simplejpeg
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
+from loaderkit import native
 from loaderkit.errors import USER_ERRORS, FormatError
-from loaderkit.native import jpeg
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.sources.formats.npy import view_npy, view_npz
@@ -155,7 +155,7 @@ class Decoder:
     ) -> None:
         """Decode the pieces that are left of a chunk's samples: (place, piece) of each, a sample's one behind another."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
-        found = jpeg.decode([piece for _, piece in left])
+        found = native.decode_pieces([piece for _, piece in left])
         before, seconds = -1, 0.0
         for (place, piece), (first_column, num_columns, took_s) in zip(left, found, strict=True):
             seconds = took_s if place != before else seconds + took_s
@@ -227,10 +227,10 @@ class Decoder:
         if self._needs is not None and (self._needed is None or field in self._needed):
             need = self._needs(height, width, draws)
         box, step = need
-        if box is None or jpeg is None:
+        if box is None or not native.HAS_JPEG:
             return self._whole(data, field, size, step, memory)
         there = reduced_box(box, step)
-        buffer = _memory(there[2] * (there[3] + jpeg.BESIDE) * 3, memory)
+        buffer = _memory(there[2] * (there[3] + native.SPARE_COLUMNS) * 3, memory)
         return PartialImage(data, step, there, buffer, box, size, field, memory)
 
     def _whole(

@@ -13,12 +13,11 @@ from functools import cache
 from typing import Literal, get_args
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 from PIL import TiffImagePlugin, UnidentifiedImageError, features
 
-from loaderkit.native import jpeg
+from loaderkit import native
 from loaderkit.stages.base import Image
 
 Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
@@ -86,7 +85,7 @@ def decode_picture(
             image.load()
         except Exception as error:
             raise _damaged(data, kind, size, error) from error
-        if kind in ("JPEG", "MPO") and _is_cut(data, image.mode):
+        if kind in ("JPEG", "MPO") and native.is_cut(data):
             raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: it ends early, and the rest would be grey)")
         if upright:
             image = _upright(image)
@@ -170,18 +169,6 @@ def _damaged(data: memoryview, kind: str, size: str, error: Exception) -> ValueE
     reason = str(error) if " " in str(error) else repr(error)
     what = "truncated" if re.search("truncated|premature", reason, re.IGNORECASE) else "damaged"
     return ValueError(f"{what} {kind} ({len(data)} bytes{size}: {reason:.200})")
-
-
-def _is_cut(data: memoryview, mode: str) -> bool:
-    """Whether a JPEG was cut, and then closed again or filled up: Pillow says nothing of what is missing, and makes it grey."""
-    if jpeg is not None:
-        found: bool = jpeg.is_cut(data)
-        return found
-    try:
-        simplejpeg.decode_jpeg(data, "GRAY" if mode == "L" else mode)
-    except Exception as error:  # of which it tells only the first, and it does not know every sampling of chroma
-        return "premature end" in str(error).lower()
-    return False
 
 
 def _upright(image: Pillow.Image) -> Pillow.Image:

@@ -24,10 +24,11 @@ import numpy as np
 import simplejpeg
 import torch
 
+from loaderkit import native
 from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.file import FileConnector
-from loaderkit.native import jpeg, kernels
 from loaderkit.stages.image.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
+from loaderkit.stages.image.jpeg import jpeg_size
 from loaderkit.stages.kernels import resample, write_normalized
 from profiles.peers.places import Places, labelled
 
@@ -142,15 +143,17 @@ def _pieces(memory: _Memory, files: list[memoryview], draws: Any) -> list[Any]:
     """The pixels of random resized crops."""
     jobs = []
     for place, data in enumerate(files):
-        rows, columns = kernels.jpeg_size(data)
+        rows, columns = jpeg_size(data) or (0, 0)
         if memory.pictures[place].size < rows * columns * 3:
             memory.pictures[place] = np.empty(rows * columns * 3, np.uint8)
         box = crop_box(rows, columns, (0.08, 1.0), (3 / 4, 4 / 3), draws[place, :-1])
         jobs.append((data, 1, box, memory.pictures[place]))
-    if jpeg is None:
+    if not native.HAS_JPEG:
         return [_of_whole(*job) for job in jobs]
     pieces = []
-    for (_, _, (_, left, height, width), pixels), (first, num_columns, _) in zip(jobs, jpeg.decode(jobs), strict=True):
+    for (_, _, (_, left, height, width), pixels), (first, num_columns, _) in zip(
+        jobs, native.decode_pieces(jobs), strict=True
+    ):
         there = pixels[: height * num_columns * 3].reshape(height, num_columns, 3)
         pieces.append(there[:, left - first : left - first + width])
     return pieces
@@ -158,7 +161,7 @@ def _pieces(memory: _Memory, files: list[memoryview], draws: Any) -> list[Any]:
 
 def _of_whole(data: memoryview, _: int, box: tuple[int, int, int, int], pixels: Any) -> Any:
     top, left, height, width = box
-    rows, columns = kernels.jpeg_size(data)
+    rows, columns = jpeg_size(data) or (0, 0)
     whole = pixels[: rows * columns * 3].reshape(rows, columns, 3)
     return simplejpeg.decode_jpeg(data, "RGB", buffer=whole)[top : top + height, left : left + width]
 

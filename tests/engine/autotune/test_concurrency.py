@@ -12,6 +12,7 @@ import pytest
 from numbers_dataset import wait_for
 
 import loaderkit
+from loaderkit import native
 from loaderkit.engine.autotune.concurrency import _PATIENCE, _PATIENCE_S, _WINDOW, _WINDOW_S, ContentionProbe, Ticket
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.engine.threaded import ThreadEngine
@@ -392,7 +393,7 @@ def test_the_lock_is_asked_for_seldom(seconds: float) -> None:
 def test_whether_they_hold_the_gil_is_asked(holds: bool, has_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in Python, or in a wait that lets go of the GIL. On a busy machine not every time that is asked shows it."""
     if not has_c:
-        monkeypatch.setattr("loaderkit.engine.autotune.concurrency.kernels", None)
+        monkeypatch.setattr(native, "HAS_KERNELS", False)
     is_over = threading.Event()
 
     def work() -> None:

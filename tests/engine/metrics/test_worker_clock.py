@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worker_clocks import HandClock, PythonWorkerClock, both, cpu_s, state_s
 
+from loaderkit import native
 from loaderkit.engine.metrics.worker_clock import ClockTotals, WorkerClock, WorkerStates
-from loaderkit.native import kernels
 from loaderkit.stages.base import BatchWork, SampleChunk
 
 INDICES = np.arange(4)
@@ -144,7 +144,7 @@ class TestClock:
         assert state_s(worker_clock, 103.0) == pytest.approx([0, 3, 0, 0])
 
 
-@pytest.mark.skipif(kernels is None, reason="there is no compiler here")
+@pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")
 def test_nothing_is_written_where_there_is_no_such_state() -> None:
     worker_clock: Any = WorkerClock(WorkerStates(2), time.perf_counter, first_state=2)
     summed: Any = WorkerClock.summed

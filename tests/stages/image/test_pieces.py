@@ -22,14 +22,13 @@ import loaderkit
 from loaderkit import native
 from loaderkit.cli import main
 from loaderkit.errors import StageError
-from loaderkit.pipeline import build as builder
 from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
 from loaderkit.stages.image import decode as decoding
 from loaderkit.stages.image.ops import Crop, DecodeNeed
 
 pytestmark = pytest.mark.matrix(6)
 
-jpeg = native.jpeg
+jpeg: Any = native._jpeg
 needs_libjpeg = pytest.mark.skipif(jpeg is None, reason="built without libjpeg-turbo")
 Box = tuple[int, int, int, int]
 SAMPLINGS = ["444", "422", "420", "440", "grey", "progressive", "restarts"]
@@ -276,8 +275,6 @@ class Bytes:
 class Counted:
     """The C module, and how many pieces it gave."""
 
-    BESIDE = getattr(jpeg, "BESIDE", 0)
-
     def __init__(self) -> None:
         self.num_pieces = 0
 
@@ -304,11 +301,11 @@ class TestInAPipeline:
         self, folder: Path, name: str, executor: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         counted = Counted()
-        monkeypatch.setattr(decoding, "jpeg", counted)
+        monkeypatch.setattr(native, "decode_pieces", counted.decode)
         stages = [*(PIECES | WHOLES)[name], {"center_crop": {"size": 20}}]
         here = run(folder, stages, prefetch={"executor": executor})
         assert (counted.num_pieces > 0) == (name in PIECES)
-        monkeypatch.setattr(decoding, "jpeg", None)
+        monkeypatch.setattr(native, "HAS_JPEG", False)
         assert same(here, run(folder, stages, prefetch={"executor": executor}))
 
     def test_a_mask_is_cut_at_the_same_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,13 +318,13 @@ class TestInAPipeline:
         source = tar_of(tmp_path, members, {"image": "jpg", "mask": "png"})
         decoded = {"decode": {"masks": ["mask"]}}
         counted = Counted()
-        monkeypatch.setattr(decoding, "jpeg", counted)
+        monkeypatch.setattr(native, "decode_pieces", counted.decode)
         crop: list[Any] = [{"random_resized_crop": {"size": 40, "interpolation": "nearest"}}]
         here = run(tmp_path, crop, decoded=decoded, source=source)
         assert counted.num_pieces > 0
         for batch in here:
             assert np.abs(batch["image"][:, :1].astype(int) - batch["mask"]).max() <= 3
-        monkeypatch.setattr(decoding, "jpeg", None)
+        monkeypatch.setattr(native, "HAS_JPEG", False)
         assert same(here, run(tmp_path, crop, decoded=decoded, source=source))
 
     def test_what_is_not_cropped_stays_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,12 +334,12 @@ class TestInAPipeline:
         source = tar_of(tmp_path, members, {"one": "a.jpg", "other": "b.jpg"})
         crop: list[Any] = [{"random_resized_crop": {"size": 24, "fields": ["one"]}}]
         counted = Counted()
-        monkeypatch.setattr(decoding, "jpeg", counted)
+        monkeypatch.setattr(native, "decode_pieces", counted.decode)
         here = run(tmp_path, crop, source=source)
         assert counted.num_pieces == 17, "one of each sample in each epoch, and one to see what a batch looks like"
         assert here[0]["one"].shape == (8, 3, 24, 24)
         assert here[0]["other"].shape == (8, 3, 64, 64)
-        monkeypatch.setattr(decoding, "jpeg", None)
+        monkeypatch.setattr(native, "HAS_JPEG", False)
         assert same(here, run(tmp_path, crop, source=source))
 
     def test_decoded_smaller_the_piece_is_the_same_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,15 +347,15 @@ class TestInAPipeline:
             (tmp_path / f"{number}.jpg").write_bytes(encoded(photograph(700 + number, 801, number), sampling))
         decoded = {"decode": {"scaled": True}}
         counted = Counted()
-        monkeypatch.setattr(decoding, "jpeg", counted)
+        monkeypatch.setattr(native, "decode_pieces", counted.decode)
         here = run(tmp_path, [CROP], decoded=decoded)
         assert counted.num_pieces > 0
-        monkeypatch.setattr(decoding, "jpeg", None)
+        monkeypatch.setattr(native, "HAS_JPEG", False)
         assert same(here, run(tmp_path, [CROP], decoded=decoded))
 
     def test_upright_pictures_are_whole(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         counted = Counted()
-        monkeypatch.setattr(decoding, "jpeg", counted)
+        monkeypatch.setattr(native, "decode_pieces", counted.decode)
         upright = {"decode": {"exif_orientation": True}}
         assert same(run(folder, [CROP], decoded=upright), run(folder, [CROP]))
         num_plain = counted.num_pieces
@@ -367,12 +364,12 @@ class TestInAPipeline:
 
     def test_bytes_of_a_data_set(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         counted = Counted()
-        monkeypatch.setattr(decoding, "jpeg", counted)
+        monkeypatch.setattr(native, "decode_pieces", counted.decode)
         source = {"kind": "dataset", "object": "tests.stages.image.test_pieces:Bytes", "args": {"folder": str(folder)}}
         decoded = {"decode": {"fields": ["image"]}}
         here = run(folder, [CROP], decoded=decoded, source=source)
         assert counted.num_pieces > 0
-        monkeypatch.setattr(decoding, "jpeg", None)
+        monkeypatch.setattr(native, "HAS_JPEG", False)
         assert same(here, run(folder, [CROP], decoded=decoded, source=source))
 
     def test_another_process_gives_the_same(self, folder: Path) -> None:
@@ -404,7 +401,7 @@ class TestInAPipeline:
         skip = {"on_bad_sample": "skip", "max_bad_samples": 8}
         here = run(tmp_path, [CROP], source=source, errors=skip, order={"epochs": 1})
         assert sorted(key for batch in here for key in batch["__key__"]) == [*"0124567"]
-        monkeypatch.setattr(decoding, "jpeg", None)
+        monkeypatch.setattr(native, "HAS_JPEG", False)
         assert same(here, run(tmp_path, [CROP], source=source, errors=skip, order={"epochs": 1}))
 
     def test_no_memory_for_one_picture_is_no_end_of_the_others(
@@ -432,14 +429,11 @@ class TestInAPipeline:
         seconds = [100.0, 300.0, 200.0]
         is_plain = [place not in bad for place in range(3)]
 
-        class Slow:
-            BESIDE = jpeg.BESIDE
+        def decode(jobs: list[Any]) -> Any:
+            pieces = zip(jpeg.decode(jobs), is_plain, seconds, strict=True)
+            return [(first, num_columns * plain, took_s) for (first, num_columns, _), plain, took_s in pieces]
 
-            def decode(self, jobs: list[Any]) -> Any:
-                found = zip(jpeg.decode(jobs), is_plain, seconds, strict=True)
-                return [(first, num_columns * plain, took_s) for (first, num_columns, _), plain, took_s in found]
-
-        monkeypatch.setattr(decoding, "jpeg", Slow())
+        monkeypatch.setattr(native, "decode_pieces", decode)
         decoder = decoding.Decoder(decoding.DecodeArgs(), lambda height, width, _: DecodeNeed(Crop(1, 2, 5, 6)))
         indices = np.arange(3)
         chunk = SampleChunk(BatchWork(epoch=0, step=0, positions=indices, indices=indices), 0, 3, indices)
@@ -475,7 +469,7 @@ def test_the_module_is_there_where_it_can_be_built(tmp_path: Path) -> None:
     """Its build may fail without a word, and then nothing else here would run."""
     (tmp_path / "probe.c").write_text(PROBE)
     compiler = shutil.which("cc")
-    if compiler is None or native.kernels is None:
+    if compiler is None or not native.HAS_KERNELS:
         pytest.skip("there is no compiler here")
     command = [compiler, str(tmp_path / "probe.c"), "-ljpeg", "-o", str(tmp_path / "probe")]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:
@@ -501,7 +495,7 @@ def test_explain_says_how_much_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(builder, "jpeg", object() if there else None)
+    monkeypatch.setattr(native, "HAS_JPEG", there)
     described = tmp_path / "p.yaml"
     source = {"kind": "files", "url": str(folder), "include": "*.jpg"}
     described.write_text(

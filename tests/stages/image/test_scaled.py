@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 import loaderkit
-from loaderkit import Pipeline
+from loaderkit import Pipeline, native
 from loaderkit.errors import ConfigError
-from loaderkit.native import kernels as compiled
-from loaderkit.stages import kernels
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,7 @@ SHRINKS: list[dict[str, Any]] = [{"random_resized_crop": {"size": 32}}, {"resize
 
 
 @pytest.mark.parametrize(
-    "with_c", [pytest.param(True, marks=pytest.mark.skipif(compiled is None, reason="no C")), False]
+    "with_c", [pytest.param(True, marks=pytest.mark.skipif(not native.HAS_KERNELS, reason="no C")), False]
 )
 @pytest.mark.parametrize("shrink", SHRINKS, ids=["crop", "resize"])
 @pytest.mark.parametrize("between", [(), ("color_jitter",)])
@@ -59,7 +57,7 @@ def test_pixels_differ_by_a_few_levels(
     large: Path, shrink: dict[str, Any], between: tuple[str, ...], with_c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_c:
-        monkeypatch.setattr(kernels, "kernels", None)
+        monkeypatch.setattr(native, "CAN_RESAMPLE", False)
     plain = batches(large, False, shrink, *between).astype(int)
     scaled = batches(large, True, shrink, *between).astype(int)
     difference = np.abs(plain - scaled)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit import native
 from loaderkit.connectors.base import Connector, ObjectInfo
-from loaderkit.native import kernels
 
 _SMALL_BYTES = 4 << 10
 _LEAST_WINDOW_BYTES = 256 << 10
@@ -61,10 +61,10 @@ class Window:
     def plain_files(self, position: int) -> tuple[WindowRun | None, int]:
         """The plain files whose headers follow one another from `position` on, as far as these lie in what was read already,
         and where the next header stands. A hundredth of the time of looking at each."""
-        if kernels is None or not self._start <= position < self._start + self._num_filled:
+        if not self._start <= position < self._start + self._num_filled:
             return None, position
         base = self._start
-        names, starts, sizes, after = kernels.tar_run(
+        names, starts, sizes, after = native.tar_run(
             self._data, position - base, self._num_filled, self._info.size - base
         )
         if not names:

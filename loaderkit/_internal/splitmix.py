@@ -1,0 +1,30 @@
+"""The mixing of 64-bit integers that the order and the draws of samples are made of.
+
+Changing any constant changes the order of every data set and the augmentation of every sample, and so breaks saved states:
+the test vectors in `tests/sampling/test_random.py` are frozen.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+U64 = NDArray[np.uint64]
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+MASK = (1 << 64) - 1
+
+
+def mix(values: U64) -> U64:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), in place.
+
+    A bijection of 64-bit integers in which every output bit depends on every input bit.
+    """
+    values ^= values >> np.uint64(30)
+    values *= MIX_1
+    values ^= values >> np.uint64(27)
+    values *= MIX_2
+    values ^= values >> np.uint64(31)
+    return values

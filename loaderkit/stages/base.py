@@ -163,7 +163,7 @@ class SampleChunk(Chunk):
     instead, every field's values in one list: no dict a sample.
     """
 
-    __slots__ = ("columns", "failures", "indices", "samples")
+    __slots__ = ("columns", "draws", "failures", "indices", "samples")
     work_item: BatchWork
 
     def __init__(self, work_item: BatchWork, lo: int, hi: int, indices: NDArray[np.int64]) -> None:
@@ -172,6 +172,7 @@ class SampleChunk(Chunk):
         self.samples: list[Sample | None] = [None] * (hi - lo)
         self.columns: dict[str, list[Any]] | None = None
         self.failures: dict[int, StageError] = {}  # by place in the chunk
+        self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]
 
     @property
     def num_failed(self) -> int:  # type: ignore[override]

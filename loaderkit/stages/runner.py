@@ -59,6 +59,14 @@ class StageKeys:
             self._latest = (epoch, key)  # one assignment: threads may race, but never see a mixture
         return key
 
+    def draws(self, chunk: SampleChunk, num_draws: int) -> NDArray[np.float64]:
+        """The stage's uniform numbers, [samples of the chunk, num_draws]: drawn once, for a crop and for the `decode` before
+        it."""
+        numbers = chunk.draws.get(self._stage)
+        if numbers is None:
+            numbers = chunk.draws[self._stage] = uniforms(self[chunk.epoch], chunk.indices, num_draws)
+        return numbers
+
 
 Left = list[tuple[int, Any]]
 """What is left to do for a chunk's samples: (place, job) of each."""
@@ -89,7 +97,7 @@ def each_sample(
 
     def run(chunk: SampleChunk) -> None:
         samples = chunk.samples
-        draws = list(uniforms(keys[chunk.epoch], chunk.indices, num_draws)) if num_draws else [nothing] * len(samples)
+        draws = list(keys.draws(chunk, num_draws)) if num_draws else [nothing] * len(samples)
         memories: list[dict[str, Any] | None] = [None] * len(samples)
         if reuse:
             memories = chunk.scratch.setdefault(failed.stage, [])

@@ -5,6 +5,7 @@ Two socket pairs that keep packets apart (no framing, and an end that is noticed
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from loaderkit.engine.process import worker_main
-from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena, beyond_stdio
+from loaderkit.engine.process.shared_memory import FIRST_FREE, Allocator, Block, SharedArena
 from loaderkit.errors import ConfigError, WorkerDiedError
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
@@ -341,9 +342,16 @@ class Link:
 
 
 def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.socket]:
-    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    end, other_end = (beyond_stdio(end, end.dup) for end in pair)
+    end, other_end = map(_beyond_stdio, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     return ours.enter_context(end), theirs.enter_context(other_end)
+
+
+def _beyond_stdio(end: socket.socket) -> socket.socket:
+    """The socket, or a copy in its place if it has the number of a closed stdin, stdout or stderr."""
+    if end.fileno() >= FIRST_FREE:
+        return end
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FREE))
 
 
 def _hand_over(arena: SharedArena, allocator: Allocator, preload: str) -> Block:

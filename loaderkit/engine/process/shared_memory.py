@@ -8,21 +8,19 @@ can be left behind: the memory is gone with the last mapping.
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import mmap
 import os
 import resource
-import socket
 import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,51 +45,17 @@ def check_room(num_batches: int, batch_bytes: int, *, root: Path = _ROOT) -> Non
 
 
 _MAX_SPARE = 16
-_STDERR = 2
-
-Opened = TypeVar("Opened", io.FileIO, socket.socket)
-
-
-@contextmanager
-def stdio_occupied() -> Iterator[None]:
-    """Descriptors opened meanwhile are 3 or higher, also where stdin, stdout or stderr is closed.
-
-    Else the system would hand out those numbers, and whatever prints would write into the memory of batches. It still
-    does so if another thread closes one of them meanwhile: `beyond_stdio` is for what must never be there.
-    """
-    places: list[io.FileIO] = []
-    try:
-        while not places or places[-1].fileno() <= _STDERR:
-            places.append(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC))
-        yield
-    finally:
-        for place in places:
-            place.close()
-
-
-def beyond_stdio(end: Opened, again: Callable[[], Opened]) -> Opened:
-    """What was opened, or if its descriptor is not 3 or higher, what `again` opens in its place."""
-    with ExitStack() as low:
-        while end.fileno() <= _STDERR:
-            low.enter_context(end)
-            end = again()
-    return end
+FIRST_FREE = 3
+"""The lowest number for descriptors that stay open. Where stdin, stdout or stderr is closed the system hands out those
+numbers, and whatever prints would write into the memory of batches."""
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
     """All of a file. A mapping keeps a descriptor of its own, which must not be one of stdio's either."""
-    while True:
-        with stdio_occupied():
-            mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-        if not any(_is_same(descriptor, other) for other in range(_STDERR + 1)):
-            return mapping
-        mapping.close()  # another thread had a file open under that number, and closed it meanwhile
-
-
-def _is_same(descriptor: int, other: int) -> bool:
-    with suppress(OSError):
-        return os.path.sameopenfile(descriptor, other)
-    return False
+    with ExitStack() as held:
+        while held.enter_context(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC)).fileno() < FIRST_FREE:
+            pass
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
 
 
 class Block(NamedTuple):
@@ -121,8 +85,8 @@ class SharedArena:
         if limit != resource.RLIM_INFINITY:
             num_pages = min(num_pages, limit // 4 // num_arenas // mmap.PAGESIZE)
         size = num_pages * mmap.PAGESIZE
-        make = partial(owned, os.memfd_create, "loaderkit", os.MFD_CLOEXEC)
-        file = beyond_stdio(make(), make)
+        with owned(os.memfd_create, "loaderkit", os.MFD_CLOEXEC) as low:
+            file = owned(fcntl.fcntl, low.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
         try:
             os.ftruncate(file.fileno(), size)
             return cls(file)

@@ -24,7 +24,7 @@ from loaderkit.engine.process import messages
 from loaderkit.engine.process.connection import Link
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.process.receiver import Inbox, ReceivedBatch, Receiver, relay
-from loaderkit.engine.process.shared_memory import Allocator, SharedArena, stdio_occupied
+from loaderkit.engine.process.shared_memory import Allocator, SharedArena
 from loaderkit.engine.process.trainer_stages import TrainerStages
 from loaderkit.engine.watchdog import HangReport
 from loaderkit.engine.work import Stage
@@ -71,14 +71,13 @@ class WorkerProcess:
     def start(self, place: tuple[int, int]) -> None:
         """Start the process and send it its job; it imports what it needs meanwhile. Raises OSError, RuntimeError,
         ConfigError; `close` ends what was begun."""
-        with stdio_occupied():
-            arena = SharedArena.create(self._shard.of)
-            try:
-                allocator = Allocator(arena)
-                link = self._link = Link(arena, allocator, self._job.preload)
-                self._send_job(link, arena, allocator, place)
-            finally:
-                arena.release_descriptor()
+        arena = SharedArena.create(self._shard.of)
+        try:
+            allocator = Allocator(arena)
+            link = self._link = Link(arena, allocator, self._job.preload)
+            self._send_job(link, arena, allocator, place)
+        finally:
+            arena.release_descriptor()
         with self._telling:
             for order in self._early:
                 link.tell(*order)

@@ -153,10 +153,15 @@ class TestLoaders:
         with loaderkit.build(Pipeline.dataset(Slow(0.0)).read().batch(8)) as loader:
             stream = iter(loader)
             next(stream)
-            wait_for(lambda: loader.stats().num_ready > 0)  # the consumer is busy until the next batch is ready
+            wait_for(lambda: loader.stats().num_ready > 0)
             ready = loader.stats()
+
+            def are_mostly_blocked() -> bool:
+                stages = loader.stats(since=ready).stages
+                return stages[-1].blocked_s > 2 * stages[0].busy_s
+
             for _ in stream:
-                wait_for(lambda: loader.stats().num_ready > 0)
+                wait_for(are_mostly_blocked)  # the consumer is busy for as long
             stats = loader.stats(since=ready)
         assert stats.to_dict()["stall"]["percent"] < 50
         assert stats.stages[-1].blocked_s > stats.stages[0].busy_s

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Create or replace a file: whoever reads it sees the old text or the new one, also after a crash. A link stays one, and
+    """Create or replace a file: readers see the old text or the new one, also after a crash. A link stays one, and
     the file keeps its permissions."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -1,7 +1,7 @@
 """What a user's function forks ends where it leaves the function.
 
-A child that went on would be a second worker with the locks of threads that it does not have, its parent's sockets and
-memory: it would take messages that are not its own, or wait for ever, and with it whoever waits for its end.
+A child that continued would be a second worker with the locks of threads that it does not have, its parent's sockets and
+memory: it would take messages that are not its own, or wait for ever, and so would its parent in waitpid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def ending_forks(function: Callable[P, R]) -> Callable[P, R]:
-    """The function of a user's, for 0.1 us a call more. A child that it has forked ends when it returns, with exit code 0, or
+    """The user's function, for 0.1 us a call more. A child that it has forked ends when it returns, with exit code 0, or
     raises: with the code of `sys.exit`, or with 1 behind a traceback. It ends as with `os._exit`: nothing else is run."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -119,28 +119,29 @@ class BatchSender:
     # ------------------------------------------------------------------------------------------- what is asked for
 
     def taken(self, released: list[int]) -> None:
-        """The trainer has taken a batch, or dropped one behind a seek: it leaves the budget. Others nobody sees any more."""
+        """The trainer has taken a batch, or dropped one behind a seek: it leaves the budget. The batches
+        `released` are no longer referenced."""
         self.released(released)
         with self._lock:
             self._num_underway -= 1
         self._engine.scheduler.leave(1)
 
     def released(self, numbers: list[int]) -> None:
-        """Nobody sees these batches any more: their memory may be used again."""
+        """These batches are no longer referenced: their memory may be used again."""
         for number in numbers:
             _, borrowed = self._held.pop(number)
             for block in borrowed:
                 self._allocator.spare(block)
 
     def seek(self, generation: int, epoch: int, position: int) -> None:
-        """Go on from another place. Batches on their way stay in the budget until the trainer has dropped them."""
+        """Continue from another place. Batches on their way stay in the budget until the trainer has dropped them."""
         with self._lock:
             self._engine.seek(epoch, position)
             self._generation = generation
             self._sent_s = None
 
     def resize(self, stage: str, num_workers: int) -> ConfigError | None:
-        """Let so many threads of all processes together run a stage; the error, if there are not as many."""
+        """Let this many threads of all processes together run a stage; the error, if there are not as many."""
         return _refusal(lambda: self._engine.resize(stage, self._shard.num_workers(num_workers)))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> ConfigError | None:

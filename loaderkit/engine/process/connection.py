@@ -120,7 +120,9 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
     try:
         _, status = os.waitpid(process.pid, 0)
         life.exit_code = process.returncode = os.waitstatus_to_exitcode(status)
-    except ChildProcessError:  # it has ended, but the system told nobody, or somebody else; Popen.wait would say 0
+    except (
+        ChildProcessError
+    ):  # its exit code is lost: SIGCHLD is ignored, or other code waited for it; Popen.wait would say 0
         process.returncode = 0  # its destructor asks for one
     life.ended.set()
 
@@ -199,7 +201,7 @@ class Link:
         """The answer to a question; None if the process has none yet, has ended, or does not answer in time.
 
         While one that does not answer owes as much as an answer, only what is to be done is told it: else the socket would
-        be full of questions one day, and whoever wants to end the process would wait for room in it.
+        fill up with questions, and `close` would wait for room in it.
         """
         if not self.is_awake:
             return None
@@ -248,7 +250,7 @@ class Link:
                 if self._is_closed:
                     raise EOFError
                 has_ended = self.has_ended
-                # Somebody else's fork may hold the other end of the socket open: look at the process itself as well.
+                # Another fork of this process may hold the other end of the socket open: look at the process itself as well.
                 if _wait(self._outbox, 0.0 if has_ended else min(_PATIENCE_S, deadline - time.monotonic())):
                     return self._read()
                 if has_ended:
@@ -335,7 +337,7 @@ class Link:
             if threading.current_thread() is not self._keeper:
                 self._keeper.join(_PATIENCE_S)
             for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
-                if lock.acquire(timeout=_PATIENCE_S):  # were it kept by Ctrl-C, nobody would ask for it any more
+                if lock.acquire(timeout=_PATIENCE_S):  # Ctrl-C may have kept it locked for good
                     end.close()
                     lock.release()
         return messages

@@ -1,8 +1,8 @@
 """`executor: process`: the engine in one or several other processes, its batches in memory that both sides see.
 
-    host 0 ──batches 0, N, ...───┐
-    host 1 ──batches 1, N+1, ... ├──> next() ──> the training loop
-    ...                          ┘
+    worker 0 ──batches 0, N, ...───┐
+    worker 1 ──batches 1, N+1, ... ├──> next() ──> the training loop
+    ...                            ┘
 
 No thread of this process works on batches, unless stages must run here: those that hold CUDA tensors.
 """
@@ -56,7 +56,7 @@ class ProcessEngine:
         self._is_started = False
         self._generation = 0  # how many seeks the processes were told of
         self._place = (0, 0)  # of the batch that comes next
-        self._turn = 0  # the number of the host it comes from
+        self._turn = 0  # the number of the worker process it comes from
         self._failure: BaseException | None = None
         self._is_closed = False
         self._has_ended = False
@@ -78,8 +78,8 @@ class ProcessEngine:
             return
         self._is_started = True
         try:
-            for host in self._processes:
-                host.start(self._place)
+            for process in self._processes:
+                process.start(self._place)
         except (OSError, RuntimeError) as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
             self._failure = _not_started(error)
@@ -90,7 +90,7 @@ class ProcessEngine:
             raise
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let so many threads of all processes together run a stage. Raises ConfigError for one they do not run, and
+        """Let this many threads of all processes together run a stage. Raises ConfigError for one they do not run, and
         where the system has no more threads: then all of them go on as before."""
         self._check_usable()
         pool = next((pool for pool in self._job.pools if stage in pool), None)
@@ -109,8 +109,8 @@ class ProcessEngine:
 
     def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
         """Let all processes do something, or none: raises what one of them refuses it with, once the others are as before."""
-        for number, host in enumerate(self._processes):
-            refused = host.order(name, *sizes)
+        for number, process in enumerate(self._processes):
+            refused = process.order(name, *sizes)
             if refused is not None:
                 for other in self._processes[:number]:
                     other.order(name, *before)
@@ -124,11 +124,11 @@ class ProcessEngine:
         self._place, self._turn = (epoch, position), 0
         if self._is_started:
             self._generation += 1
-            for host in self._processes:
-                host.tell("seek", self._generation, epoch, position)
+            for process in self._processes:
+                process.tell("seek", self._generation, epoch, position)
             try:
-                for host in self._processes:
-                    host.skim(self._generation)
+                for process in self._processes:
+                    process.skim(self._generation)
             except Exception as error:
                 self._failure = self._failure or error
 
@@ -156,36 +156,36 @@ class ProcessEngine:
         return batch
 
     def _take(self) -> messages.Delivered:
-        host = self._processes[self._turn]
+        process = self._processes[self._turn]
         try:
-            arrived = host.take(self._generation, 0.0)
+            arrived = process.take(self._generation, 0.0)
             if arrived is None:
-                arrived = self._wait_for(host)
+                arrived = self._wait_for(process)
         except EOFError:
             if self._is_closed:
                 raise ClosedError("the loader was closed while a batch was awaited") from None
-            self._failure = next((one for one in self._processes if one.has_ended), host).death()
+            self._failure = next((one for one in self._processes if one.has_ended), process).death()
             raise self._failure from None
         except Exception as error:
             self._failure = error
             raise
-        host.taken()
+        process.taken()
         return arrived.batch
 
-    def _wait_for(self, host: WorkerProcess) -> ReceivedBatch:
-        """The host's next batch, which is not there yet. Raises EOFError if a process has ended."""
-        host.give_back()  # else `taken` says it as well: a message costs 0.1 ms, as it wakes the other process
+    def _wait_for(self, process: WorkerProcess) -> ReceivedBatch:
+        """The process's next batch, which is not there yet. Raises EOFError if a process has ended."""
+        process.give_back()  # else `taken` says it as well: a message costs 0.1 ms, as it wakes the other process
         patience = Patience(self._timeout_s, self._raises)
         while True:
             left_s = patience.next_s
             while left_s > 0:
-                arrived = host.take(self._generation, min(left_s, _LOOK_S))
+                arrived = process.take(self._generation, min(left_s, _LOOK_S))
                 if arrived is not None:
                     return arrived
-                if any(other.has_ended for other in self._processes if other is not host):
+                if any(other.has_ended for other in self._processes if other is not process):
                     raise EOFError
                 left_s -= _LOOK_S
-            patience.ends(host.report)
+            patience.ends(process.report)
 
     def _charge(self, batch: messages.Delivered, begin: float, end: float) -> None:
         first_s = batch.segments[0].since_s if batch.segments else batch.done_s
@@ -208,7 +208,10 @@ class ProcessEngine:
         stall_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
         found = merged(
-            [host.stats(since_s if n == turn else None, now, may_ask=may_ask) for n, host in enumerate(self._processes)]
+            [
+                process.stats(since_s if n == turn else None, now, may_ask=may_ask)
+                for n, process in enumerate(self._processes)
+            ]
         )
         if since_s is not None:
             waited, so_far_s = found.stall_s, sum(found.stall_s.values())
@@ -229,19 +232,19 @@ class ProcessEngine:
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": found.memory["rss_peak_bytes"],
             },
-            tuning={**tuning, "pids": [host.pid for host in self._processes if host.pid is not None]},
+            tuning={**tuning, "pids": [process.pid for process in self._processes if process.pid is not None]},
         )
 
     def record(self) -> None:
         """Keep what workers and loop do from now on."""
         self._waits.record(num_entries(1))
-        for host in self._processes:
-            host.record()
+        for process in self._processes:
+            process.record()
 
     def recorded(self) -> Trace:
         """What was kept; nothing more is."""
         may_ask = not self._is_closed and os.getpid() == self._pid
-        lanes = [lane for host in self._processes for lane in host.recorded()] if may_ask else []
+        lanes = [lane for process in self._processes for lane in process.recorded()] if may_ask else []
         return Trace(lanes, self._waits.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
@@ -257,10 +260,10 @@ class ProcessEngine:
 
     def _end_hosts(self, join_s: float) -> None:
         with ExitStack() as ending:  # all of them, also when one is interrupted
-            for host in self._processes:
-                ending.callback(host.close, join_s)
-            for host in self._processes:  # first of all, as callbacks are called in turn from the last
-                ending.callback(host.begin_closing, join_s)
+            for process in self._processes:
+                ending.callback(process.close, join_s)
+            for process in self._processes:  # first of all, as callbacks are called in turn from the last
+                ending.callback(process.begin_closing, join_s)
 
     def abandon(self) -> None:
         """Close, once the loader is garbage; the collector may run in a thread that closing would wait for."""

@@ -1,4 +1,4 @@
-"""Which batches the trainer's process still sees, in memory that another process fills."""
+"""Which batches the trainer's process still references, in memory that another process fills."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lease:
 
 
 class LeaseTable:
-    """Lends the arena's memory, batch by batch, and notes when nobody sees a batch any more.
+    """Lends the arena's memory, batch by batch, and notes when a batch is no longer referenced.
 
     A batch may outlive the process that made it and the loader: from `close` on its memory goes back to the system the
     moment it ends.
@@ -86,10 +86,10 @@ class LeaseTable:
         return found
 
     def close(self) -> None:
-        """The other process is gone: keep the memory of batches that somebody sees, and no other."""
+        """The other process is gone: keep the memory of batches that are referenced, and no other."""
         for number, found in list(self._leases.items()):
             if (lease := found()) is not None:
-                lease.__del__ = partial(self._end, number)  # there is nobody left whom the queue tells
+                lease.__del__ = partial(self._end, number)  # the queue has no reader any more
         self._leases.clear()
         self.ended()
         if self._pins is not None:

@@ -119,7 +119,7 @@ class PackedValue(NamedTuple):
 def post(value: Any, arena: SharedArena, allocator: Allocator) -> tuple[PackedValue, list[Block]]:
     """Pack a value into the arena: what lies there already by its place, the rest copied behind one another.
 
-    Returns the parcel and the blocks borrowed for it, to be given back when the other side has let go. Raises what
+    Returns the packed value and the blocks borrowed for it, to be given back when the other side has let go. Raises what
     pickling raises, and OSError when shared memory is short.
     """
 

@@ -32,10 +32,10 @@ class Inbox(Protocol):
         EOFError if that has ended."""
 
     def taken(self) -> None:
-        """Tell the other process that a batch has left the budget, and which ones nobody sees any more."""
+        """Tell the other process that a batch has left the budget, and which ones are no longer referenced."""
 
     def give_back(self) -> None:
-        """Tell the other process which batches nobody sees any more."""
+        """Tell the other process which batches are no longer referenced."""
 
     def report(self) -> HangReport | None:
         """Why the next batch is not there yet, if what it waits for is done here."""
@@ -59,7 +59,7 @@ class Receiver:
                 batch = self._open(message)
                 if message.generation >= generation:
                     return ReceivedBatch(message.generation, batch.unsealed())
-                del batch  # read ahead for a place that nobody wants any more
+                del batch  # read ahead before the last seek
                 self.taken()
                 continue
             if isinstance(message, messages.FailureMessage):

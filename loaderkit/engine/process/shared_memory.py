@@ -34,7 +34,7 @@ _ROOT = Path("/")
 
 
 def check_room(num_batches: int, batch_bytes: int, *, root: Path = _ROOT) -> None:
-    """Raise ConfigError if there is no memory for so many batches of that size."""
+    """Raise ConfigError if there is no memory for `num_batches` of that size."""
     free, whose = free_memory(root)
     needed = num_batches * batch_bytes
     if free is not None and needed > free:

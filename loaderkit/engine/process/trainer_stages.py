@@ -130,7 +130,7 @@ class TrainerInbox:
                 raise found
             if found.generation == generation:
                 return found
-            del found  # for a place that nobody wants any more
+            del found  # of an earlier generation: a seek came since
             self._receiver.taken()
 
     def taken(self) -> None:

@@ -1,6 +1,6 @@
 """The process that loads: how it begins, what it listens to, and how it ends.
 
-    trainer ──job, seek, taken, released, ask, close──> control thread ──> courier ──> engine
+    trainer ──job, seek, taken, released, ask, close──> control thread ──> BatchSender ──> engine
             <──answers────────────────────────────────┘                    │
             <──batches, failures, log records──────────────────────────────┘
 
@@ -66,13 +66,13 @@ def main(numbers: Sequence[int], preload: str) -> NoReturn:
     the control socket, and of the arena; `preload`: the module to import while the job is on its way."""
     parent, outbox, control, arena = numbers
     _bind_to(parent)
-    child = WorkerMain(
+    worker = WorkerMain(
         socket.socket(fileno=outbox),  # both are sockets of packets: one message, one packet
         socket.socket(fileno=control),
         arena,
     )
-    threading.Thread(target=child.listen, name="loaderkit-control", daemon=True).start()
-    child.run(preload)
+    threading.Thread(target=worker.listen, name="loaderkit-control", daemon=True).start()
+    worker.run(preload)
 
 
 def _bind_to(parent: int) -> None:
@@ -102,7 +102,7 @@ def _bind_to(parent: int) -> None:
 
 
 def _take_signals() -> None:
-    """As any process does: this is a child that user's code has forked. Those that came since are not lost."""
+    """Restore default signal handling in a child that user's code has forked; signals blocked meanwhile arrive."""
     for number in MEANT_FOR_THE_TRAINER:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_THE_TRAINER)
@@ -125,7 +125,7 @@ def _import(name: str) -> None:
 
 
 class WorkerMain:
-    """Holds the sockets; hands the trainer's messages to the courier once there is one."""
+    """Holds the sockets; hands the trainer's messages to the `BatchSender` once it exists."""
 
     def __init__(self, outbox: socket.socket, control: socket.socket, arena: int) -> None:
         self._outbox = outbox
@@ -134,7 +134,7 @@ class WorkerMain:
         self._jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._lock = threading.Lock()
         self._sender: BatchSender | None = None
-        self._early: list[tuple[Any, ...]] = []  # messages that came before there was a courier
+        self._early: list[tuple[Any, ...]] = []  # messages that came before the BatchSender existed
 
     def run(self, preload: str) -> NoReturn:
         """Import, take the job, and send batches until the control thread ends the process."""
@@ -155,7 +155,7 @@ class WorkerMain:
         except BaseException as error:
             self._fail(error)
         threading.Event().wait()
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event is never set")
 
     def _fail(self, error: BaseException) -> None:
         from loaderkit.engine.process import error_transport, messages
@@ -236,7 +236,7 @@ class _Forwarder(logging.Handler):
         if record.exc_info:
             found["exc_text"] = logging.Formatter().formatException(record.exc_info)[:_TEXT_CHARACTERS]
         try:
-            # Never wait: whoever logs may hold the engine's lock, and the trainer reads only when it wants a batch.
+            # Never wait: the logging thread may hold the engine's lock, and the trainer reads only when it wants a batch.
             self._outbox.send(pickle.dumps(LogMessage(found), 5), socket.MSG_DONTWAIT)
         except Exception:
             print(f"loaderkit: {record.getMessage()}", file=sys.stderr)  # noqa: T201 - rather than lose it

@@ -2,7 +2,7 @@
 
 link ──messages──> receiver ──> (late stages, when there is a GPU) ──> take()
   ^                                                                      │
-  └── taken: one batch has left the budget; released: nobody sees them ──┘
+  └── taken: one batch has left the budget; released: no longer referenced ──┘
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class WorkerProcess:
 
     def _send_job(self, link: Link, arena: SharedArena, allocator: Allocator, place: tuple[int, int]) -> None:
         spec = (self._job.make_engine, self._shard, torch.get_num_threads())
-        parcel, _ = messages.post(spec, arena, allocator)
+        packed, _ = messages.post(spec, arena, allocator)
         epoch, position = place
         link.tell(
             "job",
             {
-                "job": parcel,
+                "job": packed,
                 "begin": allocator.end,
                 "keep_pages": self._job.pinned_for is not None,
                 "epoch": epoch,
@@ -153,7 +153,7 @@ class WorkerProcess:
         return inbox.take(generation, timeout_s)
 
     def skim(self, generation: int) -> None:
-        """Drop what was sent for a place that nobody wants any more: the process need not wait for its turn to go on."""
+        """Drop what was sent before the last seek, so that the process continues without waiting for its turn."""
         with suppress(EOFError):
             self._found = self.take(generation, 0.0)
 

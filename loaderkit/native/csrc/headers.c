@@ -55,7 +55,7 @@ static long long tar_plain_size(const uint8_t *header) {
 }
 
 /* tar_run(data, offset, end, size) -> (names, starts, sizes, next): the plain files from the header at `offset` of the
- * archive's piece `data` (valid up to `end`; the archive goes on to `size`) on, as far as headers follow that lie in it.
+ * archive's piece `data` (valid up to `end`; the archive ends at `size`) on, as far as headers follow that lie in it.
  * Every name is ended by a NUL; starts and sizes are int64. */
 PyObject *tar_run(PyObject *self, PyObject *args) {
     Py_buffer data;

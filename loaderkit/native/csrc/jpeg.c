@@ -73,7 +73,7 @@ static int is_complete(const struct jpeg_decompress_struct *decoder) {
     return 1;
 }
 
-/* The rows of the piece, and all that stands behind it, which nobody is shown. */
+/* The rows of the piece, and all that stands behind it, which is thrown away. */
 static int read_rows(struct jpeg_decompress_struct *decoder, Piece *piece) {
     JSAMPROW rows[ROWS_A_CALL];
     const JDIMENSION end = piece->left + piece->width;

@@ -16,7 +16,7 @@
  *     texts(data, ends, places)                              some of the texts that lie one behind another
  *     Ledger                                                 a worker's time by state
  *     delayed()                                              how long this thread has waited for a CPU
- *     gil_wait(sleep_s)                                      how long a thread that wakes up waits for Python's lock
+ *     gil_wait(sleep_s)                                      how long a thread that wakes up waits for the GIL
  *
  * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
  * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's

@@ -2,7 +2,7 @@
  *
  * An entry costs 0.1 us, and 0.6 with the thread's CPU clock, which is a system call: that one is left out where it can say
  * nothing. In Python an entry is 1.1 us where nothing else runs, and several times as much between the stages of a pipeline,
- * which leave nothing of it in the caches. Whoever is in here has the GIL, so nobody ever sees half an entry. */
+ * which leave nothing of it in the caches. The caller has the GIL, so no reader ever sees half an entry. */
 #include "kernels.h"
 
 #include <fcntl.h>
@@ -146,7 +146,7 @@ static PyObject *enter(Ledger *self, PyObject *object) {
     } else if (was_stage || is_stage) {
         self->cpu_since_s = seconds_of(CLOCK_THREAD_CPUTIME_ID);
         self->is_stale = 0;
-    } else { /* it waits for this and then for that, and nobody has asked what it computed meanwhile */
+    } else { /* one wait follows another: the CPU time between them is read later, if at all */
         self->is_stale = 1;
     }
     const double cpu_s = fmin(fmax(0.0, self->cpu_since_s - cpu_before_s), fmax(0.0, passed_s));

@@ -16,7 +16,7 @@ static PyMethodDef methods[] = {
     {"texts", texts, METH_VARARGS, "texts(data, ends, places) -> list of str"},
     {"members", members, METH_VARARGS, "members(indices, offsets, num_members, starts, sizes, firsts, keys, etags) -> lists of keys, starts, sizes, etags"},
     {"delayed", delayed, METH_NOARGS, "delayed() -> s that this thread was ready to run with no CPU free"},
-    {"gil_wait", gil_wait, METH_O, "gil_wait(sleep_s) -> s that this thread, woken up, waited for Python's lock"},
+    {"gil_wait", gil_wait, METH_O, "gil_wait(sleep_s) -> s that this thread, woken up, waited for the GIL"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -173,7 +173,7 @@ PyObject *write_normalized(PyObject *self, PyObject *args) {
             }
         }
 #ifdef HAVE_AVX2
-        _mm_sfence(); /* whoever is told that the slots are full must see it */
+        _mm_sfence(); /* a thread that is told that the slots are full must see the stores */
 #endif
         Py_END_ALLOW_THREADS;
     }

@@ -2,7 +2,7 @@
 
     encoded bytes ─┐
     crop boxes ────┼─ external sources ─> decode the crop ─> resize ─> mirror, normalise ─> tensor [n, C, H, W] ─DLPack─> torch
-    sizes, flips ──┘  (host arithmetic: steps.py, with loaderkit's own draws)
+    sizes, flips ──┘  (host arithmetic: ops.py, with loaderkit's own draws)
 
 A chunk goes through at once, and is a whole batch: its tensor is the batch's, without a copy. What is no JPEG that DALI takes
 goes through the CPU's own stages instead, in the same batch: other formats, four-channel and damaged files, images that are
@@ -120,7 +120,7 @@ class Renderer:
         self._decode = decode
         self._plain = plain
         self._finish = finish
-        self._idle: deque[Any] = deque()  # pipelines that nobody works with: one thread at a time may
+        self._idle: deque[Any] = deque()  # pipelines not in use: one thread at a time may run one
         self._has_warned = False
 
     def __call__(self, chunk: SampleChunk) -> None:
@@ -199,7 +199,7 @@ class Renderer:
             del jobs[number]
             if not jobs:
                 return
-        # One that is damaged fails them all, and often nobody says which it is: our decoder does.
+        # A damaged image fails the whole chunk, and DALI often does not name it: our decoder does.
         whole = [job for job in jobs if self._is_whole(chunk, job.place, field)]
         error = self._run(chunk, field, whole) if whole else None
         if error is not None:

@@ -45,7 +45,7 @@ class DecodeArgs(StageArgs):
 
     A JPEG that lacks blocks or its end marker is truncated, wherever it was cut and whatever crop comes next. Pillow reads some
     of these: cut and closed again by an end marker (it makes the rest grey), or without an end marker and with other bytes
-    in its place. What nobody can tell from a whole one is read, as by Pillow: arithmetic coding that was cut and closed again,
+    in its place. What cannot be told from a whole one is read, as by Pillow: arithmetic coding that was cut and closed again,
     and a progressive file closed between two scans. Bytes behind the end, EXIF that cannot be read and other warnings of
     libjpeg's are harmless.
     """
@@ -287,7 +287,7 @@ def _read_npy(data: memoryview, scratch: dict[str, Any] | None) -> NDArray[Any]:
 
 
 def _owned(array: NDArray[Any], scratch: dict[str, Any] | None) -> NDArray[Any]:
-    """The array itself where the memory it was read into is reused, and so nobody keeps it; else a copy."""
+    """The array itself where the memory it was read into is reused, and so not kept by the user; else a copy."""
     return array if scratch is not None else array.copy(order="K")
 
 

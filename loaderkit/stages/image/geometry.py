@@ -270,7 +270,7 @@ def crop_box(
 
 
 def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
-    """One draw: mirrored when it is below `p`. A view: whoever writes the pixels into their slot reads them backwards."""
+    """One draw: mirrored when it is below `p`. A view: the pixels are read backwards when they are written into their slot."""
 
     p, fields = args.p, args.fields
 

@@ -97,7 +97,7 @@ class DecodeHint(NamedTuple):
 
 
 def foresight(steps: ImageOps, *, is_next: bool, scaled: bool) -> DecodeHint | None:
-    """What a stage will need, for whoever decodes for it; None if that is always everything.
+    """What a stage will need of the image decoded for it; None if that is always everything.
 
     A piece will do for the stage that `is_next`; with `scaled`, fewer pixels where it shrinks them further.
     """

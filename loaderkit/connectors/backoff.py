@@ -31,7 +31,7 @@ class RetryPolicy:
 class Retries:
     """Calls functions until they stop raising `TemporaryError`, as far as a policy allows. Any number of threads at once.
 
-    `sleep` waits so many seconds and may return early; `clock` tells seconds. Both are for tests.
+    `sleep` waits for a number of seconds and may return early; `clock` tells seconds. Both are for tests.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Retries:
         self._closing.clear()
 
     def _again(self, function: Callable[[], T], first: TemporaryError, begin_s: float, num_stops: int) -> T:
-        import tenacity  # 30 ms that nobody pays whose store works
+        import tenacity  # 30 ms, saved where the store works
 
         done = [first]
         num_attempts = 0

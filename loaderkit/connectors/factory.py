@@ -26,10 +26,10 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
     match = _URL.fullmatch(url)
     scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
     if scheme in given:
-        found = given[scheme]
+        connector = given[scheme]
         if args.retry != RetryArgs():
-            found = RetryConnector(found, _policy(args, 10), args.retry.timeout, owns_inner=False)
-        return _cached(found, args, owns_inner=found not in given.values())
+            connector = RetryConnector(connector, _policy(args, 10), args.retry.timeout, owns_inner=False)
+        return _cached(connector, args, owns_inner=connector not in given.values())
     return _cached(_own(url, scheme, rest, args), args)
 
 
@@ -52,8 +52,8 @@ def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
             raise ConfigError(
                 f"source.url: '::' in a URL chains several stores of fsspec: write fsspec+{scheme}://... if that is meant"
             )
-        found = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
-        return RetryConnector(found, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
+        connector = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
+        return RetryConnector(connector, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
     raise ConfigError(
         f"source.url {url!r}: no connector for {scheme}://; expected one of {', '.join(SCHEMES)}, or fsspec+{scheme}:// for "
         "whatever fsspec knows by that name"

@@ -210,10 +210,10 @@ class FileConnector(BulkConnector):
         """Raise unless what was read is a regular file and still the one of `etag`. `status`: mode, size, time in ns."""
         mode, size, mtime_ns = status
         self._require_regular(key, mode)
-        if etag is not None and etag != (found := etag_of(mtime_ns, size)):
+        if etag is not None and etag != (current := etag_of(mtime_ns, size)):
             raise ObjectChangedError(
                 f"{self.describe(key)} was changed since it was listed "
-                f"(then {etag}, now {found}); start again, so that it is listed anew"
+                f"(then {etag}, now {current}); start again, so that it is listed anew"
             )
 
     def _before_the_start(self, key: str, start: int) -> ShortReadError:

@@ -86,13 +86,13 @@ class FsspecConnector(BulkConnector):
             return
         self._count(0)
         try:
-            found = system.find(f"{root}/{folder}".rstrip("/"), detail=True)
+            listing = system.find(f"{root}/{folder}".rstrip("/"), detail=True)
         except FileNotFoundError:
             return
         except Exception as error:
             raise self._translated(prefix, error) from None
         infos, bare = [], []
-        for path, details in found.items():
+        for path, details in listing.items():
             key = _key_below(root, path)
             if details.get("type", "file") != "file" or not key.startswith(prefix) or not key or key.endswith("/"):
                 continue
@@ -135,11 +135,11 @@ class FsspecConnector(BulkConnector):
             try:
                 data = system.cat_file(path, start=start, end=start + wanted)
             except Exception as error:
-                found = self._translated(key, error)
-                if isinstance(found, (ObjectNotFoundError, AccessDeniedError, TemporaryError)):
-                    raise found from None
+                translated = self._translated(key, error)
+                if isinstance(translated, (ObjectNotFoundError, AccessDeniedError, TemporaryError)):
+                    raise translated from None
                 self._check(key, etag)  # some stores answer a range past the end with an error of their own
-                raise self._cut_short(key, 0, wanted, start, found) from None
+                raise self._cut_short(key, 0, wanted, start, translated) from None
         if etag or len(data) != wanted or not wanted:
             self._check(key, etag)
         if len(data) < wanted:
@@ -224,11 +224,11 @@ class FsspecConnector(BulkConnector):
         return system, f"{root}/{key}"
 
     def _check(self, key: str, etag: str | None) -> None:
-        found = self.stat(key).etag
-        if etag and etag != found:
+        current = self.stat(key).etag
+        if etag and etag != current:
             raise ObjectChangedError(
-                f"{self.describe(key)} was replaced since it was listed (then {etag}, now {found}); start again, so that it is "
-                "listed anew"
+                f"{self.describe(key)} was replaced since it was listed (then {etag}, now {current}); start again, so that "
+                "it is listed anew"
             )
 
     def _cut_short(

@@ -29,13 +29,13 @@ class MemoryConnector(BulkConnector):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key starts with `prefix`, as they are at the first step, by the UTF-8 bytes of the key."""
         with self._lock:
-            found = [
+            infos = [
                 ObjectInfo(key, len(data), etag)
                 for key, (data, etag) in self._objects.items()
                 if key.startswith(prefix)
             ]
-        found.sort(key=lambda info: info.key.encode("utf-8", "surrogateescape"))
-        yield from found
+        infos.sort(key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+        yield from infos
 
     def stat(self, key: str) -> ObjectInfo:
         """Size in bytes and etag of one object. Raises `ObjectNotFoundError`."""
@@ -81,7 +81,7 @@ class MemoryConnector(BulkConnector):
 
     def _get(self, key: str) -> tuple[bytes, str]:
         with self._lock:
-            found = self._objects.get(key)
-        if found is None:
+            stored = self._objects.get(key)
+        if stored is None:
             raise ObjectNotFoundError(f"there is no object {self.describe(key)}")
-        return found
+        return stored

@@ -1,4 +1,4 @@
-"""What of files lies in the page cache, and how to put them out of it; without being root."""
+"""How much of files lies in the page cache, and how to evict them, without being root."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> di
     """
     if traits_of(connector).is_remote:
         return {}
-    found: dict[str, list[tuple[int, int]]] = {}
+    parts_by_path: dict[str, list[tuple[int, int]]] = {}
     for key, start, length in ranges:
         name = connector.describe(key)
         archive = _archive_of(name)
         if archive is None:
-            found.setdefault(name, []).append((start, length))
-        elif archive not in found:
-            found[archive] = [(0, os.path.getsize(archive))]
-    return found if all(os.path.isfile(path) for path in found) else {}
+            parts_by_path.setdefault(name, []).append((start, length))
+        elif archive not in parts_by_path:
+            parts_by_path[archive] = [(0, os.path.getsize(archive))]
+    return parts_by_path if all(os.path.isfile(path) for path in parts_by_path) else {}
 
 
 def _archive_of(name: str) -> str | None:
@@ -41,8 +41,8 @@ def _archive_of(name: str) -> str | None:
     if "!" not in name or os.path.isfile(name):
         return None
     parts = name.split("!")
-    found = ("!".join(parts[:count]) for count in range(1, len(parts)))
-    return next((path for path in found if path.endswith(".tar") and os.path.isfile(path)), None)
+    names = ("!".join(parts[:count]) for count in range(1, len(parts)))
+    return next((path for path in names if path.endswith(".tar") and os.path.isfile(path)), None)
 
 
 def evict(paths: Iterable[str]) -> None:
@@ -64,7 +64,7 @@ def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | Non
     None where that is not known: Linux tells it only to who owns a file or may write to it.
     """
     step = max(1, sum(length for parts in ranges.values() for _, length in parts) // _NUM_SAMPLES)
-    found: list[bool] = []
+    are_cached: list[bool] = []
     begin = 0  # of the part, were all parts one behind another
     try:
         for path, parts in ranges.items():
@@ -76,10 +76,10 @@ def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | Non
                 begin += length
             if places:
                 with opened(path, os.O_RDONLY) as descriptor:
-                    found += _are_cached(descriptor, places)
-    except (OSError, ValueError):  # it cannot be opened or mapped; whoever reads it says why
+                    are_cached += _are_cached(descriptor, places)
+    except (OSError, ValueError):  # it cannot be opened or mapped; its reader says why
         return None
-    return sum(found) / len(found) if found else None
+    return sum(are_cached) / len(are_cached) if are_cached else None
 
 
 def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
@@ -89,9 +89,9 @@ def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
         pages = np.frombuffer(mapping, np.uint8)
         begin = pages.ctypes.data
         del pages  # it would keep the mapping open
-        found = (ctypes.c_ubyte * 1)()
+        residence = (ctypes.c_ubyte * 1)()
         return [
-            _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, found) == 0 and bool(found[0] & 1)
+            _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, residence) == 0 and bool(residence[0] & 1)
             for offset in offsets
             if offset < size
         ]

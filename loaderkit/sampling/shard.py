@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Shard(NamedTuple):
-    """Process `number` of `of`. It makes the batches number, number + of, ..., counted from where all were told to go on."""
+    """Process `number` of `of`. It makes the batches number, number + of, ..., counted from where all were told to continue."""
 
     number: int = 0
     of: int = 1
@@ -24,7 +24,7 @@ class Shard(NamedTuple):
         return total // self.of
 
     def num_workers(self, total: int) -> int:
-        """How many of the workers: as many as everybody else, or batches would wait for whoever has fewer."""
+        """How many of the workers: as many as all others, or batches would wait for the process that has fewer."""
         return -(-total // self.of)
 
 

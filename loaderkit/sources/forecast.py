@@ -117,7 +117,7 @@ class Forecast:
             self._emitted = np.zeros(len(self._bounds) - 1, np.bool_)
             # Position p is of lane p mod lanes and of rank p mod W: they meet where p mod both is the same.
             common = gcd(schedule.world_size, self._order.num_lanes)
-            # Of several processes each wants some samples of every block: they are fetched one by one, by nobody twice.
+            # Of several processes each wants some samples of every block: they are fetched one by one, none of them twice.
             is_worth_it = self._of == 1 and 2 * common >= schedule.world_size
             self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
         return self._owned

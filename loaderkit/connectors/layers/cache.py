@@ -169,9 +169,9 @@ class _Blocks:
         return self._cache.find(self._name(block), end - begin, lo - begin, buffer[lo - start : hi - start])
 
     def _fetch(self, block: int, last: int, start: int, buffer: memoryview) -> int:
-        """Fetch a block and those behind it that nobody has or fetches; the block to go on with.
+        """Fetch a block and those behind it that are neither there nor being fetched; returns the next block.
 
-        Whoever holds locks never waits for another one, so nobody waits in a circle.
+        A thread that holds locks never waits for another one, so there is no deadlock.
         """
         disk = self._cache.disk
         with ExitStack() as stack:

@@ -3,7 +3,7 @@
     objects/<2 digits>/<64 digits>   a piece: its bytes, then a trailer with a checksum for every 64 KiB
     temporary/                       pieces being written; each is locked by its writer, so that a dead one's can be told
     lock                             byte ranges of it are locked: one for the account, one for every piece being fetched
-    usage                            the account: how many bytes are taken, corrected by every look at all files
+    usage                            the account: the bytes taken, corrected whenever all files are looked at
 
 A name is a digest, so nothing that a store or an archive calls its objects ever becomes a path. A piece appears by rename,
 complete; the kernel drops the locks of a process that dies. So there is no moment at which a crash does harm.
@@ -21,30 +21,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
 from zlib import crc32
 
 from loaderkit._internal.interrupts import opened
+from loaderkit.connectors.layers.disk_account import OPEN, DiskAccount
 
 logger = logging.getLogger("loaderkit")
 
 _PAGE_BYTES = 64 << 10
 _HEAD = struct.Struct("<8s32sQ")  # magic, digest, number of bytes; then the checksums of the pages and of all that
 _MAGIC = b"LKpiece1"
-_FLOCK = "hhqqi4x"
-_ACCOUNT, _FIRST_PIECE = 0, 1 << 10  # bytes of `lock`
-_LOW_WATER = 0.9  # making room for one more piece makes some for others as well
+_FIRST_PIECE = 1 << 10  # the first byte of `lock` that stands for pieces
 _SUSPENDED_S = 30.0
 _TOUCH_NS = 10**9
-_POLL_S = 0.005
-_ACCOUNT_S = 20.0  # looking at a million files takes some seconds
-_OPEN = os.O_RDWR | os.O_NOFOLLOW
-
-
-class _Entry(NamedTuple):
-    used_ns: int
-    num_bytes: int
-    path: str
 
 
 def piece_name(*parts: str | int) -> str:
@@ -61,14 +50,17 @@ class DiskCache:
         self, folder: str | Path, size_bytes: int, *, verify: bool = True, clock: Callable[[], float] = time.time
     ) -> None:
         self.folder = os.path.abspath(folder)
-        self.size_bytes = size_bytes
+        self._account = DiskAccount(self.folder, size_bytes)
         self.verify = verify
         self._clock = clock
         self._suspended_until_s = 0.0
-        self._is_counted = False  # whether this process has looked at all files once
         self.num_damaged = 0
         self.num_failures = 0
-        self.num_evicted = 0
+
+    @property
+    def num_evicted(self) -> int:
+        """Pieces that this process removed to make room."""
+        return self._account.num_evicted
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -148,12 +140,12 @@ class DiskCache:
         num_bytes = len(data) + len(trailer)
         try:
             self._prepare()
-            if not self._reserve(num_bytes):
+            if not self._account.reserve(num_bytes):
                 return False
             try:
                 self._write_file(name, data, trailer)
             except BaseException:
-                self._charge(-num_bytes)
+                self._account.charge(-num_bytes)
                 raise
         except OSError as error:
             self._note_failure("written to", error)
@@ -167,7 +159,7 @@ class DiskCache:
     def _write_file(self, name: str, data: memoryview, trailer: bytes) -> None:
         temporary = f"{self.folder}/temporary/{secrets.token_hex(12)}"
         try:
-            with opened(temporary, _OPEN | os.O_CREAT | os.O_EXCL) as fd:
+            with opened(temporary, OPEN | os.O_CREAT | os.O_EXCL) as fd:
                 fcntl.flock(fd, fcntl.LOCK_EX)  # says that its writer lives
                 os.ftruncate(fd, len(data) + len(trailer))  # so that the account knows what it is going to take
                 _write_all(fd, [data, memoryview(trailer)])
@@ -199,71 +191,6 @@ class DiskCache:
     def _path(self, name: str) -> str:
         return f"{self.folder}/objects/{name[:2]}/{name}"
 
-    # ------------------------------------------------------------------------------------------------------- account
-
-    def _reserve(self, num_bytes: int) -> bool:
-        """Take room for a piece, evicting others; False if it is larger than all of it."""
-        if num_bytes > self.size_bytes:
-            return False
-        with self._locked(_ACCOUNT, _ACCOUNT_S):
-            used_bytes = self._usage()
-            if not self._is_counted or used_bytes + num_bytes > self.size_bytes:
-                used_bytes = self._evict(num_bytes)
-                self._is_counted = True
-            self._set_usage(used_bytes + num_bytes)
-        return True
-
-    def _charge(self, num_bytes: int) -> None:
-        with suppress(OSError), self._locked(_ACCOUNT, _ACCOUNT_S):
-            self._set_usage(max(0, self._usage() + num_bytes))
-
-    def _usage(self) -> int:
-        with suppress(OSError, ValueError):
-            return int(Path(self.folder, "usage").read_text("ascii"))
-        self._is_counted = False
-        return 0
-
-    def _set_usage(self, num_bytes: int) -> None:
-        with opened(f"{self.folder}/usage", _OPEN | os.O_CREAT) as fd:
-            os.pwrite(fd, b"%020d" % num_bytes, 0)
-
-    def _evict(self, num_bytes: int) -> int:
-        """Look at all files, and make room for `num_bytes` if there is not enough; how many bytes are taken then."""
-        entries = list(self._entries())
-        total = sum(entry.num_bytes for entry in entries) + self._clear_temporary()
-        if total + num_bytes <= self.size_bytes:
-            return total
-        target = min(int(_LOW_WATER * self.size_bytes), self.size_bytes - num_bytes)
-        for entry in sorted(entries):
-            if total <= target:
-                break
-            with suppress(FileNotFoundError):
-                os.unlink(entry.path)
-                self.num_evicted += 1
-            total -= entry.num_bytes
-        return total
-
-    def _entries(self) -> Iterator[_Entry]:
-        for directory in _scan(f"{self.folder}/objects"):
-            if directory.is_dir(follow_symlinks=False):
-                for file in _scan(directory.path):
-                    with suppress(FileNotFoundError):
-                        status = file.stat(follow_symlinks=False)
-                        yield _Entry(status.st_atime_ns, status.st_size, file.path)
-
-    def _clear_temporary(self) -> int:
-        """Remove what writers that died have left; how many bytes the others' files are going to take is in the account,
-        so here it is what they have so far."""
-        total = 0
-        for file in _scan(f"{self.folder}/temporary"):
-            with suppress(OSError), opened(file.path, _OPEN) as fd:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(file.path)
-                except BlockingIOError:
-                    total += os.fstat(fd).st_size
-        return total
-
     # --------------------------------------------------------------------------------------------------------- locks
 
     @contextmanager
@@ -276,54 +203,23 @@ class DiskCache:
             is_ours = True
             try:
                 self._prepare()
-                stack.enter_context(self._locked(_FIRST_PIECE + int(name[:14], 16), wait_s))
+                stack.enter_context(self._account.locks.hold(_FIRST_PIECE + int(name[:14], 16), wait_s))
             except BlockingIOError:
                 is_ours = False
             except OSError:
                 pass
             yield is_ours
 
-    @contextmanager
-    def _locked(self, place: int, wait_s: float) -> Iterator[None]:
-        """Hold one byte of the lock file. It is the open file that holds it, so it keeps threads apart as well. Raises
-        BlockingIOError if another one has it for so long."""
-        with opened(f"{self.folder}/lock", _OPEN | os.O_CREAT) as fd:
-            deadline_s = time.monotonic() + wait_s
-            while True:
-                try:
-                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, place))
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline_s:
-                        raise
-                    time.sleep(_POLL_S)
-            try:
-                yield
-            finally:  # said aloud, since a fork made meanwhile has the file open, too
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, place))
-
-
-def _flock(kind: int, place: int) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, place, 1, 0)
-
-
-def _scan(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except FileNotFoundError:
-        return []
-
 
 def _sum_of(start: int, num_bytes: int, *parts: bytearray | memoryview) -> int:
-    """The checksum of so many bytes (or as many as there are) from `start` on of the parts laid end to end."""
-    found, end, begin = 0, start + num_bytes, 0
+    """The checksum of at most `num_bytes` from `start` on of the concatenated parts."""
+    checksum, end, begin = 0, start + num_bytes, 0
     for part in parts:
         lo, hi = max(start - begin, 0), min(end - begin, len(part))
         if lo < hi:
-            found = crc32(memoryview(part)[lo:hi], found)
+            checksum = crc32(memoryview(part)[lo:hi], checksum)
         begin += len(part)
-    return found
+    return checksum
 
 
 def _read_all(fd: int, start: int, parts: list[memoryview]) -> bool:

@@ -48,9 +48,9 @@ class RetryConnector(ConnectorLayer):
         """What `inner` lists; begun again where it failed, without what was given already."""
         listing = _Listing(self.inner, prefix)
         where = f"{self.inner.describe(prefix)}*"
-        while found := self._retries(lambda: self._bounded(listing.step, where, _LISTING_PATIENCE)):
-            yield from found
-            listing.last = _order(found[-1])
+        while infos := self._retries(lambda: self._bounded(listing.step, where, _LISTING_PATIENCE)):
+            yield from infos
+            listing.last = _order(infos[-1])
 
     def stat(self, key: str) -> ObjectInfo:
         """What `inner` says."""
@@ -73,7 +73,7 @@ class RetryConnector(ConnectorLayer):
         buffer[:] = self._bounded(read, self.inner.describe(key))
 
     def _bounded(self, function: Callable[[], T], where: str, patience: int = 1) -> T:
-        """What `function` returns, if it does within so many times the timeout."""
+        """What `function` returns, if it does within `patience` timeouts."""
         if self._timeout_s is None:
             return function()
         timeout_s = self._timeout_s * patience
@@ -151,10 +151,10 @@ class _Listing:
         if infos is None:
             last = self.last
             infos = (info for info in self._inner.list(self._prefix) if last is None or _order(info) > last)
-        found = list(islice(infos, _NUM_LISTED))
-        if number == self._number:  # else this one was given up, and another goes on
+        batch = list(islice(infos, _NUM_LISTED))
+        if number == self._number:  # else this step was cancelled, and another continues
             self._infos = infos
-        return found
+        return batch
 
 
 def _order(info: ObjectInfo) -> bytes:

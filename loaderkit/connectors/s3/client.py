@@ -12,7 +12,7 @@ from loaderkit.connectors.s3.config import Reach, S3Location
 from loaderkit.errors import MissingExtraError
 
 _PAGE = 1000
-_NOBODY_ASKS = object()
+_UNUSED = object()
 # A client of the package has half as many threads that receive as the machine has CPUs, at least one: with one alone, a store
 # nearby has more to give than is taken.
 _NUM_CLIENTS = 2 if 2 <= (os.cpu_count() or 1) < 4 else 1
@@ -63,11 +63,11 @@ class Client:
         stream_of = client.get_object(
             self._bucket,
             key,
-            object_info=_NOBODY_ASKS,
+            object_info=_UNUSED,
             reader_constructor=lambda bucket, key, get_object_info, get_stream: get_stream,
         )
-        found: Iterator[bytes] = stream_of(start, end)
-        return found
+        stream: Iterator[bytes] = stream_of(start, end)
+        return stream
 
     def _next_client(self) -> Any:
         with self._lock:
@@ -87,9 +87,9 @@ class Client:
             stream = self._client.list_objects(self._bucket, prefix, "", _PAGE)
         else:
             stream = self._pages._from_state(self._client._client, self._bucket, prefix, "", _PAGE, token, False)
-        found = next(stream, None)
+        batch = next(stream, None)
         return Page(
-            found.object_info if found is not None else [], None if stream.complete else stream.continuation_token
+            batch.object_info if batch is not None else [], None if stream.complete else stream.continuation_token
         )
 
     def put(self, key: str, data: memoryview, piece_bytes: int, check_cancelled: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ _MOST_READS = 3
 
 
 class _Cut(NamedTuple):
-    """How a read is cut: into parts of so many bytes, and how many are asked for at a time."""
+    """How a read is cut: the size of a part, and the number of parts asked for at a time."""
 
     part_bytes: int
     at_once: int

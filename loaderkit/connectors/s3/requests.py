@@ -1,4 +1,4 @@
-"""Single requests to a bucket, each made by a thread that may be given up, and tried again while that may help."""
+"""Single requests to a bucket, each made by a thread that can be abandoned, and tried again while that may help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loaderkit.connectors.s3.errors import translate
 from loaderkit.errors import ExpiredCredentialsError, RequestTimeoutError
 
 T = TypeVar("T")
-_MOST_RENEWALS = 3  # of one request: whoever writes expired credentials again and again does not keep it going
+_MOST_RENEWALS = 3  # of one request, also if expired credentials are written again and again
 
 
 class _RenewedError(ExpiredCredentialsError):
@@ -118,7 +118,7 @@ class Requests:
     def _get(
         self, client: Client, key: str, start: int, memory: NDArray[np.uint8], call: Call[int], *, is_part: bool
     ) -> int:
-        """`memory` is an array, as that is copied to without Python's lock, unlike a memoryview."""
+        """`memory` is an array, as that is copied to without the GIL, unlike a memoryview."""
         self._count()
         num_read = 0
         begin_s = first_s = time.perf_counter()

@@ -33,7 +33,7 @@ def load_index(
     """The members of the archive `info`, from wherever that costs least.
 
     First the `.idx` beside it, if there is one and it fits the archive (one that does not is warned about); it lists
-    only what can belong to a sample, so whoever wants every member says `use_wds_index=False`. Then the copy in
+    only what can belong to a sample, so a caller that needs every member says `use_wds_index=False`. Then the copy in
     `cache_dir` (None: keep no copies), if it was made from the same object by size and etag. Else the headers are
     scanned, and a copy kept; failing to keep one is no error. Of a remote store the `.idx` is kept as well, and copies
     come first: looking beside thousands of shards takes some requests for each. Raises what `scan_tar` raises.

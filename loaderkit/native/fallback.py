@@ -132,8 +132,8 @@ _NUM_ROUNDS = 16
 def permute(values: Int64s, sizes: Int64s, a: Int64s, b: Int64s, keys: U64) -> None:
     """Positions become their images, in place; see `sampling.permutation`. `sizes`, `a`, `b` and `keys` have a number for
     every position, or one for all."""
-    sizes, a, b = (column if column.size > 1 else column.reshape(()) for column in (sizes, a, b))
-    keys = keys if keys.size > 1 else keys.reshape(())
+    sizes, a, b = (column.reshape(()) if column.size == 1 else column for column in (sizes, a, b))
+    keys = keys.reshape(()) if keys.size == 1 else keys
     rounds = [mix(np.array(keys + np.uint64((r + 1) * int(GOLDEN) & MASK))) for r in range(_NUM_ROUNDS)]
     values[:] = _pass(values, slice(None), a, b, rounds)
     outside = np.flatnonzero(values >= sizes)

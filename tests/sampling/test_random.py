@@ -4,6 +4,7 @@ import itertools
 import math
 import tracemalloc
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -218,6 +219,13 @@ def test_c_and_numpy_agree(sizes: list[int], keys: list[int], own: str, data: st
     compiled = Bijection(size, key)(places)
     with without_kernels():
         assert np.array_equal(Bijection(size, key)(places), compiled)
+
+
+def test_no_positions_have_no_images() -> None:
+    nothing = np.empty(0, np.int64)
+    for context in (nullcontext(), without_kernels()):
+        with context:
+            assert Bijection(nothing, np.empty(0, np.uint64))(nothing).shape == (0,)
 
 
 @given(st.integers(1, 1 << 60), KEYS, st.data())

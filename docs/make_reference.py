@@ -168,7 +168,7 @@ def render() -> str:
     """The whole page."""
     parts = [HEAD, "## Sources\n"]
     for kind, source in SOURCES.items():
-        parts += [f"### `kind: {kind}`\n", summary(source) + "\n", table(source, skip={"kind"})]
+        parts += [f"### `kind: {kind}`\n", summary(source.args) + "\n", table(source.args, skip={"kind"})]
     parts.append("## Stores\n\n" + STORES)
     for name, model in (("s3", S3Args), ("retry", RetryArgs), ("cache", CacheArgs), ("read_ahead", ReadAheadArgs)):
         parts += [f"### `source.{name}`\n", summary(model) + "\n", table(model)]

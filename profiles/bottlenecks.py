@@ -24,12 +24,9 @@ from PIL import Image
 from loaderkit import Loader, Pipeline
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.engine.base import Engine
 from loaderkit.engine.metrics import Stats
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
-from loaderkit.pipeline.loader import to_config
+from loaderkit.pipeline.config.builder import to_config
+from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.stages.slowed import Slowdown, stretched
 
 NUM_OBJECTS = 400
@@ -284,27 +281,18 @@ def build(case: Case, more: Mapping[str, Any] | None = None, stretch: Slowdown |
     overrides |= more or {}
     given = {} if parts.objects is None else {"memory": parts.objects()}
     config = to_config(parts.pipeline, overrides)
-    made = make_parts(config, rank=0, world_size=1, connectors=given, clock=time.perf_counter, stretch=stretch)
+    plan = compile_pipeline(config, rank=0, world_size=1, connectors=given, slowdown=stretch)
     if parts.transfer is not None:
-        recipe = Recipe(config, made.source, made.connector, made.schedule, _concurrency(config), stretch)
-        made = replace(made, make_executor=lambda: _with_transfer(recipe, parts.transfer))
-    return Loader(made), parts.step_s
+        _replace_transfer(plan, parts.transfer)
+    return Loader(plan), parts.step_s
 
 
-def _concurrency(config: PipelineConfig) -> int:
-    assert isinstance(config.prefetch.concurrency, int)
-    return config.prefetch.concurrency
-
-
-def _with_transfer(recipe: Recipe, run: Any) -> Engine:
-    assembly = Assembly(recipe)
-    assembly.stages = [
-        stretched(replace(stage, run=lambda batch, context: run(batch)), recipe.stretch)
-        if stage.kind == "transfer"
-        else stage
-        for stage in assembly.stages
-    ]
-    return assembly.make_engine(time.perf_counter)
+def _replace_transfer(plan: ExecutionPlan, run: Any) -> None:
+    """Let the stage `transfer` do what a slow link would."""
+    for number, stage in enumerate(plan.compiled.stages):
+        if stage.kind == "transfer":
+            slow = replace(stage, run=lambda batch, context: run(batch))
+            plan.compiled.stages[number] = stretched(slow, plan.slowdown)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loaderkit.cli import console
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_parts
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.build import Parts
     from loaderkit.pipeline.config.model import PipelineConfig
+    from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _NUM_CLASSES_SHOWN = 5
 
@@ -26,18 +26,18 @@ def check(
         check_checkpoint(config, as_json)
         return
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
-    parts = open_parts(pipeline, [*(assignments or []), "prefetch.batches=1", "prefetch.executor=inline"])
+    plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1", "prefetch.executor=inline"])
     checked = {
-        "pipeline": parts.config.name,
-        "num_samples": len(parts.source),
-        "batches_per_epoch": parts.schedule.num_batches(),
-        "batch_size": parts.schedule.batch_size,
-        "rank": parts.schedule.rank,
-        "world_size": parts.schedule.world_size,
-        "classes": parts.source.classes,
-        "first_sample": _first_sample(parts),
-        "num_ignored_members": getattr(parts.source, "num_ignored", 0),
-        **_first_batch(parts),
+        "pipeline": plan.config.name,
+        "num_samples": len(plan.source),
+        "batches_per_epoch": plan.schedule.num_batches(),
+        "batch_size": plan.schedule.batch_size,
+        "rank": plan.schedule.rank,
+        "world_size": plan.schedule.world_size,
+        "classes": plan.source.classes,
+        "first_sample": _first_sample(plan),
+        "num_ignored_members": getattr(plan.source, "num_ignored", 0),
+        **_first_batch(plan),
     }
     if as_json:
         console.tell_json(checked)
@@ -45,15 +45,16 @@ def check(
         _tell_check(checked)
 
 
-def _first_batch(parts: Parts) -> dict[str, Any]:
+def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
     """{"fields": [{name, dtype, shape}], "num_bad": ...} of the first batch: shapes are those of one sample."""
+    from loaderkit.pipeline.bad_samples import BadSamples
     from loaderkit.pipeline.loader import Loader
 
-    Loader(parts)  # complains about a quarantine file that cannot be written ...
-    errors = parts.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
-    with Loader(replace(parts, config=replace(parts.config, errors=errors))) as loader:
+    BadSamples(plan.config.errors)  # raises for a quarantine file that cannot be written ...
+    errors = plan.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
+    with Loader(replace(plan, config=replace(plan.config, errors=errors))) as loader:
         batch = next(iter(loader))
-        names = parts.config.output
+        names = plan.config.output
         fields = batch if isinstance(batch, Mapping) else dict(zip(names or (), batch, strict=True))
         described = [describe_field(name, value) for name, value in fields.items()]
         num_bad = sum(stage.num_failed for stage in loader.stats().stages)
@@ -70,11 +71,11 @@ def describe_field(name: str, value: Any) -> dict[str, Any]:
     return {"name": name, "dtype": type(first).__name__, "shape": None}
 
 
-def _first_sample(parts: Parts) -> dict[str, Any]:
+def _first_sample(plan: ExecutionPlan) -> dict[str, Any]:
     """Key, origin and size in bytes (None if the source has no bytes) of the first sample in canonical order."""
-    source = parts.source
+    source = plan.source
     num_bytes = (
-        sum(sample_range.range.length for sample_range in source.ranges(0)) if parts.connector is not None else None
+        sum(sample_range.range.length for sample_range in source.ranges(0)) if plan.connector is not None else None
     )
     return {"key": source.key(0), "origin": source.origin(0), "num_bytes": num_bytes}
 
@@ -122,28 +123,29 @@ def explain(
             console.tell(f"# {of_tensors.name}, with every default filled in")
             console.tell(of_tensors.to_yaml(defaults=True).rstrip())
         return
-    with closing(open_parts(pipeline, assignments)) as parts:
-        explained = _explained(parts)
+    with closing(open_plan(pipeline, assignments)) as plan:
+        explained = _explained(plan)
     if as_json:
         console.tell_json(explained)
     else:
-        _tell_explained(explained, parts.config)
+        _tell_explained(explained, plan.config)
 
 
-def _explained(parts: Parts) -> dict[str, Any]:
+def _explained(plan: ExecutionPlan) -> dict[str, Any]:
     from loaderkit._internal.cgroups import num_cpus
+    from loaderkit.pipeline.engine_factory import describe_tuning
 
     return {
-        "pipeline": parts.config.name,
-        "url": getattr(parts.config.source, "url", None),
-        "num_samples": len(parts.source),
-        "batches_per_epoch": parts.schedule.num_batches(),
-        "batch_size": parts.schedule.batch_size,
-        "rank": parts.schedule.rank,
-        "world_size": parts.schedule.world_size,
+        "pipeline": plan.config.name,
+        "url": getattr(plan.config.source, "url", None),
+        "num_samples": len(plan.source),
+        "batches_per_epoch": plan.schedule.num_batches(),
+        "batch_size": plan.schedule.batch_size,
+        "rank": plan.schedule.rank,
+        "world_size": plan.schedule.world_size,
         "num_cpus": num_cpus(),
-        "tuning": parts.tuning,
-        "config": parts.config.to_dict(defaults=True),
+        "tuning": describe_tuning(plan),
+        "config": plan.config.to_dict(defaults=True),
     }
 
 

@@ -58,7 +58,7 @@ def open_step(step_time: str | None, consumer: str | None) -> Step | None:
 
 def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
     """The config of the file with `--set` applied."""
-    from loaderkit.pipeline.loader import to_config
+    from loaderkit.pipeline.config.builder import to_config
 
     return to_config(pipeline, parse_assignments(assignments or []))
 
@@ -74,15 +74,15 @@ def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def maker(pipeline: Path, assignments: Sequence[str] | None, sizes: Mapping[str, Any] = MappingProxyType({})) -> Make:
     """Makes loaders of the pipeline with `sizes` and further overrides. They are endless and write no quarantine file."""
-    from loaderkit.pipeline.build import make_parts
-    from loaderkit.pipeline.loader import Loader, to_config
+    from loaderkit.pipeline.config.builder import to_config
+    from loaderkit.pipeline.execution_plan import compile_pipeline
+    from loaderkit.pipeline.loader import Loader
 
     given = {**parse_assignments(assignments or []), "order.epochs": None, "errors.quarantine": None, **sizes}
 
     def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
         config = to_config(pipeline, {**given, **overrides})
-        parts = make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter, stretch=slowdown)
-        return Loader(parts)
+        return Loader(compile_pipeline(config, slowdown=slowdown))
 
     return make
 

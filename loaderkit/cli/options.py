@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.build import Parts
     from loaderkit.pipeline.config.model import PipelineConfig
+    from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 
 @dataclass
@@ -72,23 +71,22 @@ def parse_duration(text: str, option: str) -> float:
         raise typer.BadParameter(f"expected {error}", param_hint=option) from None
 
 
-def open_parts(pipeline: Path, assignments: Sequence[str] | None) -> Parts:
-    """The pipeline's parts, its source listed; nothing runs yet. Raises LoaderkitError."""
-    from loaderkit.pipeline.build import make_parts
-    from loaderkit.pipeline.loader import to_config
+def open_plan(pipeline: Path, assignments: Sequence[str] | None) -> ExecutionPlan:
+    """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
+    from loaderkit.pipeline.config.builder import to_config
+    from loaderkit.pipeline.execution_plan import compile_pipeline
 
     # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
     # `python -m` does; last in line, so that no file lying there hides an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    config = to_config(pipeline, parse_assignments(assignments or []))
-    return make_parts(config, rank=None, world_size=None, connectors={}, clock=time.perf_counter)
+    return compile_pipeline(to_config(pipeline, parse_assignments(assignments or [])))
 
 
 def checkpoint_config(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig | None:
     """The description of a pipeline whose source is a checkpoint, which has tensors and no batches; None for any other."""
+    from loaderkit.pipeline.config.builder import to_config
     from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
-    from loaderkit.pipeline.loader import to_config
 
     config = to_config(pipeline, parse_assignments(assignments or []))
     return config if isinstance(config.source, CheckpointArgs) else None

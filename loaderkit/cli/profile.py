@@ -12,12 +12,12 @@ import typer
 
 from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, described, maker, open_step, progress, sizes_of
-from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_parts
+from loaderkit.cli.options import Assignments, Debug, checkpoint_config, open_plan
 from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.build import Parts
     from loaderkit.pipeline.config.model import PipelineConfig
+    from loaderkit.pipeline.execution_plan import ExecutionPlan
     from loaderkit.pipeline.loader import Loader
     from loaderkit.profile.experiments.interleave import Make
     from loaderkit.profile.experiments.loops import Step
@@ -150,9 +150,9 @@ def profile(
 
     import_s = _seconds_since_start()
     limits = Limits(steps, seconds) if steps is not None or seconds is not None else Limits(_NUM_STEPS, _MOST_S)
-    parts = open_parts(path, assignments)
-    wanted = Wanted(described(path, assignments), _subset(parts), cold, what_if, verify)
-    with Loader(parts) as loader:
+    plan = open_plan(path, assignments)
+    wanted = Wanted(described(path, assignments), _subset(plan), cold, what_if, verify)
+    with Loader(plan) as loader:
         recording, ended_by = _record(loader, step, limits, import_s, trace=trace is not None)
     report = recording.result
     additions: dict[str, Any] = {}
@@ -226,19 +226,18 @@ def _record(
     return recording, ended_by
 
 
-def _subset(parts: Parts) -> Any:
+def _subset(plan: ExecutionPlan) -> Any:
     """The samples that headspace is measured on."""
-    from loaderkit.pipeline.engine_factory import order_of
     from loaderkit.profile.experiments.headspace import MOST_BATCHES, Subset
     from loaderkit.profile.experiments.page_cache import files_of
 
-    schedule, source = parts.schedule, parts.source
+    schedule, source = plan.schedule, plan.source
     num_batches = min(MOST_BATCHES, schedule.num_batches())
-    if parts.connector is None:
+    if plan.connector is None:
         return Subset(num_batches, None, "what a data set of Python objects reads is not known")
     positions = schedule.positions(0, 0, num_batches) % len(source)
-    indices = order_of(parts.config, source).indices(0, positions).tolist()
-    paths = files_of(source, parts.connector, indices)
+    indices = plan.order().indices(0, positions).tolist()
+    paths = files_of(source, plan.connector, indices)
     return Subset(num_batches, paths, "the samples are in a store, whose own caches cannot be emptied from here")
 
 

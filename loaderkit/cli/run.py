@@ -18,13 +18,13 @@ from loaderkit.cli.options import (
     Debug,
     PipelineFile,
     checkpoint_config,
-    open_parts,
+    open_plan,
     parse_duration,
 )
 from loaderkit.cli.restore import run_checkpoint
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.build import Parts
+    from loaderkit.pipeline.execution_plan import ExecutionPlan
     from loaderkit.pipeline.loader import Loader
 
 _SECONDS_A_LINE = 5.0
@@ -76,11 +76,11 @@ def run(
     if (config := checkpoint_config(pipeline, assignments)) is not None:
         run_checkpoint(config, as_json)
         return
-    parts = open_parts(pipeline, assignments)
-    with Loader(parts) as loader:
+    plan = open_plan(pipeline, assignments)
+    with Loader(plan) as loader:
         if resume is not None:
             loader.load_state_dict(read_state(resume))
-        passes = plan_passes(parts, loader, epochs)
+        passes = plan_passes(plan, loader, epochs)
         started_s = time.perf_counter()
         try:
             num_batches = _iterate(loader, passes, batches, step_s)
@@ -95,7 +95,7 @@ def run(
             save_state_of(loader, save_state)
         stats = loader.stats().to_dict()
         result = {
-            "pipeline": parts.config.name,
+            "pipeline": plan.config.name,
             "epochs": _num_finished(passes, num_batches),
             "batches": num_batches,
             "samples": stats["num_samples"],
@@ -110,21 +110,19 @@ def run(
 
 def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
     from loaderkit.pipeline.bad_samples import places_of, read_quarantine, try_again
-    from loaderkit.pipeline.engine_factory import Recipe
 
     lines = read_quarantine(quarantine)
-    parts = open_parts(pipeline, [*(assignments or []), "prefetch.executor=inline"])
-    places = places_of(parts.source, lines)
-    recipe = Recipe(parts.config, parts.source, parts.connector, parts.schedule, 1, is_inline=True)
+    plan = open_plan(pipeline, [*(assignments or []), "prefetch.executor=inline"])
+    places = places_of(plan.source, lines)
     tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
     tried["gone"] = [line._asdict() for line in lines if line not in places]
-    for line, error in try_again(recipe, places):
+    for line, error in try_again(plan, places):
         if error is None:
             tried["good"].append(line._asdict())
         else:
             tried["bad"].append({**line._asdict(), "stage": error.stage, "error": str(error)})
     if as_json:
-        console.tell_json({"pipeline": parts.config.name, **tried})
+        console.tell_json({"pipeline": plan.config.name, **tried})
     else:
         for one in tried["bad"]:
             console.tell(f"bad   {one['key']} (epoch {one['epoch']}): {one['error']}")
@@ -137,12 +135,12 @@ def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, 
         raise typer.Exit(1)
 
 
-def plan_passes(parts: Parts, loader: Loader, num_epochs: int) -> list[int]:
+def plan_passes(plan: ExecutionPlan, loader: Loader, num_epochs: int) -> list[int]:
     """The batches of each pass over the loader. A state saved at an epoch's end gives an empty pass, which is extra."""
     state = loader.state_dict()
-    num_left = parts.schedule.num_batches(state["position"])
+    num_left = plan.schedule.num_batches(state["position"])
     passes = [num_left] + [len(loader)] * (num_epochs - (num_left > 0))
-    last = parts.config.order.epochs
+    last = plan.config.order.epochs
     return passes if last is None else passes[: max(0, last - state["epoch"])]
 
 

@@ -68,7 +68,7 @@ def _write(pipeline: Path, tuned: Tuned) -> None:
     """Write the settings into the file, in one piece, if the new text reads as the config that was measured."""
     from loaderkit._internal.atomic_file import write_atomically
     from loaderkit.errors import ConfigError
-    from loaderkit.pipeline.loader import to_config
+    from loaderkit.pipeline.config.builder import to_config
     from loaderkit.profile.experiments.search import with_comment
     from loaderkit.profile.yaml_edit import edited
 

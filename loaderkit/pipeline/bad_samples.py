@@ -20,7 +20,8 @@ import numpy as np
 from loaderkit.engine.contracts import Delivery
 from loaderkit.errors import ConfigError, ConnectorError, StageError, TooManyBadSamplesError, printable
 from loaderkit.pipeline.config.model import ErrorsArgs
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.engine_factory import make_batch_plan
+from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import BatchWork, SampleChunk
 
@@ -133,16 +134,18 @@ def read_quarantine(path: Path) -> list[Quarantined]:
     return list(found)
 
 
-def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tuple[Quarantined, StageError | None]]:
+def try_again(
+    execution: ExecutionPlan, places: Mapping[Quarantined, int]
+) -> Iterator[tuple[Quarantined, StageError | None]]:
     """Take every sample through its stages as in the epoch in which it was bad, up to its place in a batch.
 
     `places` are those of the samples that are still there. Yields each of these with the error it has now, None if it is good.
     """
-    errors = recipe.config.errors.model_copy(update={"on_bad_sample": "raise", "quarantine": None})
-    assembly = Assembly(replace(recipe, config=replace(recipe.config, errors=errors)))
-    plan = assembly.make_plan()
+    errors = execution.config.errors.model_copy(update={"on_bad_sample": "raise", "quarantine": None})
+    execution = replace(execution, config=replace(execution.config, errors=errors))
+    plan = make_batch_plan(execution)
     plan.prepare()
-    stages = [stage for stage in assembly.stages if stage.scope == "sample"]
+    stages = [stage for stage in execution.compiled.stages if stage.scope == "sample"]
     try:
         for line, index in places.items():
             indices = np.array([index], np.int64)
@@ -157,7 +160,7 @@ def try_again(recipe: Recipe, places: Mapping[Quarantined, int]) -> Iterator[tup
                 stage.run(chunk)
             yield line, next((failure.error for failure in work_item.failures), None)
     finally:
-        for stage in assembly.stages:
+        for stage in execution.compiled.stages:
             if stage.close is not None:
                 stage.close()
 

@@ -17,14 +17,15 @@ from loaderkit.connectors.base import Connector
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.trace import Trace
+from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
-from loaderkit.pipeline.build import Parts, make_parts
-from loaderkit.pipeline.config.builder import Pipeline
+from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.config.parsing import load_yaml, parse
+from loaderkit.pipeline.engine_factory import describe_tuning, make_executor
+from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
 from loaderkit.sampling.state import State
 
@@ -59,32 +60,23 @@ def build(
         from loaderkit.pipeline.tensor_loader import TensorLoader  # the one case that has no batches
 
         return cast(Loader, TensorLoader(config, connectors or {}, clock))
-    parts = make_parts(config, rank=rank, world_size=world_size, connectors=connectors or {}, clock=clock)
+    plan = compile_pipeline(config, rank=rank, world_size=world_size, connectors=connectors)
     try:
-        return Loader(parts)
+        return Loader(plan, clock)
     except BaseException:
-        parts.close()
+        plan.close()
         raise
-
-
-def to_config(
-    pipeline: str | Path | Mapping[str, Any] | Pipeline, overrides: Mapping[str, Any] | None = None
-) -> PipelineConfig:
-    """The frozen, validated description of any of the ways to describe a pipeline. Raises ConfigError."""
-    if isinstance(pipeline, Pipeline):
-        return pipeline.with_overrides(overrides).config if overrides else pipeline.config
-    if isinstance(pipeline, Mapping):
-        return parse(pipeline, overrides=overrides)
-    if isinstance(pipeline, (str, Path)):
-        return load_yaml(Path(pipeline), overrides=overrides)
-    raise ConfigError(f"a pipeline is a path, a dict or a loaderkit.Pipeline, not {type(pipeline).__name__}")
 
 
 class Loader:
     """Batches of one rank, epoch after epoch. One consumer thread; `stats` may be called from any."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter) -> None:
+        """Closes the plan's connector when it is closed itself. Raises ConfigError."""
+        self._plan = plan
+        self._clock = clock
+        self._fingerprint = plan.fingerprint()
+        self._stream = plan.compiled.context.stream
         self._engine: Executor | None = None
         self._last_stats: Stats | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -95,8 +87,9 @@ class Loader:
         self._stands: tuple[int, int] | None = None  # the place of the batch that the engine gives next
         self._iteration = 0
         self._run = 0
-        self._bad = BadSamples(parts.config.errors)
-        self._sizes = LiveSettings(parts.tuning, make_tuner(parts.config, parts.tuning))
+        self._bad = BadSamples(plan.config.errors)
+        tuning = describe_tuning(plan, clock)
+        self._sizes = LiveSettings(tuning, make_tuner(plan.config, tuning))
         self._series = Series()
         self._monitor: Monitor | None = None
         self._stopping = threading.Lock()
@@ -113,15 +106,15 @@ class Loader:
         epoch, position = self._next
         self._iteration += 1
         self._next = (epoch + 1, 0)
-        last = self._parts.config.order.epochs
+        last = self._plan.config.order.epochs
         if last is not None and epoch >= last:
             return iter(())
         self._epoch, self._position = epoch, position
-        return _Epoch(self, self._iteration, self._parts.schedule.num_batches(position))
+        return _Epoch(self, self._iteration, self._plan.schedule.num_batches(position))
 
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
-        return self._parts.schedule.num_batches()
+        return self._plan.schedule.num_batches()
 
     def start(self) -> None:
         """Begin to prefetch, before the first `next()`. Idempotent."""
@@ -130,14 +123,14 @@ class Loader:
             self._running_engine(*self._next).start()
 
     def _is_over(self, epoch: int) -> bool:
-        last = self._parts.config.order.epochs
+        last = self._plan.config.order.epochs
         return last is not None and epoch >= last
 
     def _running_engine(self, epoch: int, position: int) -> Executor:
         """The engine, standing at (epoch, position); made when there is none, or after an error ended the last one."""
         if self._engine is None:
             self._check_open()
-            self._engine = engine = self._parts.make_executor()
+            self._engine = engine = make_executor(self._plan, self._clock)
             self._stands = None
             self._sizes.attach(engine)
             if self._recordings is not None:
@@ -155,7 +148,7 @@ class Loader:
 
     def _make_monitor(self, engine: Executor) -> Monitor | None:
         """What looks at an engine while it runs. It must not know this loader, or that would never be garbage."""
-        if self._parts.tuning["executor"] == "inline":
+        if self._plan.executor == "inline":
             return None
         sizes, run = self._sizes, self._run
         return Monitor(lambda: engine.stats(sizes.tuning, run), self._series, sizes.tune)
@@ -168,8 +161,8 @@ class Loader:
             self._bad.note(work_item)
             if work_item.error is not None:
                 raise work_item.error
-            if self._parts.lane is not None:
-                self._parts.lane.hand_over(work_item.result)
+            if self._stream is not None:
+                self._stream.hand_over(work_item.result)
             batch = self._output(work_item.result)
         except Exception as error:
             self._stop_engine(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
@@ -183,7 +176,7 @@ class Loader:
 
     def _output(self, batch: dict[str, Any]) -> Any:
         """The batch as it was asked for: a dict, or a tuple of the fields of `output`."""
-        output = self._parts.config.output
+        output = self._plan.config.output
         if output is None:
             return batch
         if missing := [name for name in output if name not in batch]:
@@ -221,17 +214,17 @@ class Loader:
     @property
     def classes(self) -> list[str] | None:
         """The names of the classes, by number, if the source knows them."""
-        return self._parts.source.classes
+        return self._plan.source.classes
 
     @property
     def num_samples(self) -> int:
         """Samples of the data set, over all ranks."""
-        return len(self._parts.source)
+        return len(self._plan.source)
 
     @property
     def config(self) -> PipelineConfig:
         """The description this loader was built from."""
-        return self._parts.config
+        return self._plan.config
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`. The epoch that comes anyway keeps its place and what was prefetched."""
@@ -248,7 +241,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands: JSON values, after any batch, in microseconds. What was read ahead does not count."""
-        return State(self._epoch, self._position, self._parts.config.order.seed, self._parts.fingerprint).to_dict()
+        return State(self._epoch, self._position, self._plan.config.order.seed, self._fingerprint).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly behind the batch after which `state` was taken, also with other numbers of ranks or workers.
@@ -259,7 +252,7 @@ class Loader:
         self._check_open()
         restored = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
         restored.check(
-            seed=self._parts.config.order.seed, fingerprint=self._parts.fingerprint, num_samples=len(self._parts.source)
+            seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=len(self._plan.source)
         )
         self._iteration += 1
         self._epoch, self._position = self._next = (restored.epoch, restored.position)
@@ -290,11 +283,11 @@ class Loader:
         if engine is not None:
             now = engine.stats(self._sizes.tuning, self._run)
         else:
-            now = self._last_stats or self._parts.make_executor().stats(self._sizes.tuning, self._run)
+            now = self._last_stats or make_executor(self._plan, self._clock).stats(self._sizes.tuning, self._run)
         if monitor is not None:
             now = replace(now, lateness=monitor.lateness.copy())
-        if self._parts.lane is not None:
-            now = replace(now, copies=self._parts.lane.counters())
+        if self._stream is not None:
+            now = replace(now, copies=self._stream.counters())
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:
@@ -321,19 +314,19 @@ class Loader:
         """This loader as a report sees it."""
         from loaderkit.profile.recording import ProfiledLoader
 
-        parts = self._parts
+        plan = self._plan
         return ProfiledLoader(
-            config=parts.config,
-            config_now=lambda: self._sizes.written_to(parts.config),
+            config=plan.config,
+            config_now=lambda: self._sizes.written_to(plan.config),
             stats=self.stats,
             series=self.series,
             watch=self._watch,
             record=self._record,
             recorded=self._recorded,
-            source=parts.source,
-            schedule=parts.schedule,
-            list_s=parts.list_s,
-            index_s=parts.index_s,
+            source=plan.source,
+            schedule=plan.schedule,
+            list_s=plan.list_s,
+            index_s=plan.index_s,
         )
 
     def _watch(self, steps: StepLog | None) -> None:
@@ -352,12 +345,12 @@ class Loader:
 
     def to_yaml(self) -> str:
         """The description as it runs now, with the sizes that the tuner or `resize` has arrived at."""
-        return Pipeline.of(self._sizes.written_to(self._parts.config)).to_yaml()
+        return Pipeline.of(self._sizes.written_to(self._plan.config)).to_yaml()
 
     def __repr__(self) -> str:
-        schedule = self._parts.schedule
+        schedule = self._plan.schedule
         return (
-            f"<Loader {self._parts.config.name!r}: {len(self._parts.source)} samples, {len(self)} batches of "
+            f"<Loader {self._plan.config.name!r}: {len(self._plan.source)} samples, {len(self)} batches of "
             f"{schedule.batch_size} on rank {schedule.rank} of {schedule.world_size}, epoch {self._epoch}>"
         )
 
@@ -378,7 +371,7 @@ class Loader:
             self._stop_engine()
         finally:  # Ctrl-C may come here, too
             self._bad.close()
-            self._parts.close()
+            self._plan.close()
 
     def __enter__(self) -> Loader:
         self._check_open()

@@ -1,78 +1,87 @@
-"""The engine in a process of its own, or in several: what is sent there, and whether it can be."""
+"""`executor: process`: what is sent to the loading processes, and whether it can be."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from loaderkit.engine.contracts import Executor
+from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.messages import pack
 from loaderkit.engine.process.worker_process import WorkerSpec
+from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.engine_factory import Assembly, Recipe, RemoteEngine, split_recipe
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.engine_factory import make_worker_engine
+from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
-from loaderkit.sources.dataset import DatasetArgs
-from loaderkit.stages.call import CallArgs
 
 
-def in_a_process(recipe: Recipe, whole: Assembly, clock: Clock) -> tuple[list[dict[str, Any]], Callable[[], Executor]]:
-    """The pools, and what makes the executor, where another process does the work."""
+def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
+    """An executor whose batches are made by other processes, none of which is started yet."""
+    prefetch, ahead, trainer_stages = plan.config.prefetch, plan.for_workers, plan.trainer_stages
+    spec = WorkerSpec(
+        worker_engine(ahead),
+        preload=make_worker_engine.__module__,
+        rows=ahead.compiled.rows(),
+        pools=[pool["stages"] for pool in ahead.compiled.described_pools(1)],
+        num_batches=prefetch.first_batches,
+        memory_bytes=prefetch.memory,
+        late_stages=trainer_stages,
+        pinned_for=plan.compiled.device if trainer_stages else None,
+    )
+    return ProcessEngine(
+        spec,
+        num_processes=prefetch.processes,
+        schedule=plan.schedule,
+        timeout_s=prefetch.timeout,
+        raises=prefetch.on_timeout == "raise",
+    )
+
+
+def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Shard], ThreadEngine]:
+    """What makes the engine in a loading process; it is pickled, with all it holds."""
+    config = ahead.config
+    reopen = SOURCES[config.source_kind].reopen(config.source, len(ahead.source))
+    if reopen is not None:
+        ahead = replace(ahead, source=None)  # type: ignore[arg-type]
+    return partial(make_worker_engine, ahead, reopen)
+
+
+def pools_of_processes(plan: ExecutionPlan) -> list[dict[str, Any]]:
+    """The pools of all loading processes together, and of the trainer's own stages."""
+    num_processes = plan.config.prefetch.processes
+    pools = plan.for_workers.compiled.described_pools(num_processes)
+    if plan.trainer_stages:
+        names = [stage.name for stage in plan.trainer_stages]
+        pools.append({"stages": names, "workers": num_processes, "process": "trainer"})
+    return pools
+
+
+def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
+    """Raise ConfigError if other processes cannot do the work, or cannot be sent what they need."""
     if clock is not time.perf_counter:
         raise ConfigError(
             "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
         )
-    prefetch = recipe.config.prefetch
+    prefetch = plan.config.prefetch
     if prefetch.first_batches < prefetch.processes:
         raise ConfigError(
             f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.processes: {prefetch.processes}, which "
             f"make a batch each at a time: allow at least {prefetch.processes} batches"
         )
-    ahead, late_stages = split_recipe(recipe, whole)
-    assembly = Assembly(ahead, Shard(of=prefetch.processes))
-    remote = RemoteEngine.of(ahead)
-    _check_sendable(remote)
-    pools = assembly.described_pools()
-    if late_stages:
-        late = [stage.name for stage in late_stages]
-        pools.append({"stages": late, "workers": prefetch.processes, "process": "trainer"})
-    job = WorkerSpec(
-        remote,
-        preload="loaderkit.pipeline.engine_factory",
-        rows=assembly.rows(),
-        pools=[pool["stages"] for pool in assembly.described_pools()],
-        num_batches=prefetch.first_batches,
-        memory_bytes=prefetch.memory,
-        late_stages=late_stages,
-        pinned_for=whole.device if late_stages else None,
-    )
-
-    def make_executor() -> Executor:
-        return ProcessEngine(
-            job,
-            num_processes=prefetch.processes,
-            schedule=recipe.schedule,
-            timeout_s=prefetch.timeout,
-            raises=prefetch.on_timeout == "raise",
-        )
-
-    return pools, make_executor
-
-
-def _check_sendable(remote: RemoteEngine) -> None:
-    """Raise ConfigError, naming it, if something the pipeline was given cannot be sent to another process."""
-    config = remote.recipe.config
-    parts: dict[str, Any] = {}
+    config = plan.for_workers.config
+    objects = SOURCES[config.source_kind].objects(config.source)
+    sent = {f"source.{key}": value for key, value in objects.items()}
     for stage in config.stages:
-        if isinstance(stage.args, CallArgs):
-            parts[f"stages.{stage.name}.function"] = stage.args.function
-            parts[f"stages.{stage.name}.args"] = stage.args.args
-    if isinstance(config.source, DatasetArgs):
-        parts |= {"source.object": config.source.object, "source.args": config.source.args}
-    parts["the connector"] = remote.recipe.connector
-    for where, value in parts.items():
+        objects = STAGES[stage.kind].objects(stage.args)
+        sent |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
+    sent["the connector"] = plan.connector
+    for where, value in sent.items():
         try:
             pack(value)
         except Exception as error:

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
-from loaderkit.sources.base import FieldRange, Records, Sample
+from loaderkit.sources.base import FieldRange, Records, Sample, SourceKind
 from loaderkit.sources.formats.npy import NpyHeader, read_npy_header
 from loaderkit.sources.listing import numbered
 
@@ -237,3 +237,11 @@ class ArraySource:
             )
         num_samples = self._num_records - window + 1
         return num_samples if self._args.limit is None else min(num_samples, self._args.limit)
+
+
+def _open(args: ArrayArgs, connector: Connector | None) -> ArraySource:
+    assert connector is not None
+    return ArraySource(connector, args)
+
+
+ARRAY = SourceKind(ArrayArgs, "records", _open, lambda args: args.root)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loaderkit.connectors.base import ByteRange, ObjectInfo, Ranges
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
+from loaderkit.connectors.config import SourceArgs
 
 Sample = dict[str, Any]
 """One sample between two stages: field name -> value (bytes, `Encoded`, `Image`, tensor, number, text, ...)."""
@@ -107,3 +109,26 @@ class RecordSource(Protocol):
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of many samples at once; any source may have this."""
+
+
+def _nothing(args: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """A kind of source: its arguments, how it is opened, and what the arguments alone tell of its samples.
+
+    `gives` says what `read` is to do: read byte ranges of fields, read `Records`, or take items, which are Python objects. A
+    checkpoint gives tensors, which are no samples: it has no `open`.
+    """
+
+    args: type[SourceArgs]
+    gives: Literal["ranges", "records", "items", "tensors"]
+    open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
+    root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
+    fields: Callable[[Any], Mapping[str, str] | None] = _nothing  # field -> image, text, ...; None: only the data tells
+    reopen: Callable[[Any, int], Callable[[], Source] | None] = lambda args, size: None
+    """(args, number of samples) -> how a loading process opens it; None: it is sent there as it is."""
+    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
+    """Key -> what the user gave for it, which loading processes are sent."""

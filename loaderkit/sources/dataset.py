@@ -6,7 +6,8 @@ field of `fields`, or "0".
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -16,9 +17,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, f
 
 from loaderkit._internal.dtypes import type_of_all
 from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.names import import_named, is_name
+from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
-from loaderkit.sources.base import FieldRange, Sample
+from loaderkit.sources.base import FieldRange, Sample, Source, SourceKind
 from loaderkit.sources.listing import numbered
 
 
@@ -36,7 +39,7 @@ class DatasetArgs(SourceArgs):
     @classmethod
     def _is_object(cls, value: Any) -> Any:
         if isinstance(value, str):
-            if not all(value.partition(":")[::2]):
+            if not is_name(value):
                 raise ValueError(f'"package.module:name", not {value!r}')
         elif not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
             raise ValueError(f"an object with __len__ and __getitem__, not {type(value).__name__}")
@@ -70,11 +73,8 @@ def open_object(args: DatasetArgs) -> Any:
     """The object itself: imported, and called if it is a function or class. Raises `ConfigError`."""
     if not isinstance(args.object, str):
         return args.object
-    module, _, name = args.object.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found: Any = import_named(args.object)
     except USER_ERRORS as error:
         raise ConfigError(
             f"source.object: {args.object!r} cannot be imported: {type(error).__name__}: {error}"
@@ -192,3 +192,31 @@ class DatasetSource:
 
     def fingerprint(self) -> str:
         return f"{self._name}-{self._size}"
+
+
+def _open(args: DatasetArgs, connector: Connector | None) -> DatasetSource:
+    return DatasetSource(open_object(args), args)
+
+
+def _reopen(args: DatasetArgs, num_items: int) -> Callable[[], Source] | None:
+    """A data set that was described by name is made again by that name: it may hold open files."""
+    return partial(_opened_again, args, num_items) if isinstance(args.object, str) else None
+
+
+def _opened_again(args: DatasetArgs, num_items: int) -> DatasetSource:
+    source = _open(args, None)
+    if len(source) != num_items:
+        raise SourceError(
+            f"source.object: {args.object!r} gave {num_items} items in the trainer's process and {len(source)} "
+            "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
+        )
+    return source
+
+
+DATASET = SourceKind(
+    DatasetArgs,
+    "items",
+    _open,
+    reopen=_reopen,
+    objects=lambda args: {"object": args.object, "args": args.args},
+)

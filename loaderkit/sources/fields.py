@@ -88,3 +88,42 @@ class FieldMap:
                 return extension, extension
             dot = later
         return None
+
+
+def described_fields(fields: Mapping[str, str]) -> dict[str, str] | None:
+    """Field -> what its extensions say it holds: an image, text, a number, ...; None if only the data can tell."""
+    return _unless_archived({name: _content_of(_split_extensions(listed)) for name, listed in fields.items()})
+
+
+def included_fields(include: str | tuple[str, ...]) -> dict[str, str] | None:
+    """The same of the fields of the files that patterns include; None if a pattern names no single extension."""
+    patterns = (include,) if isinstance(include, str) else include
+    extensions = [pattern.rpartition(".")[2].lower() for pattern in patterns if "." in pattern]
+    if len(extensions) != len(patterns) or not all(extension.isalnum() for extension in extensions):
+        return None
+    named = {
+        "image" if extension in IMAGE_EXTENSIONS else extension: _content_of([extension]) for extension in extensions
+    }
+    return _unless_archived(named)
+
+
+_CONTENTS = {
+    "txt": "text",
+    "text": "text",
+    "json": "JSON",
+    "cls": "a number",
+    "npy": "an array",
+    "npz": "several arrays",
+}
+
+
+def _content_of(extensions: list[str]) -> str:
+    last = {extension.rpartition(".")[2] for extension in extensions}
+    if last <= IMAGE_EXTENSIONS:
+        return "image"
+    return _CONTENTS.get(last.pop(), "bytes") if len(last) == 1 else "bytes"
+
+
+def _unless_archived(fields: dict[str, str]) -> dict[str, str] | None:
+    """None if one of the fields is an archive, whose own fields are known when it is read."""
+    return None if "several arrays" in fields.values() else fields

@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import SourceError
-from loaderkit.sources.base import FieldRange, Sample, Table
-from loaderkit.sources.fields import FieldMap, Fields, Include
+from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table
+from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields, included_fields
 from loaderkit.sources.listing import Listing, cut_blocks
 from loaderkit.sources.patterns import Patterns
 
@@ -165,3 +165,18 @@ class FilesSource:
         raise SourceError(
             f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and `include`"
         )
+
+
+def _fields_of(args: FilesArgs) -> dict[str, str] | None:
+    fields = included_fields(args.include) if args.fields is None else described_fields(args.fields)
+    if fields is not None and args.label == "parent":
+        fields["label"] = "a number"
+    return fields
+
+
+def _open(args: FilesArgs, connector: Connector | None) -> FilesSource:
+    assert connector is not None
+    return FilesSource(connector, args)
+
+
+FILES = SourceKind(FilesArgs, "ranges", _open, lambda args: args.url, _fields_of)

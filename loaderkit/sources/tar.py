@@ -7,13 +7,16 @@ shards (listing) -> their indexes (a few at a time) -> `_group`: one pass over t
 from __future__ import annotations
 
 import re
+import threading
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +26,9 @@ from loaderkit import native
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import AccessDeniedError, ObjectNotFoundError, SourceError
-from loaderkit.sources.base import FieldRange, Sample, Table
-from loaderkit.sources.fields import FieldMap, Fields, Include
-from loaderkit.sources.formats.tar_index import TarIndex
+from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table
+from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
+from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks
 from loaderkit.sources.patterns import Patterns
 
@@ -93,6 +96,7 @@ class TarSource:
     """
 
     classes: list[str] | None = None
+    index_s = 0.0  # the time to read or build the indexes, of all the time to list the source
 
     def __init__(self, connector: Connector, args: TarArgs, load: Callable[[ObjectInfo], TarIndex]) -> None:
         self._connector = connector
@@ -392,3 +396,42 @@ class TarSource:
 
     def _extensions_of(self, index: int) -> list[str]:
         return [self._extensions[i] for i in self._member_extensions[self._members_of(index)]]
+
+
+class _Timed:
+    """A function that several threads may call at once; `seconds` is the time in which at least one call was running."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self._num_running = 0
+        self._since_s = 0.0
+        self.seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            if self._num_running == 0:
+                self._since_s = time.perf_counter()
+            self._num_running += 1
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self.seconds += time.perf_counter() - self._since_s
+
+
+def _open(args: TarArgs, connector: Connector | None) -> TarSource:
+    assert connector is not None
+    load = _Timed(partial(load_index, connector, cache_dir=default_cache_dir()))
+    source = TarSource(connector, args, load)
+    source.index_s = load.seconds
+    return source
+
+
+def _fields_of(args: TarArgs) -> dict[str, str] | None:
+    return None if args.fields is None else described_fields(args.fields)
+
+
+TAR = SourceKind(TarArgs, "ranges", _open, lambda args: args.root, _fields_of)

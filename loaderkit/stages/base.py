@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from loaderkit._internal.settings import Model
-from loaderkit.engine.work import Chunk, WorkItem
+from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample
 from loaderkit.stages.slots import Slots
+
+if TYPE_CHECKING:
+    from loaderkit.stages.context import CompileContext, Stream
+    from loaderkit.stages.image.ops import ImageOps
 
 
 class StageArgs(Model):
@@ -37,6 +41,67 @@ FieldNames = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 """Which fields a stage acts on; None: every field it fits."""
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage: its kind, its name (unique in the pipeline) and its arguments."""
+
+    kind: str
+    name: str
+    args: StageArgs
+
+    def ready(
+        self,
+        scope: Literal["sample", "batch"],
+        run: Callable[..., Any],
+        *,
+        close: Callable[[], None] | None = None,
+        interrupt: Callable[[], None] | None = None,
+    ) -> Stage:
+        """The stage, ready to run."""
+        workers = None if self.args.workers == "auto" else self.args.workers
+        return Stage(self.name, self.kind, scope, run, workers, close, interrupt)
+
+
+class Complain(Protocol):
+    """Notes what is wrong with the stage at `number`, and with which of its arguments, if it is one."""
+
+    def __call__(self, number: int, message: str, argument: str | None = None) -> None: ...
+
+
+Scope = Literal["sample", "boundary", "batch", "either"]
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """A kind of stage: its arguments, on which side of `batch` it may stand, and how it is compiled.
+
+    `make(args)` gives a function of one sample, its draws and memory to reuse, for `runner.each_sample`. A kind that is none
+    has `compile` instead, which gives a stage of the scope in which it runs.
+    """
+
+    args: type[StageArgs]
+    scope: Scope
+    make: Callable[[Any], Callable[..., Any]] | None = None
+    compile: Callable[[StageConfig, CompileContext], Stage] | None = None
+    check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], Complain], None] | None = None
+    """(all stages, which of them this is, the kinds, what to complain to): does it fit the others?"""
+    num_draws: int = 0  # random numbers for each sample
+    ops: Callable[[Any], ImageOps] | None = None  # what it does to an image, as arithmetic; for `decode` before it
+    needs_images: bool = False
+    is_single: bool = False  # a pipeline has one
+    decodes: bool = False  # behind it fields are no bytes any more
+    shrinks: bool = False  # images are cut or resized, and behind it seldom large
+    is_pointwise: bool = False  # every pixel by itself: a resize may come after it as well as before
+    runs_user_code: bool = False  # it may keep what it is given, and make anything of it
+    takes_tensors: bool = False  # it acts on the tensors of a checkpoint, too
+    stream: Callable[[Any], Stream | None] | None = None  # the stream on which it brings batches to a GPU, if it does
+    keeps_values: Callable[[Any], bool] = lambda args: False  # it may as well run after `normalize`
+    slot_dtype: Callable[[Any], str | None] = lambda args: None
+    """The type of the images that it writes into their slots, chunk by chunk, right behind `batch`; None: it cannot."""
+    objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
+    """Key -> what the user gave for it, which loading processes are sent."""
 
 
 class Encoded(NamedTuple):

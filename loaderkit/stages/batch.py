@@ -7,6 +7,7 @@ texts, bytes and other objects become lists. A sample that does not fit is an er
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -15,9 +16,23 @@ import torch
 from pydantic import Field, PositiveInt
 
 from loaderkit._internal.dtypes import all_have_dtype, type_in_numpy, type_of_all
+from loaderkit.engine.work import Stage
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, FieldSpec, GpuDecoded, Image, InPlace, SampleChunk, StageArgs
+from loaderkit.stages.base import (
+    Encoded,
+    FieldSpec,
+    GpuDecoded,
+    Image,
+    InPlace,
+    SampleChunk,
+    SampleFailure,
+    StageArgs,
+    StageConfig,
+    StageKind,
+)
+from loaderkit.stages.context import CompileContext
 from loaderkit.stages.kernels import write_image
+from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.slots import Slots
 from loaderkit.stages.values import describe, to_tensor
 
@@ -345,3 +360,37 @@ def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.
     for slot, tensor in zip(padded, tensors, strict=True):
         slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded, sizes[:, 0] if first.ndim == 1 else sizes
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    gather = _gather(context.failed(stage), context)
+    stream = context.early_stream
+    return stage.ready("sample", gather if stream is None else partial(stream.run, gather))
+
+
+def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleChunk], None]:
+    """A chunk stage that writes samples into their slots, and treats bad ones as the config says."""
+
+    def fill(chunk: SampleChunk) -> None:
+        context.run_before_batch(chunk)
+        land(chunk, chunk.work_item.specs, failed)
+
+    def run(chunk: SampleChunk) -> None:
+        land(chunk, chunk.work_item.specs, failed)
+        if not chunk.failures:
+            return
+        if context.on_bad_sample != "raise":
+            raise_store_failure(chunk)
+        if context.on_bad_sample == "replace":
+            failures = replace_failed(chunk, fill, len(context.source), context.seed, failed)
+        else:
+            failures = [
+                SampleFailure(chunk.lo + place, int(chunk.indices[place]), error.position, error)
+                for place, error in chunk.failures.items()
+            ]
+        chunk.work_item.failures.extend(failures)
+
+    return run
+
+
+BATCH = StageKind(BatchArgs, "boundary", compile=_compile, is_single=True)

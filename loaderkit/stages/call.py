@@ -7,9 +7,9 @@ dict in place or returns another one.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,16 @@ import torch
 from pydantic import Field, field_serializer, field_validator
 
 from loaderkit._internal.forks import ending_forks
+from loaderkit._internal.names import import_named, is_name
 from loaderkit._internal.settings import Duration
+from loaderkit.engine.work import Stage
+from loaderkit.errors import USER_ERRORS, ConfigError
+from loaderkit.sampling.random import generator
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import Encoded, Image, StageArgs
+from loaderkit.stages.base import BatchContext, Encoded, Image, StageArgs, StageConfig, StageKind
+from loaderkit.stages.context import CompileContext, Stream
+from loaderkit.stages.runner import StageKeys, each_call
+from loaderkit.stages.time_limit import TimeLimit
 from loaderkit.stages.values import as_image, to_tensor
 
 _KEY = "__key__"
@@ -39,7 +46,7 @@ class CallArgs(StageArgs):
     @field_validator("function")
     @classmethod
     def _is_path(cls, value: str | Callable[..., Any]) -> str | Callable[..., Any]:
-        if isinstance(value, str) and not all(value.partition(":")[::2]):
+        if isinstance(value, str) and not is_name(value):
             raise ValueError(f'"package.module:function", not {value!r}')
         return value
 
@@ -59,13 +66,10 @@ class CallArgs(StageArgs):
 
 def load_function(path: str) -> Callable[..., Any]:
     """The callable at "package.module:name". Raises ImportError, AttributeError or ValueError."""
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{path} is {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    function: Callable[..., Any] = import_named(path)
+    if not callable(function):
+        raise ValueError(f"{path} is {type(function).__name__}, not a function")
+    return function
 
 
 def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
@@ -124,3 +128,52 @@ def _checked(value: Any) -> dict[str, Any]:
             f"the function returned {type(value).__name__}; it must return a dict, or None to keep the one given"
         )
     return value
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    args, keys = stage.args, context.keys(stage)
+    assert isinstance(args, CallArgs)
+    is_batch = stage not in context.before_batch
+    function, wants_rng, limit = _limited(stage.name, args, context.stream if is_batch else None)
+    close = None if limit is None else limit.close
+    if is_batch:
+        return stage.ready("batch", _on_batches(function, keys if wants_rng else None), close=close)
+    call = partial(call_on_sample, function)
+    run = each_call(call, keys if wants_rng else None, context.source, context.failed(stage))
+    return stage.ready("sample", run, close=close)
+
+
+def _limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None]:
+    """The function, whether it wants random numbers, and its time limit. With one it is called in another thread, and there
+    on the same stream."""
+    try:
+        function, wants_rng = bind(args)
+    except USER_ERRORS as error:
+        reason = str(error) if isinstance(error, (ImportError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"stages.{name}.function: {args.function!r} cannot be imported: {reason}") from error
+    if args.timeout is None:
+        return function, wants_rng, None
+    limit = TimeLimit(name, args.timeout)
+    return partial(limit, function if stream is None else stream.bound(function)), wants_rng, limit
+
+
+def _on_batches(function: Callable[..., Any], keys: StageKeys | None) -> Callable[[dict[str, Any], BatchContext], None]:
+    """A batch stage from the function; `keys` only if it wants a generator."""
+
+    def run(batch: dict[str, Any], context: BatchContext) -> None:
+        rng = generator(keys[context.epoch], context.first_position) if keys is not None else None
+        kept: dict[str, Any] = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
+        result = kept | call_on_batch(function, batch, rng)  # which may have dropped them
+        batch.clear()
+        batch.update(result)
+
+    return run
+
+
+CALL = StageKind(
+    CallArgs,
+    "either",
+    compile=_compile,
+    runs_user_code=True,
+    objects=lambda args: {"function": args.function, "args": args.args},
+)

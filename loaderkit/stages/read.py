@@ -13,14 +13,19 @@ from contextlib import suppress
 from itertools import accumulate
 from operator import getitem
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from loaderkit import native
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import Connector, Ranges, bulk_of
+from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
+from loaderkit.engine.work import Stage
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS
-from loaderkit.sources.base import FieldRange, ItemSource, Sample, Source
-from loaderkit.stages.base import Encoded, SampleChunk, StageArgs
+from loaderkit.sources.base import FieldRange, ItemSource, RecordSource, Sample, Source
+from loaderkit.stages.base import Encoded, SampleChunk, StageArgs, StageConfig, StageKind
+from loaderkit.stages.context import CompileContext
+from loaderkit.stages.read_arrays import DirectRead
+from loaderkit.stages.read_records import read_records
 
 
 class ReadArgs(StageArgs):
@@ -222,3 +227,39 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
         return 0
 
     return run
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    failed, connector = context.failed(stage), context.connector
+    is_last = len(context.before_batch) == 1
+    if context.gives == "items":
+        return stage.ready("sample", read_items(cast(ItemSource, context.source), failed, is_last=is_last))
+    assert connector is not None
+    interrupt = (
+        connector.stop if isinstance(connector, ReadAheadConnector) else None
+    )  # its readers wait for its threads
+    if context.gives == "records":
+        source = cast(RecordSource, context.source)
+        run = read_records(source, connector, failed, is_last=is_last, reuse=context.may_reuse)
+    else:
+        direct = _direct_read(connector, context)
+        fetch = direct.fetch if direct is not None else None
+        run = read_ranges(context.source, connector, failed, fetch=fetch, as_bytes=is_last)
+    return stage.ready("sample", run, interrupt=interrupt)
+
+
+def _direct_read(connector: Connector, context: CompileContext) -> DirectRead | None:
+    """How arrays may be read into their slots: if there is `decode`, and every other stage before `batch` says on which
+    fields it acts."""
+    between = context.before_batch[1:]
+    decode = next((stage.args for stage in between if context.kind_of(stage).decodes), None)
+    others = [stage for stage in between if not context.kind_of(stage).decodes]
+    named = [getattr(stage.args, "fields", None) for stage in others]
+    if decode is None or not context.may_reuse or None in named:
+        return None
+    decoded = getattr(decode, "fields", None)
+    touched = frozenset(name for names in named for name in names or ())
+    return DirectRead(connector, None if decoded is None else frozenset(decoded), touched)
+
+
+READ = StageKind(ReadArgs, "sample", compile=_compile, is_single=True, takes_tensors=True)

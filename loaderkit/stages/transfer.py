@@ -17,7 +17,11 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from loaderkit.stages.base import StageArgs
+from loaderkit._internal.device import resolve_device
+from loaderkit.engine.work import Stage
+from loaderkit.errors import ConfigError
+from loaderkit.stages.base import BatchContext, StageArgs, StageConfig, StageKind
+from loaderkit.stages.context import CompileContext
 
 logger = logging.getLogger("loaderkit")
 
@@ -157,7 +161,7 @@ class TransferStream:
 
     def __init__(self, device: torch.device) -> None:
         """In the thread that builds the loader: tensors that its current stream still makes may be used by functions."""
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._lock = threading.Lock()
@@ -168,7 +172,7 @@ class TransferStream:
     def _current(self) -> Iterator[None]:
         """Make the stream current, and its device: in a thread of ours that is number 0, and what asks for no other device
         would make a CUDA context there, in every rank's process."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def run(self, act: Callable[..., Any], *args: Any) -> Any:
@@ -200,7 +204,7 @@ class TransferStream:
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal num_bytes
-            found = tensor.to(self._device, non_blocking=True)
+            found = tensor.to(self.device, non_blocking=True)
             num_bytes += 0 if found is tensor else sum(part.nbytes for part in _dense_parts(tensor))
             return found
 
@@ -230,11 +234,11 @@ class TransferStream:
 
     def hand_over(self, batch: dict[str, Any]) -> None:
         """In the loop's thread: its current stream works on the batch from here on, also after the loop has dropped it."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_cuda:
-                current = stream if tensor.device == self._device else torch.cuda.current_stream(tensor.device)
+                current = stream if tensor.device == self.device else torch.cuda.current_stream(tensor.device)
                 for part in _dense_parts(tensor):
                     part.record_stream(current)
             return tensor
@@ -246,3 +250,37 @@ class TransferStream:
         """What was copied, in bytes, and how long the device took over it, in s, by its own clock (CUDA events)."""
         num_bytes, copy_s = self._copies
         return {"num_bytes": num_bytes, "copy_s": copy_s}
+
+
+def _open_stream(args: TransferArgs) -> TransferStream | None:
+    """The stream to the device, if that is a GPU. Raises ConfigError."""
+    if args.device == "cpu":
+        return None
+    try:
+        device = resolve_device(args.device)
+    except RuntimeError as error:
+        raise ConfigError(f"stages.transfer.device: {error}") from error
+    return TransferStream(device) if device.type == "cuda" else None
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    assert isinstance(stage.args, TransferArgs)
+    stream, change = context.stream, shape(stage.args)
+
+    def run(batch: dict[str, Any], context: BatchContext) -> None:
+        if stream is not None:
+            stream.move(batch)
+        if change is not None:
+            batch.update({name: change(value) for name, value in batch.items()})
+
+    return stage.ready("batch", run)
+
+
+TRANSFER = StageKind(
+    TransferArgs,
+    "batch",
+    compile=_compile,
+    takes_tensors=True,
+    stream=_open_stream,
+    keeps_values=lambda args: args.dtype is None,
+)

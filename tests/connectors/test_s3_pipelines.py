@@ -14,6 +14,8 @@ from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.cli import main
+from loaderkit.pipeline.config.builder import to_config
+from loaderkit.pipeline.execution_plan import compile_pipeline
 
 BLOCKS = {"shuffle": "block", "seed": 1, "block": {"block": "20KiB", "window": 3, "lanes": 2}}
 ORDERS: dict[str, dict[str, Any]] = {
@@ -138,9 +140,9 @@ def test_a_block_is_one_request(uploaded: str, shards: Path, seaweed: Seaweed) -
             assert sum(len(batch["__key__"]) for batch in loader) == 60
             store = loader.stats().to_dict()["store"]
     sent = [request for request in proxy.requests[num_before:] if request.method == "GET"]
-    source = loaderkit.build({**pipeline, "source": tars(shards)})
-    num_blocks = len(source._parts.source.blocks(20 * 1024)) - 1
-    source.close()
+    plan = compile_pipeline(to_config({**pipeline, "source": tars(shards)}))
+    num_blocks = len(plan.source.blocks(20 * 1024)) - 1
+    plan.close()
     # Each block, two fields of the first sample to know what batches look like, and a few of the ends of lanes.
     assert num_blocks <= len(sent) <= num_blocks + 8
     assert 0 < store["over_read_bytes"] < 0.5 * store["fetched_bytes"]  # the members' headers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import SourceError
-from loaderkit.pipeline.build import make_parts
 from loaderkit.pipeline.config.parsing import parse
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.sources.base import Source
 
 Opened = tuple[Source, Connector | None]
@@ -21,7 +20,7 @@ Opened = tuple[Source, Connector | None]
 
 def opened(**source: Any) -> Opened:
     config = parse({"source": source, "stages": ["read", {"batch": {"size": 1}}]})
-    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
+    parts = compile_pipeline(config, rank=0, world_size=1)
     return parts.source, parts.connector
 
 

@@ -70,7 +70,7 @@ def test_batches_that_are_not_tiny_have_workers(tmp_path: Path) -> None:
 
 
 def test_data_larger_than_the_page_cache_is_read_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loaderkit.pipeline.engine_factory._CACHED_SHARE", 0.0)
+    monkeypatch.setattr("loaderkit.pipeline.inline_rule._CACHED_SHARE", 0.0)
     assert executor_of(records(tmp_path)) == "thread"
 
 

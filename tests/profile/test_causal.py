@@ -13,8 +13,8 @@ import pytest
 import loaderkit
 from loaderkit import Loader, Pipeline
 from loaderkit.engine.work import Stage
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.loader import to_config
+from loaderkit.pipeline.config.builder import to_config
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.causal import check_verdict, judge, plan_check
 from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.report import Report
@@ -50,9 +50,7 @@ class Waiting:
 def make_from(pipeline: Pipeline, given: Mapping[str, Any]) -> Any:
     def make(overrides: Mapping[str, Any], slowdown: Slowdown | None) -> Loader:
         config = to_config(pipeline, {**given, **overrides})
-        return Loader(
-            make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter, stretch=slowdown)
-        )
+        return Loader(compile_pipeline(config, rank=0, world_size=1, slowdown=slowdown))
 
     return make
 

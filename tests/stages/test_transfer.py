@@ -321,7 +321,8 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
     bound: list[Any] = []
 
     class Noting:
-        def __init__(self, device: torch.device) -> None: ...
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
 
         def run(self, act: Any, *args: Any) -> None: ...
 
@@ -335,8 +336,8 @@ def test_of_functions_with_a_time_limit_only_those_behind_batch_are_called_on_th
     def on_batch(batch: dict[str, Any]) -> None:
         batch["at"] = "batch"
 
-    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", Noting)
+    monkeypatch.setattr("loaderkit.stages.transfer.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.stages.transfer.TransferStream", Noting)
     made = loaderkit.Pipeline.dataset(Items()).read().call(on_sample, timeout="5s").batch(8)
     loaderkit.build(made.call(on_batch, timeout="5s").transfer().call(on_batch, timeout="5s")).close()
     given: list[dict[str, Any]] = [{} for _ in bound]

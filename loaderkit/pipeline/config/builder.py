@@ -151,6 +151,19 @@ class Pipeline:
         return [*super().__dir__(), *STAGES]
 
 
+def to_config(
+    pipeline: str | Path | Mapping[str, Any] | Pipeline, overrides: Mapping[str, Any] | None = None
+) -> PipelineConfig:
+    """The frozen, validated description of any of the ways to describe a pipeline. Raises ConfigError."""
+    if isinstance(pipeline, Pipeline):
+        return pipeline.with_overrides(overrides).config if overrides else pipeline.config
+    if isinstance(pipeline, Mapping):
+        return parse(pipeline, overrides=overrides)
+    if isinstance(pipeline, (str, Path)):
+        return load_yaml(Path(pipeline), overrides=overrides)
+    raise ConfigError(f"a pipeline is a path, a dict or a loaderkit.Pipeline, not {type(pipeline).__name__}")
+
+
 def _copied(value: Any) -> Any:
     """Containers copied, so that later changes of what was given do not reach the description; objects shared."""
     if isinstance(value, Mapping):

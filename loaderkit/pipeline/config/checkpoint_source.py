@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from loaderkit.connectors.config import SourceArgs
+from loaderkit.sources.base import SourceKind
 
 
 def _as_list(value: Any) -> Any:
@@ -27,3 +28,6 @@ class CheckpointArgs(SourceArgs):
     verify: Literal["auto"] | bool = Field(
         "auto", description="auto: compare with the manifest if there is one; true: demand one; false: do not look"
     )
+
+
+CHECKPOINT = SourceKind(CheckpointArgs, "tensors")

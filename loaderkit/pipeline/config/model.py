@@ -17,7 +17,8 @@ from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import SOURCES
 from loaderkit.pipeline.config.yaml_text import to_yaml
-from loaderkit.stages.base import StageArgs
+from loaderkit.stages.base import StageConfig
+from loaderkit.stages.batch import BatchArgs
 
 
 class BlockArgs(Model):
@@ -82,15 +83,6 @@ class ErrorsArgs(Model):
 
 
 @dataclass(frozen=True)
-class StageConfig:
-    """One stage: its kind, its name (unique in the pipeline) and its arguments."""
-
-    kind: str
-    name: str
-    args: StageArgs
-
-
-@dataclass(frozen=True)
 class PipelineConfig:
     """A whole pipeline, valid and complete: every default is filled in."""
 
@@ -105,11 +97,18 @@ class PipelineConfig:
 
     @property
     def source_kind(self) -> str:
-        return next(kind for kind, args in SOURCES.items() if type(self.source) is args)
+        return next(name for name, kind in SOURCES.items() if type(self.source) is kind.args)
 
     def stage(self, kind: str) -> StageConfig:
         """The first stage of a kind."""
         return next(stage for stage in self.stages if stage.kind == kind)
+
+    @property
+    def batch(self) -> BatchArgs:
+        """What `batch` was asked for."""
+        args = self.stage("batch").args
+        assert isinstance(args, BatchArgs)
+        return args
 
     def to_dict(self, *, defaults: bool = False) -> dict[str, Any]:
         """Plain values that `parse` turns back into an equal config; with every default, or only what differs.

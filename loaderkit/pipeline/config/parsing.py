@@ -19,11 +19,11 @@ from loaderkit._internal.settings import Model
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest, say_expected, say_unmet
-from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, StageConfig, escape
+from loaderkit.pipeline.config.model import ErrorsArgs, OrderArgs, PipelineConfig, PrefetchArgs, escape
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.config.validation import check_structure
 from loaderkit.pipeline.config.yaml_text import expand_variables, read_yaml
-from loaderkit.stages.base import StageArgs
+from loaderkit.stages.base import StageArgs, StageConfig
 
 _SECTIONS = ("version", "name", "source", "order", "stages", "prefetch", "errors", "output")
 
@@ -169,7 +169,7 @@ def _parse_source(data: dict[str, Any], reader: Problems, base: Path) -> SourceA
         text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
         reader.complain(("source", "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
         return None
-    parsed = _validate(SOURCES[kind], raw, ("source",), reader)
+    parsed = _validate(SOURCES[kind].args, raw, ("source",), reader)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
         try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Protocol
 
+from loaderkit._internal.names import import_named, is_name
 from loaderkit.errors import ConfigError
 
 Step = Callable[[Any], object]
@@ -40,13 +40,10 @@ def sleep_step(seconds: float) -> Step:
 
 def open_consumer(name: str) -> Step:
     """The function of "package.module:name", called with every batch. Raises ConfigError."""
-    module_name, colon, path = name.partition(":")
-    if not colon or not module_name or not path:
+    if not is_name(name):
         raise ConfigError(f'a consumer is named as "package.module:function", not {name!r}')
     try:
-        consumer: Any = importlib.import_module(module_name)
-        for part in path.split("."):
-            consumer = getattr(consumer, part)
+        consumer: Any = import_named(name)
     except Exception as error:
         raise ConfigError(f"the consumer {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(consumer):

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
 from loaderkit.pipeline.config.diagnostics import Problems
-from loaderkit.pipeline.config.model import PipelineConfig, StageConfig
-from loaderkit.pipeline.config.validation import check_lowered
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.settings_patch import num_processes, value_of, workers_settings
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
+from loaderkit.stages.base import StageConfig
 
 _MOST_WORKERS = 128
 _BY_PIXEL = frozenset(
@@ -149,7 +150,7 @@ def _may_go_to_the_gpu(config: PipelineConfig, decoding: StageConfig) -> bool:
         return False
     there = replace(decoding, args=decoding.args.model_copy(update={"device": "gpu"}))
     problems = Problems(None)
-    check_lowered(tuple(there if stage is decoding else stage for stage in config.stages), problems)
+    check_neighbours(tuple(there if stage is decoding else stage for stage in config.stages), problems)
     return not problems.problems
 
 

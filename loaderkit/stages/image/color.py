@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import FieldNames, StageArgs
+from loaderkit.stages.base import FieldNames, StageArgs, StageKind
 from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps
 from loaderkit.stages.values import image_fields, to_tensor
 
@@ -168,3 +168,14 @@ def _grey(image: torch.Tensor) -> torch.Tensor:
 
 def _blend(image: torch.Tensor, other: torch.Tensor, factor: float) -> torch.Tensor:
     return image.mul(factor).add_(other, alpha=1.0 - factor).clamp_(0, 255).to(torch.uint8)
+
+
+COLOR_JITTER = StageKind(
+    ColorJitterArgs,
+    "sample",
+    color_jitter,
+    num_draws=COLOR_JITTER_DRAWS,
+    ops=color_jitter_steps,
+    needs_images=True,
+    is_pointwise=True,
+)

@@ -19,15 +19,30 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from loaderkit import native
+from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.sources.formats.npy import view_npy, view_npz
-from loaderkit.stages.base import Encoded, FieldGroup, FieldNames, GpuDecoded, Image, InPlace, SampleChunk, StageArgs
+from loaderkit.stages.base import (
+    Encoded,
+    FieldGroup,
+    FieldNames,
+    GpuDecoded,
+    Image,
+    InPlace,
+    SampleChunk,
+    StageArgs,
+    StageConfig,
+    StageKind,
+)
+from loaderkit.stages.context import CompileContext
+from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
 from loaderkit.stages.image.jpeg import jpeg_size
-from loaderkit.stages.image.ops import EVERYTHING, Crop, Needs
+from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, foresight
 from loaderkit.stages.image.resize import reduced_box
+from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import as_image, describe
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
@@ -332,3 +347,31 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
     "text": _read_text,
     "json": _read_json,
 }
+
+
+def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfig, DecodeHint | None]:
+    """The stage that a `decode` decodes for, and what that needs of a JPEG, if it is not everything."""
+    args, behind = stage.args, context.behind(stage)
+    assert isinstance(args, DecodeArgs)
+    following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
+    ops, fields = context.kind_of(following).ops, getattr(following.args, "fields", None)
+    is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
+    if ops is None or args.device != "cpu" or args.exif_orientation or is_apart:
+        return following, None
+    return following, foresight(ops(following.args), is_next=following is behind[0], scaled=args.scaled)
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    assert isinstance(stage.args, DecodeArgs)
+    following, hint = decode_hint(stage, context)
+    failed, reuse = context.failed(stage), context.may_reuse
+    if hint is None:
+        return stage.ready("sample", each_sample(decode(stage.args), 0, context.keys(stage), failed, reuse=reuse))
+    decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
+    # With the numbers that the stage it decodes for will draw.
+    num_draws, keys = context.kind_of(following).num_draws, context.keys(following)
+    run = each_sample(decoder.begin, num_draws, keys, failed, reuse=reuse, finish=decoder.finish)
+    return stage.ready("sample", run)
+
+
+DECODE = StageKind(DecodeArgs, "sample", compile=_compile, check=check_decode, is_single=True, decodes=True)

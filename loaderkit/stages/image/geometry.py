@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import FieldNames, Image, StageArgs
+from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Scale
 from loaderkit.stages.image.resize import Interpolation, ResampleJob, cut, resized
 from loaderkit.stages.values import image_fields
@@ -300,3 +300,27 @@ def _check_sizes(images: list[tuple[str, Image]]) -> None:
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
+
+
+RESIZE = StageKind(ResizeArgs, "sample", resize, ops=resize_steps, needs_images=True, shrinks=True)
+CENTER_CROP = StageKind(CenterCropArgs, "sample", center_crop, ops=center_crop_steps, needs_images=True, shrinks=True)
+RANDOM_CROP = StageKind(
+    RandomCropArgs, "sample", random_crop, num_draws=2, ops=random_crop_steps, needs_images=True, shrinks=True
+)
+RANDOM_RESIZED_CROP = StageKind(
+    RandomResizedCropArgs,
+    "sample",
+    random_resized_crop,
+    num_draws=RANDOM_RESIZED_CROP_DRAWS,
+    ops=random_resized_crop_steps,
+    needs_images=True,
+    shrinks=True,
+)
+RANDOM_HORIZONTAL_FLIP = StageKind(
+    RandomHorizontalFlipArgs,
+    "sample",
+    random_horizontal_flip,
+    num_draws=1,
+    ops=random_horizontal_flip_steps,
+    needs_images=True,
+)

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
-from loaderkit.stages.base import FieldNames, SampleChunk, StageArgs, image_fields
+from loaderkit.engine.work import Stage
+from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_fields
+from loaderkit.stages.context import CompileContext, batch_error
 from loaderkit.stages.image.ops import Finalizer
 from loaderkit.stages.kernels import write_normalized
 from loaderkit.stages.values import describe
@@ -108,3 +110,42 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
             batch[name] = floats.to(dtype)
 
     return run
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    args = stage.args
+    assert isinstance(args, NormalizeArgs)
+    if stage == context.in_slots:
+        return stage.ready("sample", _naming_batches(stage.name, normalize_slots(args)))
+    scale, named = normalize(args), args.fields
+
+    def run(batch: dict[str, Any], context: BatchContext) -> None:
+        names = named or context.images
+        if not names:
+            raise ValueError("the batch has no image field")
+        scale(batch, names)
+
+    return stage.ready("batch", run)
+
+
+def _naming_batches(name: str, run: Callable[[SampleChunk], None]) -> Callable[[SampleChunk], None]:
+    """A chunk stage whose errors say which batch failed."""
+
+    def checked(chunk: SampleChunk) -> None:
+        if not image_fields(chunk.work_item.specs):
+            raise batch_error(name, chunk.epoch, chunk.work_item.step, "the batch has no image field")
+        try:
+            run(chunk)
+        except (RuntimeError, ValueError) as error:
+            raise batch_error(name, chunk.epoch, chunk.work_item.step, str(error)) from error
+
+    return checked
+
+
+NORMALIZE = StageKind(
+    NormalizeArgs,
+    "batch",
+    compile=_compile,
+    needs_images=True,
+    slot_dtype=lambda args: "float32" if args.dtype == "float32" and args.fields is None else None,
+)

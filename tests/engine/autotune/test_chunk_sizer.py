@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from loaderkit import Pipeline
 from loaderkit.engine.autotune.chunk_sizer import ChunkSizer, trim
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.engine_factory import make_batch_plan
+from loaderkit.pipeline.execution_plan import compile_pipeline
 
 
 def sizes_of(fixed_s: float, each_s: float, *, num_batches: int = 30, batch: int = 64, workers: int = 2) -> list[int]:
@@ -41,8 +41,7 @@ def test_samples_of_a_chunk_take_some_milliseconds(each_ms: float, least: int, m
 def test_the_chunks_of_a_batch_are_alike(batch: int, chunk_size: int) -> None:
     """A short one at the end would cost as much besides its samples as a long one, and look as if that were more."""
     pipeline = Pipeline.dataset(list(range(130))).read().batch(batch, drop_last=True)
-    parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
-    plan = Assembly(Recipe(parts.config, parts.source, None, parts.schedule, 2)).make_plan()
+    plan = make_batch_plan(compile_pipeline(pipeline.config, rank=0, world_size=1))
     plan.prepare()
     work_item = plan.open(chunk_size)
     assert work_item is not None

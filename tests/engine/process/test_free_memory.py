@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from loaderkit import Pipeline
 from loaderkit.engine.process.shared_memory import check_room
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batch_plan import BatchPlan
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.engine_factory import make_batch_plan
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.sampling.shard import Shard
 
 MIB = 2**20
@@ -83,12 +84,11 @@ def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: p
     """Each process knows its own batches only, and is told later that they may be more, by the tuner say."""
     root = lay_out(tmp_path, "0::/jobs\n", group("jobs", "max", 300, 0))
     pipeline = Pipeline.dataset(Megabytes()).read().batch(1).prefetch(batches=10)
-    parts = make_parts(pipeline.config, rank=0, world_size=1, connectors={}, clock=lambda: 0.0)
-    recipe = Recipe(parts.config, parts.source, None, parts.schedule, 2)
+    execution = compile_pipeline(pipeline.config, rank=0, world_size=1)
     monkeypatch.setattr("loaderkit.pipeline.batch_memory.check_room", partial(check_room, root=root))
 
     def plan_of(share: Shard) -> BatchPlan:
-        plan = Assembly(recipe, share).make_plan(lambda size: np.empty(size, np.uint8))
+        plan = make_batch_plan(replace(execution, shard=share), lambda size: np.empty(size, np.uint8))
         plan.prepare()
         return plan
 

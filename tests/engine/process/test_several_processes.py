@@ -26,24 +26,23 @@ from loaderkit.engine.metrics.snapshot import StageStats, merged
 from loaderkit.engine.process.connection import Link
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.pipeline.batch_plan import BatchPlan
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.engine_factory import make_batch_plan
+from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import WHOLE, Shard
 
 pytestmark = pytest.mark.matrix(1)
 
 
-def plan_of(recipe: Recipe, share: Shard = WHOLE) -> BatchPlan:
-    plan = Assembly(recipe, share).make_plan()
+def plan_of(execution: ExecutionPlan, shard: Shard = WHOLE) -> BatchPlan:
+    plan = make_batch_plan(replace(execution, shard=shard))
     plan.prepare()
     return plan
 
 
-def recipe_of(size: int, batch: int, drop_last: bool, epochs: int | None, rank: int, world_size: int) -> Recipe:
+def recipe_of(size: int, batch: int, drop_last: bool, epochs: int | None, rank: int, world_size: int) -> ExecutionPlan:
     pipeline = Pipeline.dataset(Numbers(size)).shuffle(seed=3).epochs(epochs).read().batch(batch, drop_last=drop_last)
-    parts = make_parts(pipeline.config, rank=rank, world_size=world_size, connectors={}, clock=lambda: 0.0)
-    return Recipe(parts.config, parts.source, None, parts.schedule, 2)
+    return compile_pipeline(pipeline.config, rank=rank, world_size=world_size)
 
 
 def opened(plan: BatchPlan) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,8 @@ from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.worker_process import WorkerSpec
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ClosedError, StallTimeout, WorkerDiedError
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.engine_factory import Assembly, Recipe, RemoteEngine
+from loaderkit.pipeline.execution_plan import compile_pipeline
+from loaderkit.pipeline.process_setup import worker_engine
 from loaderkit.sampling.shard import Shard
 from loaderkit.stages.base import BatchContext
 
@@ -33,20 +32,18 @@ def late_engine(
     pinned_for: torch.device | None = None,
 ) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
-    parts = make_parts(numbers().epochs(1).config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
-    config = replace(parts.config, prefetch=parts.config.prefetch.model_copy(update={"concurrency": 2}))
-    recipe = Recipe(config, parts.source, None, parts.schedule, 2)
+    plan = compile_pipeline(numbers().epochs(1).prefetch(concurrency=2).config, rank=0, world_size=1)
     job = WorkerSpec(
-        RemoteEngine.of(recipe),
+        worker_engine(plan),
         preload="loaderkit.pipeline.engine_factory",
-        rows=Assembly(recipe, Shard(of=num_processes)).rows(),
+        rows=replace(plan, shard=Shard(of=num_processes)).compiled.rows(),
         pools=[["read", "batch"]],
         num_batches=4,
         memory_bytes=2**20,
         late_stages=[Stage("late", "call", "batch", late)],
         pinned_for=pinned_for,
     )
-    return ProcessEngine(job, num_processes=num_processes, schedule=parts.schedule, timeout_s=60)
+    return ProcessEngine(job, num_processes=num_processes, schedule=plan.schedule, timeout_s=60)
 
 
 def scale(batch: dict[str, Any]) -> None:

@@ -173,16 +173,16 @@ class TestSteps:
         stage = STAGES[kind]
         args = stage.args(**given_args.get(kind, {"size": size}))
         draws = rng.random(stage.num_draws)
-        assert stage.steps is not None
+        assert stage.ops is not None
         assert stage.make is not None
         sample = {"image": Image(pixels)}
         stage.make(args)(sample, draws, None)
-        steps = stage.steps(args).of(height, width, draws)
+        steps = stage.ops(args).of(height, width, draws)
         assert size_after(steps, height, width) == sample["image"].pixels.shape[:2]
         found = pixels
         for step in steps:
             if isinstance(step, Crop):
-                found = window(found, step, stage.steps(args).fill)
+                found = window(found, step, stage.ops(args).fill)
             elif isinstance(step, Flip):
                 found = found[:, ::-1] if step.is_on else found
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from PIL import Image as Pillow
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.pipeline.build import make_parts
-from loaderkit.pipeline.compiler import Compiler
-from loaderkit.pipeline.engine_factory import Assembly, Recipe
+from loaderkit.pipeline.engine_factory import make_batch_plan
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.stages.base import BatchWork, FieldSpec, GpuDecoded, Image, SampleChunk
 
 
@@ -32,6 +30,8 @@ def source(folder: Path) -> Pipeline:
 
 class OnTheCpu:
     """A lane whose device is the CPU."""
+
+    device = torch.device("cuda", 0)
 
     def __init__(self, *args: Any) -> None:
         self.num_moved = 0
@@ -69,8 +69,8 @@ def test_what_stands_behind_a_transfer_is_done_in_the_process_that_trains(
     pipeline = chain(source(photos).decode(device="dali-cpu"))
     with loaderkit.build(pipeline, overrides={"stages.transfer.device": "cpu"}) as loader:
         expected = list(loader)
-    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", OnTheCpu)
+    monkeypatch.setattr("loaderkit.stages.transfer.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.stages.transfer.TransferStream", OnTheCpu)
     monkeypatch.setattr("loaderkit.engine.process.leases._Pins", Unpinned)
     with loaderkit.build(pipeline, overrides={"prefetch.executor": "process", "prefetch.concurrency": 2}) as loader:
         found = list(loader)
@@ -94,20 +94,19 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
             return act(*args)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", Counting)
+    monkeypatch.setattr("loaderkit.stages.transfer.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.stages.transfer.TransferStream", Counting)
     config = source(photos).decode(device="gpu").resize([8, 8]).batch(2).transfer().config
-    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
-    assembly = Assembly(Recipe(config, parts.source, parts.connector, parts.schedule, 1))
+    plan = compile_pipeline(config, rank=0, world_size=1)
     indices = np.arange(2)
     work_item = BatchWork(epoch=0, step=0, positions=indices, indices=indices, end=2)
     work_item.specs = {"image": FieldSpec("rendered", (3, 8, 8), "uint8", True, "a", 192)}
     work_item.values["image"] = [None, None]
     chunk = SampleChunk(work_item, 0, 2, indices)
     chunk.samples = [{"image": GpuDecoded(torch.full((1, 3, 8, 8), n, dtype=torch.uint8), 0)} for n in range(2)]
-    next(stage.run for stage in assembly.stages if stage.kind == "batch")(chunk)
+    next(stage.run for stage in plan.compiled.stages if stage.kind == "batch")(chunk)
     assert Counting.num_calls == 1
-    batch = assembly.make_plan().finish(work_item)
+    batch = make_batch_plan(plan).finish(work_item)
     assert Counting.num_calls == 2
     assert batch["image"][:, 0, 0, 0].tolist() == [0, 1]
 
@@ -116,14 +115,13 @@ def test_what_is_put_together_on_a_gpu_is_put_together_in_the_lane(
 def test_what_is_normalised_before_it_is_copied_is_normalised_in_its_slots(
     photos: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, in_slots: bool
 ) -> None:
-    monkeypatch.setattr("loaderkit.pipeline.compiler.resolve_device", lambda wanted: torch.device("cuda", 0))
-    monkeypatch.setattr("loaderkit.pipeline.compiler.TransferStream", OnTheCpu)
+    monkeypatch.setattr("loaderkit.stages.transfer.resolve_device", lambda wanted: torch.device("cuda", 0))
+    monkeypatch.setattr("loaderkit.stages.transfer.TransferStream", OnTheCpu)
     made = source(photos).decode().resize([8, 8]).batch(2)
     config = (made.normalize().transfer() if is_before else made.transfer().normalize()).config
-    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
-    compiler = Compiler(config, parts.source, parts.connector, num_workers=1)
+    compiled = compile_pipeline(config, rank=0, world_size=1).compiled
     sample = {"image": Image(np.zeros((8, 8, 3), np.uint8))}
-    assert compiler.specs_of(sample, "a")["image"].dtype == ("float32" if in_slots else "uint8")
+    assert compiled.specs_of(sample, "a")["image"].dtype == ("float32" if in_slots else "uint8")
 
 
 @pytest.mark.parametrize(
@@ -133,13 +131,12 @@ def test_what_is_normalised_before_it_is_copied_is_normalised_in_its_slots(
 def test_batches_that_are_open_at_once_share_the_cpus(
     photos: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int, num_batches: int, num_threads: int
 ) -> None:
-    monkeypatch.setattr("loaderkit.pipeline.compiler.num_cpus", lambda: 16)
+    monkeypatch.setattr("loaderkit.pipeline.dali_lowering.num_cpus", lambda: 16)
     pipeline = source(photos).decode(device="dali-cpu").resize([8, 8]).batch(2)
     config = pipeline.prefetch(concurrency=num_workers, batches=num_batches).config
-    parts = make_parts(config, rank=0, world_size=1, connectors={}, clock=time.perf_counter)
-    compiler = Compiler(config, parts.source, parts.connector, num_workers=num_workers)
-    assert compiler.graph is not None
-    assert compiler.graph.num_threads == num_threads
+    compiled = compile_pipeline(config, rank=0, world_size=1).compiled
+    assert compiled.lowering is not None
+    assert compiled.lowering.graph.num_threads == num_threads
 
 
 @pytest.mark.gpu

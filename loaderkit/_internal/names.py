@@ -1,0 +1,16 @@
+"""Objects by name: "package.module:name"."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+
+def is_name(text: str) -> bool:
+    """True if `text` has the form "package.module:name"."""
+    return all(text.partition(":")[::2])
+
+
+def import_named(name: str) -> Any:
+    """The object of that name. Raises ValueError, ImportError, AttributeError, and what importing the module raises."""
+    return pkgutil.resolve_name(name)

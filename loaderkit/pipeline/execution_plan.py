@@ -1,0 +1,223 @@
+"""`ExecutionPlan`, what a pipeline is to run, and `compile_pipeline`, which makes it from a config.
+
+config ──compile_pipeline──> ExecutionPlan ──make_executor──> Executor
+                                  └──pickle──> a loading process, which makes its own engine from it
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from loaderkit._internal.cgroups import num_cpus
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import StoreArgs
+from loaderkit.connectors.factory import open_connector
+from loaderkit.engine.work import Stage
+from loaderkit.errors import ConfigError
+from loaderkit.pipeline.compiler import CompiledStages, compile_stages
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.inline_rule import why_inline
+from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
+from loaderkit.sampling.shard import WHOLE, Shard
+from loaderkit.sources.base import Source
+from loaderkit.stages.base import StageConfig
+
+if TYPE_CHECKING:
+    from loaderkit.stages.slowed import Slowdown
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """What to run: the config, its source, already listed, and the connector to it.
+
+    It is plain data: pickled, it lets a loading process make its engine without listing anything again.
+    """
+
+    config: PipelineConfig
+    source: Source
+    connector: Connector | None  # None: samples are Python objects
+    schedule: BatchSampler
+    num_workers: int  # threads of all processes, to begin with
+    slowdown: Slowdown | None = None
+    owns_connector: bool = False  # False: the connector was given, and others may use it
+    list_s: float = 0.0  # the time to list the source, without
+    index_s: float = 0.0  # the time to read or build the indexes of archives
+    inline_reason: str | None = None  # why the loop's thread makes the batches although threads were asked for
+    shard: Shard = WHOLE  # which of the loading processes this plan is for
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # compiled stages are not data
+
+    @property
+    def executor(self) -> Literal["inline", "thread", "process"]:
+        """What makes the batches."""
+        return "inline" if self.inline_reason is not None else self.config.prefetch.executor
+
+    @cached_property
+    def compiled(self) -> CompiledStages:
+        """The stages, ready to run in this process. Raises ConfigError."""
+        return compile_stages(self)
+
+    @cached_property
+    def for_workers(self) -> ExecutionPlan:
+        """The part that loading processes run: all of it, or the stages before a `transfer` to CUDA."""
+        config = self.config
+        if self.compiled.device is None:
+            config = replace(config, stages=tuple(map(_on_cpu, config.stages)))
+        else:
+            border = [stage.kind for stage in config.stages].index("transfer")
+            # `output` may name fields that the trainer's stages make: the loader checks it again on every batch.
+            config = replace(config, stages=config.stages[:border], output=None)
+        return replace(self, config=config, shard=Shard(of=config.prefetch.processes))
+
+    @property
+    def trainer_stages(self) -> list[Stage]:
+        """The stages that stay in the trainer's process when others load: those from a `transfer` to CUDA on."""
+        stages = self.compiled.stages
+        return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
+
+    def order(self) -> SamplePermutation:
+        """Which sample stands at which position."""
+        order = self.config.order
+        if order.shuffle == "global":
+            return GlobalOrder(len(self.source), order.seed)
+        if order.shuffle == "block":
+            bounds = self.source.blocks(order.block.block)
+            return BlockOrder(bounds, order.seed, window=order.block.window, lanes=order.block.lanes)
+        return SequentialOrder()
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be equal for a saved state to mean the same samples: not where the data lies, nor how fast it is read."""
+        config, source = self.config, self.source
+        named = config.source.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
+        parts = {
+            "data": f"{config.source_kind} of {len(source)} samples, digest {source.fingerprint()}",
+            "order": config.order.shuffle,
+            "stages": " > ".join(stage.name for stage in config.stages if stage.kind != "transfer"),
+        }
+        if config.order.shuffle == "block":
+            block = config.order.block
+            parts["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
+        if named:
+            parts["fields"] = json.dumps(named, sort_keys=True, default=list)
+        for stage in config.stages:
+            if stage.kind not in ("read", "batch", "transfer"):
+                args = {
+                    name: value
+                    for name, value in stage.args
+                    if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device")
+                    and value != type(stage.args).model_fields[name].default
+                }
+                parts[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
+        return parts
+
+    def close(self) -> None:
+        """Close the connector, unless it was given."""
+        if self.connector is not None and self.owns_connector:
+            self.connector.close()
+
+
+def compile_pipeline(
+    config: PipelineConfig,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    connectors: Mapping[str, Connector] | None = None,
+    slowdown: Slowdown | None = None,
+) -> ExecutionPlan:
+    """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Raises
+    LoaderkitError."""
+    kind = SOURCES[config.source_kind]
+    if kind.open is None:
+        raise ConfigError(
+            f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
+            "use loaderkit run, check, explain or restore"
+        )
+    rank, world_size = ranks_of(rank, world_size)
+    given = connectors or {}
+    with ExitStack() as opened:  # closed again if anything is wrong
+        store = config.source if isinstance(config.source, StoreArgs) else None
+        connector = None if kind.root is None else open_connector(kind.root(config.source), given, store)
+        owns_connector = connector is not None and connector not in given.values()
+        if connector is not None and owns_connector:
+            opened.callback(connector.close)
+        begin_s = time.perf_counter()
+        source = kind.open(config.source, connector)
+        list_s = time.perf_counter() - begin_s
+        index_s = getattr(source, "index_s", 0.0)
+        batch = config.batch
+        schedule = BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last)
+        if schedule.num_batches() == 0:
+            raise ConfigError(
+                f"an epoch has no batch at all: {len(source)} samples do not fill one batch of {batch.size} on each of "
+                f"{world_size} ranks, and stages.batch.drop_last is true"
+            )
+        inline_reason = why_inline(config, source, connector)
+        plan = ExecutionPlan(
+            config,
+            source,
+            connector,
+            schedule,
+            1 if inline_reason is not None else _num_workers(config),
+            slowdown,
+            owns_connector,
+            list_s=list_s - index_s,
+            index_s=index_s,
+            inline_reason=inline_reason,
+        )
+        _ = plan.compiled  # whatever is wrong with a stage is said here
+        opened.pop_all()
+    return plan
+
+
+def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world size): as given, else torch.distributed's, else RANK and WORLD_SIZE, else (0, 1)."""
+    if rank is None and world_size is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        try:
+            rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        except ValueError:
+            raise ConfigError(
+                f"the environment's RANK={os.environ.get('RANK')!r}, WORLD_SIZE={os.environ.get('WORLD_SIZE')!r} "
+                "are not whole numbers: correct them, or give rank and world_size to build()"
+            ) from None
+    if rank is None or world_size is None:
+        raise ConfigError("give both rank and world_size, or neither")
+    try:
+        rank, world_size = operator.index(rank), operator.index(world_size)
+    except TypeError:
+        raise ConfigError(f"rank {rank!r} and world_size {world_size!r} must be whole numbers") from None
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not in [0, world_size = {world_size})")
+    return rank, world_size
+
+
+def _num_workers(config: PipelineConfig) -> int:
+    """Threads in all, to begin with."""
+    prefetch = config.prefetch
+    if prefetch.executor == "inline":
+        return 1
+    return num_cpus() if prefetch.concurrency == "auto" else prefetch.concurrency
+
+
+def _on_cpu(stage: StageConfig) -> StageConfig:
+    """The same stage, without looking for a GPU again."""
+    if STAGES[stage.kind].stream is None:
+        return stage
+    return replace(stage, args=stage.args.model_copy(update={"device": "cpu"}))
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or type(value).__qualname__

@@ -1,0 +1,45 @@
+"""When the loop's own thread makes the batches, although threads were asked for."""
+
+from __future__ import annotations
+
+import os
+
+from loaderkit._internal.units import say_bytes
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.file import FileConnector
+from loaderkit.connectors.layers.retry import RetryConnector
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.sources.array import ArraySource
+from loaderkit.sources.base import Source
+from loaderkit.sources.tar import TarSource
+
+# Batches that are made in about 0.2 ms: to wake another thread up, and to pass the GIL to and fro, takes 0.1.
+_TINY_BYTES, _FEW_READS = 128 * 1024, 64
+_CACHED_SHARE = 0.5  # of the machine's memory: data of that size stays in the page cache
+
+
+def why_inline(config: PipelineConfig, source: Source, connector: Connector | None) -> str | None:
+    """Why batches are made in the loop's thread although `executor: thread` was asked for; None: they are not.
+
+    Only where nobody gave a number of workers, no code but our own runs, and reading is copying from the page cache.
+    """
+    prefetch = config.prefetch
+    is_fixed = prefetch.concurrency != "auto" or any(stage.args.workers != "auto" for stage in config.stages)
+    if prefetch.executor != "thread" or is_fixed or prefetch.on_timeout == "raise":
+        return None
+    store = connector.inner if isinstance(connector, RetryConnector) else connector
+    if type(store) is not FileConnector or [stage.kind for stage in config.stages] != ["read", "batch"]:
+        return None
+    batch = config.batch
+    if isinstance(source, ArraySource):
+        sample_bytes, data_bytes = source.records.num_bytes, source.file.size
+        num_reads = batch.size
+    elif isinstance(source, TarSource):
+        sample_bytes, data_bytes = source.num_bytes // len(source), source.num_bytes
+        num_reads = batch.size * source.num_members // len(source)
+    else:
+        return None
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_reads > _FEW_READS or batch.size * sample_bytes > _TINY_BYTES or data_bytes > _CACHED_SHARE * memory_bytes:
+        return None
+    return f"a batch of {say_bytes(batch.size * sample_bytes)} takes longer to hand over than to make"

@@ -1,0 +1,123 @@
+"""What a stage is compiled with: the pipeline around it, its random numbers, and how its failures are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from loaderkit.connectors.base import Connector
+from loaderkit.engine.work import Stage
+from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
+from loaderkit.sources.base import Source
+from loaderkit.stages.base import BatchContext, SampleChunk, StageConfig, StageKind
+from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample
+
+
+class Stream(Protocol):
+    """A stream of a GPU, on which batches are copied, and worked on from then on; see `transfer.TransferStream`."""
+
+    device: torch.device
+
+    def run(self, act: Callable[..., Any], *args: Any) -> Any: ...
+
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+
+    def move(self, batch: dict[str, Any]) -> None: ...
+
+    def hand_over(self, batch: dict[str, Any]) -> None: ...
+
+    def counters(self) -> dict[str, float]: ...
+
+
+@dataclass
+class CompileContext:
+    """The pipeline that a stage is compiled for."""
+
+    source: Source
+    gives: Literal["ranges", "records", "items", "tensors"]  # what the source gives to `read`
+    connector: Connector | None
+    seed: int
+    on_bad_sample: Literal["raise", "skip", "replace"]
+    stages: tuple[StageConfig, ...]
+    kinds: Mapping[str, StageKind]
+    stream: Stream | None  # None: batches stay on the CPU
+    early_stream: Stream | None  # the same, for what is done before `transfer`, where that has tensors on a GPU
+    in_slots: StageConfig | None  # the stage behind `batch` that works on slots, chunk by chunk
+    sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
+
+    @property
+    def before_batch(self) -> tuple[StageConfig, ...]:
+        """The stages before `batch`."""
+        return self.stages[: self._border]
+
+    @property
+    def _border(self) -> int:
+        return [stage.kind for stage in self.stages].index("batch")
+
+    def behind(self, stage: StageConfig) -> tuple[StageConfig, ...]:
+        """The stages behind this one."""
+        return self.stages[[one.name for one in self.stages].index(stage.name) + 1 :]
+
+    def kind_of(self, stage: StageConfig) -> StageKind:
+        return self.kinds[stage.kind]
+
+    @property
+    def may_reuse(self) -> bool:
+        """False if a user's function sees samples before `batch`, as it may keep what it is given."""
+        return not any(self.kind_of(stage).runs_user_code for stage in self.before_batch)
+
+    def keys(self, stage: StageConfig) -> StageKeys:
+        """The key of its random numbers in each epoch."""
+        return StageKeys(self.seed, stage.name)
+
+    def failed(self, stage: StageConfig) -> FailureNamer:
+        """What marks samples as failed in it."""
+        return FailureNamer(stage.name, self.source, self._describe)
+
+    def _describe(self, origin: str) -> str:
+        return self.connector.describe(origin) if self.connector is not None else origin
+
+    def run_before_batch(self, chunk: SampleChunk) -> None:
+        """Everything before `batch`, for samples outside the stream: the probe, and replacements."""
+        for run in self.sample_runs:
+            run(chunk)
+
+    def compile(self, stage: StageConfig) -> Stage:
+        """The stage, ready to run. Raises ConfigError."""
+        kind = self.kind_of(stage)
+        if kind.compile is None:
+            assert kind.make is not None
+            keys, failed = self.keys(stage), self.failed(stage)
+            run = each_sample(kind.make(stage.args), kind.num_draws, keys, failed, reuse=self.may_reuse)
+            return stage.ready("sample", run)
+        compiled = kind.compile(stage, self)
+        if compiled.scope == "sample":
+            return compiled
+        return replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
+
+
+def _naming_batches(
+    name: str, act: Callable[[dict[str, Any], BatchContext], None], stream: Stream | None
+) -> Callable[[dict[str, Any], BatchContext], None]:
+    """A batch stage on the stream, whose errors say which batch failed."""
+
+    def run(batch: dict[str, Any], context: BatchContext) -> None:
+        try:
+            if stream is None:
+                act(batch, context)
+            else:
+                stream.run(act, batch, context)
+        except USER_ERRORS as error:
+            reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)
+            raise batch_error(name, context.epoch, context.step, reason, context.keys) from error
+
+    return run
+
+
+def batch_error(stage: str, epoch: int, step: int, reason: str, keys: list[str] | None = None) -> StageError:
+    """The error of a stage that failed for a whole batch."""
+    listed = f" (samples {', '.join(map(repr, keys[:3]))}, ...)" if keys else ""
+    return StageError(f"{stage} failed for batch {step} of epoch {epoch}{listed}: {reason}", stage=stage, epoch=epoch)

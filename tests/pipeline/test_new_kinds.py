@@ -1,0 +1,156 @@
+"""A new kind of source or stage is a module and a line in the registry: with it builds, checks and explanations know it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from pydantic import Field
+
+import loaderkit
+from loaderkit.cli import main
+from loaderkit.connectors.base import Connector
+from loaderkit.connectors.config import SourceArgs
+from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config import registry
+from loaderkit.sources.base import FieldRange, Sample, SourceKind
+from loaderkit.stages.base import StageArgs, StageKind
+
+# ------------------------------------------------------------------------------------------ what their modules hold
+
+
+class SquaresArgs(SourceArgs):
+    """The squares of the first numbers."""
+
+    kind: Literal["squares"] = "squares"
+    num: int = Field(description="how many")
+
+
+class Squares:
+    """Item i is i * i. Implements `Source` and `ItemSource`."""
+
+    classes: list[str] | None = None
+
+    def __init__(self, num: int) -> None:
+        self.dataset = [{"square": index * index} for index in range(num)]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def key(self, index: int) -> str:
+        return f"{index} squared"
+
+    def origin(self, index: int) -> str:
+        return "arithmetic"
+
+    def ranges(self, index: int) -> list[FieldRange]:
+        return []
+
+    def constants(self, index: int) -> Sample:
+        return {}
+
+    def blocks(self, block_bytes: int) -> NDArray[np.int64]:
+        return np.array([0, len(self)], np.int64)
+
+    def fingerprint(self) -> str:
+        return f"squares-{len(self)}"
+
+    def items(self, indices: list[int]) -> list[Any] | None:
+        return None
+
+    def sample(self, item: Any) -> Sample:
+        return dict(item)
+
+    def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
+        return None
+
+
+def open_squares(args: SquaresArgs, connector: Connector | None) -> Squares:
+    return Squares(args.num)
+
+
+SQUARES = SourceKind(SquaresArgs, "items", open_squares)
+
+
+class ShiftArgs(StageArgs):
+    """Add a number, and another one at random."""
+
+    by: int = Field(description="what is added")
+
+
+def shift(args: ShiftArgs) -> Callable[..., None]:
+    def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None) -> None:
+        sample["square"] += args.by
+        sample["draw"] = float(draws[0])
+
+    return run
+
+
+SHIFT = StageKind(ShiftArgs, "sample", shift, num_draws=1)
+
+# ---------------------------------------------------------------------------------------------- and the registry's lines
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {
+        "SOURCES": MappingProxyType({**registry.SOURCES, "squares": SQUARES}),
+        "STAGES": MappingProxyType({**registry.STAGES, "shift": SHIFT}),
+    }
+    for name, kinds in more.items():
+        before = getattr(registry, name)
+        for module in [*sys.modules.values()]:
+            if getattr(module, name, None) is before:
+                monkeypatch.setattr(module, name, kinds)
+
+
+PIPELINE: dict[str, Any] = {
+    "source": {"kind": "squares", "num": 10},
+    "order": {"shuffle": "none", "epochs": 1},
+    "stages": ["read", {"shift": {"by": 5}}, {"batch": {"size": 5}}],
+}
+
+
+@pytest.mark.parametrize("executor", ["thread", "inline"])
+def test_they_make_batches(executor: str) -> None:
+    with loaderkit.build(PIPELINE, overrides={"prefetch.executor": executor}) as loader:
+        batches = list(loader)
+        again = loader.state_dict()
+    numbers = np.concatenate([batch["square"].numpy() for batch in batches])
+    assert numbers.tolist() == [index * index + 5 for index in range(10)]
+    assert batches[0]["__key__"][3] == "3 squared"
+    assert len({float(draw) for batch in batches for draw in batch["draw"]}) == 10
+    assert again["fingerprint"]["stages.shift"] == 'shift {"by": 5}'
+
+
+def test_they_are_checked() -> None:
+    stages = ["read", {"batch": {"size": 5}}, {"shift": {"by": 1}}]
+    with pytest.raises(ConfigError, match="`shift` acts on single samples: put it before `batch`"):
+        loaderkit.build({**PIPELINE, "stages": stages})
+    with pytest.raises(ConfigError, match="'num' is missing: how many"):
+        loaderkit.build({**PIPELINE, "source": {"kind": "squares"}})
+
+
+def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "squares.yaml"
+    path.write_text(
+        "source: {kind: squares, num: 10}\norder: {shuffle: none}\n"
+        "stages:\n- read\n- shift: {by: 5}\n- batch: {size: 5}\n"
+    )
+    assert main(["check", str(path)]) == 0
+    assert "square: int64" in capsys.readouterr().out
+    assert main(["explain", str(path)]) == 0
+    explained = capsys.readouterr().out
+    assert "read > shift > batch" in explained
+
+
+def test_a_stage_is_a_method_of_pipelines() -> None:
+    pipeline = loaderkit.Pipeline({**PIPELINE, "stages": []}).read().shift(5).batch(5)
+    assert pipeline == loaderkit.Pipeline(PIPELINE)
+    assert "shift" in pipeline.to_yaml()

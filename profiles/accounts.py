@@ -22,11 +22,12 @@ from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from profiles.bottlenecks import CASES, Case, run
 
 FOLDER = Path(__file__).parent.parent / "tests" / "engine" / "metrics" / "recorded"
 _SIDE_BY_SIDE = ("CPU-bound decode", "batch assembly")
-_PLAIN = ("wall_s", "num_batches", "num_samples", "stall_s", "memory", "tuning")
+_PLAIN = ("wall_s", "num_batches", "num_samples", "stall_s", "memory")
 
 
 def to_json(stats: Stats) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def to_json(stats: Stats) -> dict[str, Any]:
         rows.append({**known, "workers": row.workers, "services": sorted(row.services.counts.items())})
     return {
         **{name: getattr(stats, name) for name in _PLAIN},
+        "tuning": stats.tuning.to_dict(),
         "stages": rows,
         "host": asdict(stats.host),
         "trials": {stage: trial._asdict() for stage, trial in stats.trials.items()},
@@ -50,9 +52,18 @@ def from_json(values: Mapping[str, Any]) -> Stats:
     return replace(
         Stats.empty(rows, values["memory"]["budget_bytes"]),
         **{name: values[name] for name in _PLAIN},
+        tuning=_tuning(values["tuning"]),
         host=HostStats(**values["host"]),
         trials={stage: ContentionResult(**trial) for stage, trial in values["trials"].items()},
     )
+
+
+def _tuning(values: Mapping[str, Any]) -> Tuning:
+    pools = tuple(
+        PoolTuning(tuple(pool["stages"]), pool["workers"], is_trainers="process" in pool) for pool in values["pools"]
+    )
+    known = {field.name for field in fields(Tuning)} & values.keys()
+    return Tuning(**{**{name: values[name] for name in known}, "pools": pools})
 
 
 def read(path: Path) -> Iterator[tuple[Case, Stats]]:

@@ -78,7 +78,7 @@ def measure(executor: str, way: str, num_samples: int) -> dict[str, Any]:
             if seen >= num_samples * (len(looks) + 1) / NUM_LOOKS:
                 del batch
                 gc.collect()
-                looks.append(resident_bytes([os.getpid(), *loader.stats().tuning.get("pids", ())]))
+                looks.append(resident_bytes([os.getpid(), *(loader.stats().tuning.pids or ())]))
     return {"executor": executor, "way": way, "samples": seen, "epochs": num_epochs, "bytes": looks}
 
 

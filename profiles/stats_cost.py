@@ -64,7 +64,7 @@ def main() -> None:
             found = {"stats()": timed(loader.stats), "to_dict()": timed(one.to_dict)}
             is_over.set()
             consumer.join()
-        num_threads = sum(pool["workers"] for pool in one.tuning["pools"])
+        num_threads = one.tuning.concurrency
         for name, (cpu_us, wall_us) in found.items():
             print(
                 f"{num_threads} workers, {len(one.stages)} stages: {name} {cpu_us:.0f} us of CPU, {wall_us:.0f} us in all"

@@ -12,6 +12,7 @@ from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, chec
 from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
+    from loaderkit.engine.metrics.tuning import Tuning
     from loaderkit.pipeline.config.model import PipelineConfig
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
@@ -123,17 +124,19 @@ def explain(
             console.tell(f"# {of_tensors.name}, with every default filled in")
             console.tell(of_tensors.to_yaml(defaults=True).rstrip())
         return
+    from loaderkit.pipeline.engine_factory import describe_tuning
+
     with closing(open_plan(pipeline, assignments)) as plan:
-        explained = _explained(plan)
+        tuning = describe_tuning(plan)
+        explained = _explained(plan, tuning)
     if as_json:
         console.tell_json(explained)
     else:
-        _tell_explained(explained, plan.config)
+        _tell_explained(explained, plan.config, tuning)
 
 
-def _explained(plan: ExecutionPlan) -> dict[str, Any]:
+def _explained(plan: ExecutionPlan, tuning: Tuning) -> dict[str, Any]:
     from loaderkit._internal.cgroups import num_cpus
-    from loaderkit.pipeline.engine_factory import describe_tuning
 
     return {
         "pipeline": plan.config.name,
@@ -144,13 +147,12 @@ def _explained(plan: ExecutionPlan) -> dict[str, Any]:
         "rank": plan.schedule.rank,
         "world_size": plan.schedule.world_size,
         "num_cpus": num_cpus(),
-        "tuning": describe_tuning(plan),
+        "tuning": tuning.to_dict(),
         "config": plan.config.to_dict(defaults=True),
     }
 
 
-def _tell_explained(explained: dict[str, Any], config: PipelineConfig) -> None:
-    tuning = explained["tuning"]
+def _tell_explained(explained: dict[str, Any], config: PipelineConfig, tuning: Tuning) -> None:
     console.tell(f"# {config.name}, with every default filled in")
     if explained["url"] is not None:
         console.tell(f"# source    {explained['url']}")
@@ -159,17 +161,17 @@ def _tell_explained(explained: dict[str, Any], config: PipelineConfig) -> None:
         f"# batches   {explained['batches_per_epoch']} of {explained['batch_size']} an epoch{_rank(explained)}"
     )
     console.tell(f"# CPUs      {explained['num_cpus']}")
-    several = f"{tuning['processes']} times " if tuning.get("processes", 1) > 1 else ""
-    console.tell(f"# executor  {several}{tuning['executor']}, {tuning['batches']} batches ahead")
-    for pool in tuning["pools"]:
-        workers = f"{pool['workers']} worker{'s' if pool['workers'] > 1 else ''}"
-        here = ", in the process that trains" if "process" in pool else ""
-        console.tell(f"# pool      {workers}{here}: {' > '.join(pool['stages'])}")
-    if "jpeg" in tuning:
+    several = f"{tuning.processes} times " if (tuning.processes or 1) > 1 else ""
+    console.tell(f"# executor  {several}{tuning.executor}, {tuning.batches} batches ahead")
+    for pool in tuning.pools:
+        workers = f"{pool.workers} worker{'s' if pool.workers > 1 else ''}"
+        here = ", in the process that trains" if pool.is_trainers else ""
+        console.tell(f"# pool      {workers}{here}: {' > '.join(pool.stages)}")
+    if tuning.jpeg is not None:
         without = (
             "whole: for the crop alone loaderkit.native._jpeg is missing, which wants libjpeg-turbo and its headers"
         )
-        console.tell(f"# JPEGs     decoded: {without if tuning['jpeg'] == 'whole' else tuning['jpeg']}")
-    for line in tuning.get("graph", ()):
+        console.tell(f"# JPEGs     decoded: {without if tuning.jpeg == 'whole' else tuning.jpeg}")
+    for line in tuning.graph:
         console.tell(f"# DALI      {line}")
     console.tell(config.to_yaml(defaults=True).rstrip())

@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from loaderkit._internal.cgroups import idle_so_far_s
 from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
@@ -22,6 +21,7 @@ from loaderkit.engine.metrics.slow_samples import SlowItems
 from loaderkit.engine.metrics.snapshot import StageStats, add_worker_time
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import WHOLE, Handoff, Trace, finished_lane, new_entries, num_entries
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
 from loaderkit.engine.work import Chunk, Stage, WorkItem
@@ -218,7 +218,7 @@ class Engine(ABC):
             path = stalls.ChunkPath(head.opened_s, list(last.marks) if last is not None else [], now)
         return self.attribute(begin, now, path)
 
-    def stats(self, tuning: dict[str, Any], run: int, at_s: float | None = None) -> Stats:
+    def stats(self, tuning: Tuning, run: int, at_s: float | None = None) -> Stats:
         """The counters up to now, or to `at_s`, a moment ago; for any thread. About 0.2 ms with two workers, 1 ms with 64 and
         eight stages."""
         stall_s, waiting_since_s, now = self.waits.read(self.clock)

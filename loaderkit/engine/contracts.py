@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Trace
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.work import WorkItem
 
 
@@ -102,7 +103,7 @@ class Executor(Protocol):
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
         """Change how many batches are read ahead, and in how many bytes; None: as it is. Raises ConfigError."""
 
-    def stats(self, tuning: dict[str, Any], run: int) -> Stats:
+    def stats(self, tuning: Tuning, run: int) -> Stats:
         """The accounts up to now."""
 
     def record(self) -> None:

@@ -13,6 +13,7 @@ from loaderkit.connectors.base import counters_of, traits_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.pools import PoolPlan, plan_pools
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
@@ -90,12 +91,12 @@ class CompiledStages:
         workers = {n: pool.num_workers for pool in self.pools for n in pool.stages}
         return [StageStats(stage.name, workers[number], kind=stage.kind) for number, stage in enumerate(self.stages)]
 
-    def described_pools(self, num_processes: int) -> list[dict[str, Any]]:
+    def described_pools(self, num_processes: int) -> tuple[PoolTuning, ...]:
         """Which stages share how many workers, those of all processes together."""
-        return [
-            {"stages": [self.stages[n].name for n in pool.stages], "workers": num_processes * pool.num_workers}
+        return tuple(
+            PoolTuning(tuple(self.stages[n].name for n in pool.stages), num_processes * pool.num_workers)
             for pool in self.pools
-        ]
+        )
 
 
 def compile_stages(plan: ExecutionPlan) -> CompiledStages:

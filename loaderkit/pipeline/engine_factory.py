@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from loaderkit import native
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.inline import InlineEngine
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batch_assembler import BatchAssembler, BatchShape
@@ -107,20 +107,12 @@ def _names_samples(plan: ExecutionPlan) -> bool:
     return output is None or "__key__" in output or any(stage.scope == "batch" for stage in plan.compiled.stages)
 
 
-def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> dict[str, Any]:
-    """How a plan will run to begin with: JSON values, which statistics show. Raises ConfigError if it cannot run so."""
+def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tuning:
+    """How a plan will run to begin with. Raises ConfigError if it cannot run so."""
     prefetch, compiled = plan.config.prefetch, plan.compiled
-    tuning: dict[str, Any] = {"executor": plan.executor, "batches": prefetch.first_batches}
-    if plan.inline_reason is not None:
-        tuning["executor_reason"] = plan.inline_reason
-    if compiled.lowering is not None:
-        tuning["graph"] = compiled.lowering.graph.lines()
-    if compiled.cropping is not None:
-        tuning["jpeg"] = f"crop of {compiled.cropping}" if native.HAS_JPEG else "whole"
     if plan.executor == "process":
         from loaderkit.pipeline.process_setup import check_processes, pools_of_processes
 
-        tuning["processes"] = prefetch.processes
         check_processes(plan, clock)
         pools = pools_of_processes(plan)
     else:
@@ -131,4 +123,14 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> di
                 prefetch.executor,
             )
         pools = compiled.described_pools(1)
-    return tuning | {"cpus": num_cpus(), "concurrency": sum(pool["workers"] for pool in pools), "pools": pools}
+    cropping, whole = compiled.cropping, not native.HAS_JPEG
+    return Tuning(
+        executor=plan.executor,
+        batches=prefetch.first_batches,
+        executor_reason=plan.inline_reason,
+        graph=() if compiled.lowering is None else tuple(compiled.lowering.graph.lines()),
+        jpeg=None if cropping is None else "whole" if whole else f"crop of {cropping}",
+        processes=prefetch.processes if plan.executor == "process" else None,
+        cpus=num_cpus(),
+        pools=pools,
+    )

@@ -16,6 +16,7 @@ from loaderkit._internal.units import parse_bytes
 from loaderkit.engine.autotune.tuner import TunedSetting, Tuner
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 
@@ -28,7 +29,7 @@ class LiveSettings:
     One lock orders what a user, the tuner and a new engine want; it is held while the engine does it. `tuning` needs none.
     """
 
-    def __init__(self, tuning: dict[str, Any], tuner: Tuner | None) -> None:
+    def __init__(self, tuning: Tuning, tuner: Tuner | None) -> None:
         self._tuning = tuning
         self._tuner = tuner
         self._lock = threading.Lock()
@@ -37,14 +38,14 @@ class LiveSettings:
         self._depth: tuple[int | None, int | None] = (None, None)
 
     @property
-    def tuning(self) -> dict[str, Any]:
-        """How things stand: JSON values."""
+    def tuning(self) -> Tuning:
+        """The settings at this moment."""
         tuner = self._tuner
         if tuner is None:
             return self._tuning
         decisions = [decision.to_dict() for decision in tuner.decisions.copy()]
-        auto = [knob.name for knob in tuner.knobs]
-        return {**self._tuning, "auto": auto, "settled": tuner.is_settled, "decisions": decisions}
+        auto = tuple(setting.name for setting in tuner.knobs)
+        return replace(self._tuning, auto=auto, settled=tuner.is_settled, decisions=decisions)
 
     def attach(self, engine: Executor) -> None:
         """Make an engine that has just been made as the last one was; what is changed from now on is changed there, too."""
@@ -73,9 +74,9 @@ class LiveSettings:
         pool = None if stage is None else self._pool_of(stage)
         with self._lock:
             if stage is not None and workers is not None and pool is not None:
-                self._turn_workers(stage, pool["stages"], workers)
+                self._turn_workers(stage, pool.stages, workers)
                 if self._tuner is not None:
-                    self._tuner.forget(pool["stages"])
+                    self._tuner.forget(pool.stages)
             if batches is not None or num_bytes is not None:
                 self._turn_depth(batches, num_bytes)
                 if batches is not None and self._tuner is not None:
@@ -106,17 +107,18 @@ class LiveSettings:
         alike when it is read again, whatever each has now."""
         tuning = self._tuning
         memory = self._depth[1] or config.prefetch.memory
-        found: dict[str, Any] = {"batches": tuning["batches"], "memory": memory}
-        own = {name: pool["workers"] for pool in tuning["pools"] for name in pool["stages"] if "process" not in pool}
-        if tuning["executor"] != "inline":
-            found["concurrency"] = sum(pool["workers"] for pool in tuning["pools"] if "process" not in pool)
+        update: dict[str, Any] = {"batches": tuning.batches, "memory": memory}
+        own_pools = [pool for pool in tuning.pools if not pool.is_trainers]
+        own = {name: pool.workers for pool in own_pools for name in pool.stages}
+        if tuning.executor != "inline":
+            update["concurrency"] = sum(pool.workers for pool in own_pools)
         stages = tuple(
             stage
             if stage.args.workers == "auto" or stage.name not in own
             else replace(stage, args=stage.args.model_copy(update={"workers": own[stage.name]}))
             for stage in config.stages
         )
-        return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=found))
+        return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=update))
 
     def _let(self, change: Callable[[Executor], None]) -> None:
         engine = self._engine
@@ -131,33 +133,32 @@ class LiveSettings:
 
     @property
     def _num_processes(self) -> int:
-        return int(self._tuning.get("processes", 1))
+        return self._tuning.processes or 1
 
     def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
         workers = -(-workers // self._num_processes) * self._num_processes  # they have as many each
         self._let(lambda engine: engine.resize(stage, workers))
         self._workers[stages[0]] = workers
-        pools = [{**pool, "workers": workers} if stage in pool["stages"] else pool for pool in self._tuning["pools"]]
-        concurrency = sum(pool["workers"] for pool in pools)
-        self._tuning = {**self._tuning, "pools": pools, "concurrency": concurrency}
+        pools = self._tuning.pools
+        resized = tuple(replace(pool, workers=workers) if stage in pool.stages else pool for pool in pools)
+        self._tuning = replace(self._tuning, pools=resized)
 
     def _turn_depth(self, batches: int | None, memory: int | None) -> None:
         self._let(lambda engine: engine.set_depth(batches, memory))
         self._depth = (batches or self._depth[0], memory or self._depth[1])
-        self._tuning = {**self._tuning, "batches": batches or self._tuning["batches"]}
+        self._tuning = replace(self._tuning, batches=batches or self._tuning.batches)
 
-    def _pool_of(self, stage: str) -> dict[str, Any]:
-        pools = self._tuning["pools"]
-        pool: dict[str, Any] | None = next((pool for pool in pools if stage in pool["stages"]), None)
+    def _pool_of(self, stage: str) -> PoolTuning:
+        pool = self._tuning.pool_of(stage)
         if pool is None:
-            known = ", ".join(name for pool in pools for name in pool["stages"])
+            known = ", ".join(name for pool in self._tuning.pools for name in pool.stages)
             raise ConfigError(f"resize: there is no stage {stage!r}; there are {known}")
-        if "process" in pool:
+        if pool.is_trainers:
             raise ConfigError(
                 f"resize: one thread beside the loop runs {stage!r}, so it has no workers to be more or fewer"
             )
-        if self._tuning["executor"] == "inline":
-            reason = self._tuning.get("executor_reason")
+        if self._tuning.executor == "inline":
+            reason = self._tuning.executor_reason
             change = f": {reason}; set prefetch.concurrency to a number" if reason else ""
             raise ConfigError(
                 f"resize: with executor: inline your own thread runs {stage!r}, so it has no workers to be more or "
@@ -166,21 +167,20 @@ class LiveSettings:
         return pool
 
 
-def make_tuner(config: PipelineConfig, tuning: dict[str, Any]) -> Tuner | None:
+def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     """What turns the sizes that were left to it (`auto`); None if none were, and where the loop's thread makes the batches."""
-    if tuning["executor"] == "inline":
+    if tuning.executor == "inline":
         return None
     knobs = []
-    unit = tuning.get("processes", 1)  # processes that load have as many each
+    unit = tuning.processes or 1  # processes that load have as many each
     if config.prefetch.concurrency == "auto":
         fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
-        own = [pool for pool in tuning["pools"] if fixed.isdisjoint(pool["stages"]) and "process" not in pool]
+        own = [pool for pool in tuning.pools if fixed.isdisjoint(pool.stages) and not pool.is_trainers]
         knobs = [
-            TunedSetting(f"workers of {'+'.join(p['stages'])}", tuple(p["stages"]), p["workers"], unit=unit)
-            for p in own
+            TunedSetting(f"workers of {'+'.join(pool.stages)}", pool.stages, pool.workers, unit=unit) for pool in own
         ]
-    if config.prefetch.batches == "auto":
-        knobs.append(TunedSetting("batches", (), tuning["batches"], unit=unit))
+    if config.prefetch.batches == "auto" and tuning.batches is not None:
+        knobs.append(TunedSetting("batches", (), tuning.batches, unit=unit))
     return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
 
 

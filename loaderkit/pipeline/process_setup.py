@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from loaderkit._internal.dtypes import Bytes
+from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.messages import pack
@@ -28,7 +28,7 @@ def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
         worker_engine(ahead),
         preload=make_worker_engine.__module__,
         rows=ahead.compiled.rows(),
-        pools=[pool["stages"] for pool in ahead.compiled.described_pools(1)],
+        pools=[pool.stages for pool in ahead.compiled.described_pools(1)],
         num_batches=prefetch.first_batches,
         memory_bytes=prefetch.memory,
         late_stages=trainer_stages,
@@ -52,14 +52,14 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
     return partial(make_worker_engine, ahead, reopen)
 
 
-def pools_of_processes(plan: ExecutionPlan) -> list[dict[str, Any]]:
+def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
     """The pools of all loading processes together, and of the trainer's own stages."""
     num_processes = plan.config.prefetch.processes
     pools = plan.for_workers.compiled.described_pools(num_processes)
-    if plan.trainer_stages:
-        names = [stage.name for stage in plan.trainer_stages]
-        pools.append({"stages": names, "workers": num_processes, "process": "trainer"})
-    return pools
+    if not plan.trainer_stages:
+        return pools
+    names = tuple(stage.name for stage in plan.trainer_stages)
+    return (*pools, PoolTuning(names, num_processes, is_trainers=True))
 
 
 def check_processes(plan: ExecutionPlan, clock: Clock) -> None:

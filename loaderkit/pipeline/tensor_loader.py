@@ -15,6 +15,7 @@ from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
 from loaderkit.checkpoint.transfer.session import TransferSession
 from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
@@ -98,7 +99,7 @@ class TensorLoader:
     def stats(self, since: Stats | None = None) -> Stats:
         """The accounts up to now; with `since`, only what happened after that moment."""
         session = self._session
-        now = session.engine.stats({}, self._run) if session is not None else self._last
+        now = session.engine.stats(Tuning(), self._run) if session is not None else self._last
         if now is None:
             now = Stats.empty([], self.config.prefetch.memory)
         return now if since is None else now.since(since)
@@ -106,7 +107,7 @@ class TensorLoader:
     def _stop(self) -> None:
         session, self._session = self._session, None
         if session is not None:
-            self._last = session.engine.stats({}, self._run)
+            self._last = session.engine.stats(Tuning(), self._run)
             self._run += 1
             session.close()
 

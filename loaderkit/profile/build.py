@@ -193,7 +193,7 @@ def first_batch(facts: ReportFacts) -> FirstBatch | None:
 
 def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[StageRow]:
     """A row for every stage, in their order."""
-    pools = {name: number for number, pool in enumerate(passed.tuning.get("pools", ())) for name in pool["stages"]}
+    pools = {name: number for number, pool in enumerate(passed.tuning.pools) for name in pool.stages}
     first_of = {number: name for name, number in reversed(pools.items())}
     rows = []
     for row in passed.stages:

@@ -105,7 +105,7 @@ class Profile:
         assert begin is not None
         end = subject.stats()
         own_s = 0.0  # CPU time of the loading processes
-        if end.tuning.get("executor") == "process" and end.run == begin.run:
+        if end.tuning.executor == "process" and end.run == begin.run:
             own_s = end.host.cpu_s - begin.host.cpu_s
         return make_report(
             ReportFacts(

@@ -53,7 +53,7 @@ def _in_a_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> l
 
 def _more_at_once(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
     if case.is_inline_by_rule:  # what computes would take longer with workers
-        return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", case.stats.tuning["cpus"])]
+        return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", case.num_cpus)]
     if case.is_inline:
         return [_set(config, "prefetch.executor", "thread")]
     if verdict.stage is None or (verdict.kind == "computing" and case.is_short_of_cpus):
@@ -78,7 +78,7 @@ def _more_workers(case: Interval, stage: str, config: PipelineConfig) -> list[Se
     if pool is None or pool.is_in_trainer:
         return []
     workers = pool.rows[0].workers
-    return workers_settings(config, stage, workers, case.suggested_workers(workers), case.stats.tuning)
+    return workers_settings(config, stage, workers, case.suggested_workers(workers), case.stats.tuning.to_dict())
 
 
 def workers_settings(

@@ -21,6 +21,7 @@ from workloads import Simulation, Workload
 import loaderkit
 from loaderkit._internal.cgroups import cgroup_folders
 from loaderkit.engine.metrics.host import HostStats, host_stats
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.monitor import Series
 from loaderkit.pipeline.config.yaml_text import from_yaml
 
@@ -74,8 +75,8 @@ class TestSeries:
         simulation = Simulation(Workload(lambda workers, _: 100.0))
         series = Series()
         simulation.look()
-        series.add(replace(simulation.stats, tuning={"batches": 4, "decisions": [{}] * 100}))
-        assert series._points[0].tuning == {"batches": 4}
+        series.add(replace(simulation.stats, tuning=Tuning(batches=4, decisions=[{}] * 100)))
+        assert series._points[0].tuning == Tuning(batches=4)
 
 
 class TestThread:
@@ -152,12 +153,12 @@ class TestThread:
             loader.resize("call", workers=6)
             loader.resize("read", workers=3)
             tuned = loader.to_yaml()
-            pools = loader.stats().tuning["pools"]
+            pools = loader.stats().tuning.pools
         with loaderkit.build(from_yaml(tuned)) as loader:
             again = loader.stats().tuning
-        assert [pool["workers"] for pool in pools] == [3, 6, 1]
-        assert again["pools"][1] == pools[1]
-        assert again["concurrency"] == 10
+        assert [pool.workers for pool in pools] == [3, 6, 1]
+        assert again.pools[1] == pools[1]
+        assert again.concurrency == 10
 
 
 def numbers_by_name() -> loaderkit.Pipeline:

@@ -218,7 +218,7 @@ def run(case: Case, path: str) -> dict[str, Any]:
                 batches.append([n[0] if isinstance(n, bytes) else int(n) for n in numbers])
         except StageError as raised:
             error, of = str(raised), raised.key
-        pids = loader.stats().tuning.get("pids", [os.getpid()])
+        pids = loader.stats().tuning.pids or [os.getpid()]
     return {**asdict(case), "batches": batches, "error": error, "of": of, "pids": pids}
 
 

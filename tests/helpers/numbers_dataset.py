@@ -44,7 +44,7 @@ def pid_of(loader: loaderkit.Loader) -> int:
 
 
 def pids_of(loader: loaderkit.Loader) -> list[int]:
-    return list(loader.stats().tuning["pids"])
+    return list(loader.stats().tuning.pids or ())
 
 
 def is_running(pid: int) -> bool:

@@ -10,6 +10,7 @@ from loaderkit.engine.autotune.tuner import Move, TunedSetting, Tuner
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.tuning import Tuning
 
 TICK_S = 0.25
 BATCH = 16
@@ -45,7 +46,7 @@ class Simulation:
         self._random = random.Random(0)
         rows = [StageStats("read", workers), StageStats("batch", workers)]
         memory = {"budget_bytes": workload.budget_bytes, "slab_bytes": workload.slab_bytes, "live_bytes": 0}
-        self.stats = Stats(0, 0.0, 0.0, 1, BATCH, {}, rows, 0, 0, memory, HOST, {"batches": 4})
+        self.stats = Stats(0, 0.0, 0.0, 1, BATCH, {}, rows, 0, 0, memory, HOST, Tuning(batches=4))
         self._samples = 0.0
 
     def rate(self) -> float:
@@ -96,5 +97,5 @@ class Simulation:
             num_samples=int(self._samples),
             stall_s=stall_s,
             stages=rows,
-            tuning={"batches": self.batches.value},
+            tuning=Tuning(batches=self.batches.value),
         )

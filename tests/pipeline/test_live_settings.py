@@ -75,7 +75,7 @@ class TestWorkers:
             loader.resize("read", workers=4)
             wait_for(lambda: crowd.num_inside == 4)
             assert loader.stats().stages[0].workers == 4
-            assert loader.stats().tuning["concurrency"] == 4
+            assert loader.stats().tuning.concurrency == 4
             crowd.is_open.set()
 
     def test_fewer_rest_and_come_back(self, crowd: Crowd) -> None:
@@ -122,7 +122,7 @@ class TestWorkers:
             loader.set_epoch(5)
             next(iter(loader))
             assert loader.stats().stages[0].workers == 3
-            assert loader.stats().tuning["batches"] == 2
+            assert loader.stats().tuning.batches == 2
 
 
 def noop(sample: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class TestNoMoreThreads:
                 loader.resize("read", workers=5)
             assert threading.active_count() == num_threads
             assert loader.stats().stages[0].workers == 2
-            assert loader.stats().tuning["concurrency"] == 2
+            assert loader.stats().tuning.concurrency == 2
             assert len(list(batches)) == 99
             loader.resize("read", workers=5)
             assert threading.active_count() == num_threads + 3
@@ -252,7 +252,7 @@ class TestNoMoreThreads:
             with pytest.raises(ConfigError, match=r"can't start new thread.*it goes on with 2"):
                 loader.resize("batch", workers=9)
             assert [row.workers for row in loader.stats().stages] == [4, 4]
-            assert loader.stats().tuning["concurrency"] == 4
+            assert loader.stats().tuning.concurrency == 4
             loader.resize("read", workers=2)
             assert [row.workers for row in loader.stats().stages] == [2, 2]
             assert len(list(batches)) == 98
@@ -263,10 +263,10 @@ class TestNoMoreThreads:
             batches = iter(loader)
             next(batches)
             with no_more_threads():
-                while not loader.stats().tuning["decisions"]:
+                while not loader.stats().tuning.decisions:
                     next(batches)
                 wait_for(lambda: "the tuner could not set workers of read+batch" in caplog.text)
-            decision = loader.stats().tuning["decisions"][0]
+            decision = loader.stats().tuning.decisions[0]
             assert decision["kept"] is False
             assert "refused: resize: " in decision["effect"]
             assert loader.stats().stages[0].workers == decision["before"]
@@ -337,7 +337,7 @@ class TestMistakes:
         with loaderkit.build(numbers()) as loader:
             with pytest.raises(ConfigError, match="memory"):
                 loader.resize("read", workers=7, batches=3, memory="much")
-            assert loader.stats().tuning["concurrency"] != 7
+            assert loader.stats().tuning.concurrency != 7
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -83,7 +83,7 @@ def test_other_code_and_other_stores_have_workers(tmp_path: Path) -> None:
     store = MemoryConnector({"records.npy": (tmp_path / "records.npy").read_bytes()})
     elsewhere = Pipeline.array("memory://records.npy").read().batch(16)
     with loaderkit.build(elsewhere, connectors={"memory": store}) as loader:
-        assert loader.stats().tuning["executor"] == "thread"
+        assert loader.stats().tuning.executor == "thread"
 
 
 def test_the_batches_are_those_of_threads_and_so_is_the_state(tmp_path: Path) -> None:

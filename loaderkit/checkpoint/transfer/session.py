@@ -27,6 +27,7 @@ from loaderkit.connectors.page_cache import cached_share, parts_of
 from loaderkit.engine.base import Engine
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.pools import plan_pools
 from loaderkit.engine.threaded import ThreadEngine
@@ -188,7 +189,7 @@ class TransferSession:
 
     def stats(self) -> Stats:
         """The engine's accounts so far."""
-        return self.engine.stats({}, 0)
+        return self.engine.stats(Tuning(), 0)
 
     def close(self) -> None:
         """Stop the workers. Idempotent."""

@@ -265,7 +265,7 @@ class Tuner:
             is_clear = window.error <= _ROUGH if self._trial is None else self._is_clear(self._trial, window)
             return is_clear or wall_s >= (_LONG_WINDOW_S if window.error <= _FAIR else _LONGEST_WINDOW_S)
         # What is ready keeps the loop going for a while, whatever the workers do.
-        return wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * passed.tuning.get("batches", 0))
+        return wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * (passed.tuning.batches or 0))
 
     def _is_clear(self, trial: _Trial, window: TunerWindow) -> bool:
         """Whether more measuring would hardly change what comes of a trial."""

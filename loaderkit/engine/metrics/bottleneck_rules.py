@@ -359,7 +359,7 @@ def _compared(facts: StageFacts) -> str:
 def _workers_instead(interval: Interval, how: str) -> str:
     """The change where the loop's own thread makes the batches."""
     if interval.is_inline_by_rule:
-        return f"larger batches, or prefetch.concurrency: {interval.stats.tuning['cpus']}, {how}"
+        return f"larger batches, or prefetch.concurrency: {interval.num_cpus}, {how}"
     return f"prefetch.executor: thread, {how}"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
+from loaderkit.engine.metrics.tuning import PoolTuning
 
 WAITING = 0.25  # of the time: workers that wait for less are not held up
 SPARE = 0.6  # of their time: workers that are busy for less have time to spare
@@ -69,12 +69,12 @@ class Interval:
     @property
     def is_inline(self) -> bool:
         """True if the loop's thread makes the batches, and not workers."""
-        return self.stats.tuning.get("executor") == "inline"
+        return self.stats.tuning.executor == "inline"
 
     @property
     def is_inline_by_rule(self) -> bool:
         """True if nobody asked for `inline`: the batches are so small that handing them over would take longer."""
-        return "executor_reason" in self.stats.tuning
+        return self.stats.tuning.executor_reason is not None
 
     @property
     def has_time_to_spare(self) -> bool:
@@ -95,18 +95,16 @@ class Interval:
     @property
     def num_wanted(self) -> int:
         """Batches to read ahead."""
-        batches = self.stats.tuning.get("batches")
-        return batches if isinstance(batches, int) else 1
+        return self.stats.tuning.batches or 1
 
     @property
     def num_cpus(self) -> int | None:
-        return self.stats.tuning.get("cpus")
+        return self.stats.tuning.cpus
 
     @property
     def num_processes(self) -> int:
         """Processes that load, each with a GIL of its own."""
-        processes = self.stats.tuning.get("processes")
-        return processes if isinstance(processes, int) else 1
+        return self.stats.tuning.processes or 1
 
     @property
     def cpus_used(self) -> float:
@@ -154,12 +152,12 @@ class Interval:
 
 def _pools_of(stats: Snapshot) -> list[PoolUse]:
     rows = {row.name: row for row in stats.stages}
-    described: list[Mapping[str, Any]] = stats.tuning.get("pools") or [{"stages": list(rows)}]
+    pools = stats.tuning.pools or (PoolTuning(tuple(rows), 1),)
     return [
         PoolUse(
-            [rows[name] for name in pool["stages"]],
-            stats.trials.get(pool["stages"][0], ContentionResult()),
-            "process" in pool,
+            [rows[name] for name in pool.stages],
+            stats.trials.get(pool.stages[0], ContentionResult()),
+            pool.is_trainers,
         )
-        for pool in described
+        for pool in pools
     ]

@@ -15,6 +15,7 @@ from loaderkit.engine.metrics.concurrency import ContentionResult, merged_trials
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 
 AnySnapshot = TypeVar("AnySnapshot", bound="Snapshot")
@@ -95,7 +96,7 @@ class Snapshot:
     num_open: int  # batches in the memory budget at this moment, complete or not
     memory: dict[str, int]
     host: HostStats  # of the processes that run the workers; `idle_s` since the first wait for a batch
-    tuning: dict[str, Any]
+    tuning: Tuning
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wakes up and needs the GIL and a CPU
     trials: dict[str, ContentionResult] = field(default_factory=dict)
     """By the first stage of a pool: how one worker alone compares with all."""
@@ -122,7 +123,7 @@ class Snapshot:
             host=replace(
                 host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0, idle_s=None
             ),
-            tuning={},
+            tuning=Tuning(),
         )
 
     def since(self, earlier: Snapshot) -> Self:
@@ -153,7 +154,7 @@ class Snapshot:
         """A copy without what a time series does not show."""
         nothing = Histogram()
         stages = [replace(row, services=nothing) for row in self.stages]
-        return replace(self, stages=stages, slowest={}, tuning={"batches": self.tuning.get("batches")})
+        return replace(self, stages=stages, slowest={}, tuning=Tuning(batches=self.tuning.batches))
 
     def to_point(self, wall_s: float) -> dict[str, Any]:
         """A point of the time series: what happened on average in an interval of `wall_s`, which may lie before the first wait
@@ -169,7 +170,7 @@ class Snapshot:
             "queued": {row.name: row.num_queued for row in self.stages},
             "ready": self.num_ready,
             "open": self.num_open,
-            "batches": self.tuning.get("batches"),
+            "batches": self.tuning.batches,
             "live_bytes": self.memory["live_bytes"],
             "rss_bytes": self.host.rss_bytes,
             "cpus": self.host.cpu_s / wall_s,
@@ -208,7 +209,7 @@ class Snapshot:
                 "late_p50_s": self.lateness.percentile(0.5),
                 "late_p99_s": self.lateness.percentile(0.99),
             },
-            "tuning": self.tuning,
+            "tuning": self.tuning.to_dict(),
             "store": {**self.store, **_shares(self.store)},
             "transfer": {**self.copies, **self._overlap()},
         }

@@ -19,6 +19,7 @@ import torch
 from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.stats import Stats
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.engine.threaded import ThreadEngine
@@ -153,7 +154,7 @@ class BatchSender:
     def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
         """The engine's accounts, up to `at_s`; `stall_s` is the wait the trainer is in, if any."""
         self._engine.waits.begin(waiting_since_s)
-        found = self._engine.stats({}, 0, at_s)
+        found = self._engine.stats(Tuning(), 0, at_s)
         return replace(found, num_ready=found.num_ready + self._num_underway)
 
     def record(self) -> None:

@@ -24,6 +24,7 @@ from loaderkit.engine.metrics.host import host_stats
 from loaderkit.engine.metrics.snapshot import merged
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import messages
 from loaderkit.engine.process.receiver import ReceivedBatch
 from loaderkit.engine.process.worker_process import WorkerProcess, WorkerSpec
@@ -201,7 +202,7 @@ class ProcessEngine:
 
     # ------------------------------------------------------------------------------------------------- any thread
 
-    def stats(self, tuning: dict[str, Any], run: int) -> Stats:
+    def stats(self, tuning: Tuning, run: int) -> Stats:
         """The accounts up to now, of all processes together; what they said last, if they do not answer."""
         # One moment for all: an answer takes until the process has its lock of Python's, and every process another time.
         turn, num_batches, num_samples = self._turn, self._num_delivered, self._num_samples
@@ -232,7 +233,7 @@ class ProcessEngine:
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": found.memory["rss_peak_bytes"],
             },
-            tuning={**tuning, "pids": [process.pid for process in self._processes if process.pid is not None]},
+            tuning=replace(tuning, pids=tuple(process.pid for process in self._processes if process.pid is not None)),
         )
 
     def record(self) -> None:

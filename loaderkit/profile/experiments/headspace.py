@@ -71,7 +71,7 @@ def _pass(loader: ExperimentLoader, subset: Subset, most_s: float, *, num_kept: 
     loader.set_epoch(0)
     batches = endless(loader)  # an epoch may have a batch or two only
     before, until_s = loader.stats(), time.perf_counter() + most_s
-    num_left = subset.num_batches - int(before.tuning.get("batches", 4))
+    num_left = subset.num_batches - (before.tuning.batches or 4)
     is_read_ahead = num_left <= 1
     kept = [next(batches)]
     if not is_read_ahead:

@@ -66,7 +66,7 @@ class Variant:
     def drain(self, most_s: float) -> None:
         """Take the batches that were made ahead during the pause: after that they come as fast as they are made."""
         until_s = self.clock() + most_s
-        for _ in range(2 * int(self.loader.stats().tuning.get("batches", 4)) + 1):
+        for _ in range(2 * (self.loader.stats().tuning.batches or 4) + 1):
             next(self.batches)
             if self.clock() >= until_s:
                 return

@@ -91,7 +91,7 @@ def tune(
         stall_after_percent=new.stall_percent,
         speedup=ratio,
         interval=half,
-        decisions=list(stats.tuning.get("decisions", ())),
+        decisions=[*map(dict, stats.tuning.decisions)],
         trials=trials,
         seconds=time.perf_counter() - begin_s,
     )
@@ -109,7 +109,7 @@ def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> t
     with make(given, None) as loader:
         run_steps(endless(loader), step, seconds=seconds)
         stats = loader.stats()
-    sizes = {"prefetch.concurrency": stats.tuning["concurrency"], "prefetch.batches": stats.tuning["batches"]}
+    sizes = {"prefetch.concurrency": stats.tuning.concurrency, "prefetch.batches": stats.tuning.batches}
     return {**given, **sizes}, stats
 
 

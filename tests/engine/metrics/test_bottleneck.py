@@ -18,6 +18,7 @@ from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
+from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from profiles.accounts import FOLDER, from_json, read, to_json
 from profiles.bottlenecks import CASES, is_right
 from profiles.verdicts import record, run
@@ -52,8 +53,7 @@ def stats(
     idle_s: float | None = None,
 ) -> Stats:
     names = [one.name for one in rows]
-    pools = [{"stages": [name]} for name in names] if apart else [{"stages": names}]
-    several = {"processes": processes} if processes else {}
+    pools = [PoolTuning((name,), 1) for name in names] if apart else [PoolTuning(tuple(names), 1)]
     nothing = Stats.empty(rows, memory[0])
     return replace(
         nothing,
@@ -61,7 +61,7 @@ def stats(
         wall_s=wall_s,
         num_batches=batches,
         stall_s=stall_s,
-        tuning={"executor": executor, "batches": 4, "cpus": 4, "pools": pools, **several},
+        tuning=Tuning(executor, 4, cpus=4, pools=tuple(pools), processes=processes),
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
         trials={names[0]: trial},
     )

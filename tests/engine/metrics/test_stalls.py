@@ -179,7 +179,7 @@ class TestLoaders:
             after = loader.stats()
             difference = loader.stats(since=before)
         wall = after.now_s - before.now_s
-        num_workers = 1 if executor == "inline" else after.tuning["concurrency"]
+        num_workers = 1 if executor == "inline" else after.tuning.concurrency
         slots = sum(stage.slot_s for stage in after.stages) - sum(stage.slot_s for stage in before.stages)
         assert slots == pytest.approx(num_workers * wall, rel=0.01)
         assert difference.num_batches == 11

@@ -185,7 +185,7 @@ def check_looked_at(loader: loaderkit.Loader, clock: Readings) -> None:
             clock.thread = 0
             is_over.set()
             watcher.join()
-        workers = loader.stats().tuning["concurrency"]
+        workers = loader.stats().tuning.concurrency
     moments = [moment for moment in moments if waits[0][1] <= moment.now_s <= waits[-1][1]]
     assert len(moments) > 4
     for earlier, later in combinations(moments[:: max(1, len(moments) // 12)], 2):

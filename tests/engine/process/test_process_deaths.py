@@ -219,7 +219,7 @@ from numbers_dataset import PROCESS, numbers
 loader = loaderkit.build(numbers(100000), overrides=PROCESS)
 stream = iter(loader)
 batch = next(stream)
-print(loader.stats().tuning["pids"][0], flush=True)
+print(loader.stats().tuning.pids[0], flush=True)
 """
 BUSY = PARENT + "while True: next(stream)\n"
 

@@ -230,7 +230,7 @@ class TestSizes:
             batches = iter(loader)
             next(batches)
             loader.resize("read", workers=3)  # each of them has as many, so four it is
-            assert loader.stats().tuning["concurrency"] == 4
+            assert loader.stats().tuning.concurrency == 4
             wait_for(lambda: loader.stats().stages[0].workers == 4)
             loader.resize("read", workers=1)
             wait_for(lambda: loader.stats().stages[0].workers == 2)
@@ -246,9 +246,9 @@ class TestSizes:
         auto = {"prefetch.concurrency": "auto", "prefetch.batches": "auto", "prefetch.processes": 5}
         with two(numbers(800), **auto) as loader:
             tuning = loader.stats().tuning
-            assert tuning["auto"] == ["workers of read+batch", "batches"]
-            assert tuning["batches"] == 5
-            assert tuning["concurrency"] % 5 == 0
+            assert tuning.auto == ("workers of read+batch", "batches")
+            assert tuning.batches == 5
+            assert tuning.concurrency % 5 == 0
 
     def test_before_it_starts(self) -> None:
         with two(numbers(800)) as loader:

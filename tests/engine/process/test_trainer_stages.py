@@ -15,6 +15,7 @@ from leftovers import nothing_left, resources  # noqa: F401 - a fixture for ever
 from numbers_dataset import build, numbers, wait_for
 
 import loaderkit
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process.executor import ProcessEngine
 from loaderkit.engine.process.worker_process import WorkerSpec
 from loaderkit.engine.work import Stage
@@ -66,7 +67,7 @@ class TestLateStages:
         assert [batch.result["x"][0].item() for batch in batches] == [0, 8, 16, 48]
         assert all(torch.equal(b.result["filling"][:, 0], 2 * b.result["x"]) for b in batches)
         assert {(os.getpid(), position, str(position)) for position in (0, 8, 16, 48)} <= set(seen)
-        stats = engine.stats({}, 0)
+        stats = engine.stats(Tuning(), 0)
         assert [stage.name for stage in stats.stages] == ["read", "batch", "late"]
         assert stats.stages[-1].num_items >= 32
         assert stats.stages[-1].workers == num_processes
@@ -90,7 +91,9 @@ class TestLateStages:
     def test_the_death_of_a_process(self, num_processes: int) -> None:
         engine = late_engine(lambda batch, context: None, num_processes)
         engine.next()
-        os.kill(engine.stats({}, 0).tuning["pids"][-1], signal.SIGKILL)
+        pids = engine.stats(Tuning(), 0).tuning.pids
+        assert pids is not None
+        os.kill(pids[-1], signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             for _ in range(8):
                 engine.next()
@@ -133,7 +136,7 @@ class TestOnTheGpu:
                 assert found["scaled"].device.type == "cuda"
                 assert torch.equal(found["scaled"], expected["scaled"])
                 assert found["where"] == os.getpid()
-            assert [pool.get("process") for pool in loader.stats().tuning["pools"]] == [None, "trainer"]
+            assert [pool.is_trainers for pool in loader.stats().tuning.pools] == [False, True]
 
     def test_slabs_are_pinned(self) -> None:
         pinned: list[bool] = []

@@ -75,7 +75,7 @@ def test_what_stands_behind_a_transfer_is_done_in_the_process_that_trains(
     with loaderkit.build(pipeline, overrides={"prefetch.executor": "process", "prefetch.concurrency": 2}) as loader:
         found = list(loader)
         assert loader.stats().to_dict()["transfer"]["num_bytes"] >= len(expected)
-        assert [pool["stages"] for pool in loader.stats().tuning["pools"]][1:] == [["transfer", "normalize"]]
+        assert [pool.stages for pool in loader.stats().tuning.pools][1:] == [("transfer", "normalize")]
     for one, other in zip(found, expected, strict=True):
         assert one["__key__"] == other["__key__"]
         assert one["image"].dtype == torch.float32

@@ -1,0 +1,66 @@
+"""How a loader runs at one moment: its executor, pools of workers and depth, and what the tuner decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PoolTuning:
+    """Stages that share workers, those of all processes together."""
+
+    stages: tuple[str, ...]
+    workers: int
+    is_trainers: bool = False  # its thread belongs to the trainer's process, while others load
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        found: dict[str, Any] = {"stages": list(self.stages), "workers": self.workers}
+        return found | {"process": "trainer"} if self.is_trainers else found
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The settings of a loader at one moment; all are left out for an engine that no loader runs."""
+
+    executor: str | None = None
+    batches: int | None = None  # read ahead
+    executor_reason: str | None = None  # why the loop's thread makes the batches, if nobody asked for that
+    graph: tuple[str, ...] = ()  # the operators of a DALI pipeline
+    jpeg: str | None = None  # how much of one is decoded: "whole", or "crop of" a stage
+    processes: int | None = None  # that load
+    cpus: int | None = None  # that this process may use
+    pools: tuple[PoolTuning, ...] = ()
+    auto: tuple[str, ...] | None = None  # the settings that are measured; None: there is no tuner
+    settled: bool = False
+    decisions: Sequence[Mapping[str, Any]] = ()
+    pids: tuple[int, ...] | None = None
+
+    @property
+    def concurrency(self) -> int:
+        """Workers of all pools."""
+        return sum(pool.workers for pool in self.pools)
+
+    def pool_of(self, stage: str) -> PoolTuning | None:
+        """The pool that runs a stage."""
+        return next((pool for pool in self.pools if stage in pool.stages), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; the layout is described in docs/reference.md."""
+        found: dict[str, Any] = {
+            "executor": self.executor,
+            "batches": self.batches,
+            "executor_reason": self.executor_reason,
+            "graph": [*self.graph] or None,
+            "jpeg": self.jpeg,
+            "processes": self.processes,
+            "cpus": self.cpus,
+        }
+        if self.pools:
+            found |= {"concurrency": self.concurrency, "pools": [pool.to_dict() for pool in self.pools]}
+        if self.auto is not None:
+            found |= {"auto": [*self.auto], "settled": self.settled, "decisions": [*map(dict, self.decisions)]}
+        found["pids"] = None if self.pids is None else [*self.pids]
+        return {key: value for key, value in found.items() if value is not None}

@@ -70,7 +70,7 @@ def silenced(pipeline: Pipeline, overrides: dict[str, Any]) -> Any:
     loader._make_monitor = lambda engine: None
     with patch("loaderkit.engine.base.WorkerClock", Silent):
         next(iter(loader))  # all workers are there now
-    loader._engine.attribute = lambda begin_s, end_s, way: {stalls.WAKEUP: end_s - begin_s}
+    loader._executors.executor.attribute = lambda begin_s, end_s, way: {stalls.WAKEUP: end_s - begin_s}
     return loader
 
 
@@ -148,7 +148,7 @@ def profiler_calls(rounds: int) -> dict[str, Any]:
             recording = loader.profile()
             begin_s = time.perf_counter()
             with recording:
-                log = loader._steps
+                log = loader._executors.steps
                 for _ in range(60):
                     log.on_request()
                     log.on_batch()

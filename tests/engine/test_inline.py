@@ -56,7 +56,7 @@ def test_what_was_interrupted_is_not_passed_over() -> None:
     trap.springs = raising(KeyboardInterrupt())
     with trapped(trap) as loader:
         next(iter(loader))
-        engine: Any = loader._engine
+        engine: Any = loader._executors.executor
         with pytest.raises(KeyboardInterrupt):
             engine.next()
         with pytest.raises(ClosedError, match="interrupted"):
@@ -67,7 +67,7 @@ def test_what_was_interrupted_is_not_passed_over() -> None:
 def test_an_error_from_elsewhere_is_raised_at_the_next_wait() -> None:
     with trapped(Trap(-1)) as loader:
         next(iter(loader))
-        engine: Any = loader._engine
+        engine: Any = loader._executors.executor
         engine.fail(OSError("another rank has died"))
         with pytest.raises(OSError, match="another rank has died"):
             engine.next()
@@ -94,7 +94,7 @@ def test_a_bad_batch_is_an_error_in_its_place() -> None:
     trap.springs = raising(ValueError("no good"))
     with trapped(trap) as loader:
         next(iter(loader))
-        engine: Any = loader._engine
+        engine: Any = loader._executors.executor
         bad = engine.next()
         assert isinstance(bad.error, StageError)
         assert engine.next().result["x"].tolist() == [*range(16, 24)]

@@ -204,9 +204,9 @@ class TestStopping:
         """In its child nobody will ever open them; to look at the loader, and to close it, must not wait for that."""
         with loaderkit.build(numbers()) as loader:
             next(iter(loader))
-            engine: Any = loader._engine
+            engine: Any = loader._executors.executor
             engine.waiting_since_s = 0.0
-            with engine.scheduler.lock, engine._sizing, loader._sizes._lock:
+            with engine.scheduler.lock, engine._sizing, loader._executors.settings._lock:
                 pid = os.fork()
                 if pid == 0:
                     loader.stats()
@@ -227,9 +227,9 @@ class TestStopping:
         """The collector may run there, while that thread holds a lock of the engine."""
         loader = loaderkit.build(numbers())
         next(iter(loader))
-        engine: Any = loader._engine
-        monitor: Any = loader._monitor
-        finalizer: Any = loader._finalizer
+        engine: Any = loader._executors.executor
+        monitor: Any = loader._executors.monitor
+        finalizer: Any = loader._executors._finalizer
         has_ended = threading.Event()
 
         def collect(stats: Any) -> None:
@@ -245,7 +245,7 @@ class TestStopping:
     def test_what_goes_wrong_in_it_is_said_once_and_harms_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         with loaderkit.build(numbers()) as loader:
             next(iter(loader))
-            monitor: Any = loader._monitor
+            monitor: Any = loader._executors.monitor
             times = []
 
             def fail(stats: Any) -> None:

@@ -60,7 +60,7 @@ def crowded(crowd: Crowd, workers: int) -> loaderkit.Loader:
 
 
 def states(loader: loaderkit.Loader) -> list[int]:
-    engine: Any = loader._engine
+    engine: Any = loader._executors.executor
     return [
         worker_clock.open_state - engine.states.starved for worker_clock in engine.pools[0].worker_clocks
     ]  # 0, 1 or 2: idle
@@ -69,7 +69,7 @@ def states(loader: loaderkit.Loader) -> list[int]:
 class TestWorkers:
     def test_more(self, crowd: Crowd) -> None:
         with crowded(crowd, 1) as loader:
-            engine: Any = loader._engine
+            engine: Any = loader._executors.executor
             engine.set_depth(100, None)
             wait_for(lambda: crowd.num_inside == 1)
             loader.resize("read", workers=4)
@@ -80,7 +80,7 @@ class TestWorkers:
 
     def test_fewer_rest_and_come_back(self, crowd: Crowd) -> None:
         with crowded(crowd, 4) as loader:
-            engine: Any = loader._engine
+            engine: Any = loader._executors.executor
             engine.set_depth(100, None)
             wait_for(lambda: crowd.num_inside == 4)
             loader.resize("batch", workers=1)  # a stage of the same pool
@@ -143,7 +143,7 @@ class TestDepth:
     def test_less_is_read_ahead_from_then_on(self) -> None:
         with loaderkit.build(numbers(800), overrides={"prefetch.batches": 8}) as loader:
             loader.start()
-            engine: Any = loader._engine
+            engine: Any = loader._executors.executor
             wait_for(lambda: engine.num_open == 8)  # once one is taken, quick workers may rest with less
             batches = iter(loader)
             loader.resize(batches=2)
@@ -310,7 +310,7 @@ class TestRaces:
                             break
                         assert len(batch["x"]) == 8
                     if chance.random() < 0.3:
-                        loader._stop_engine()  # as after an error
+                        loader._executors.stop()  # as after an error
                 is_over.set()
                 for thread in everybody:
                     thread.join()

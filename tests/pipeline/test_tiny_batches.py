@@ -37,7 +37,7 @@ def executor_of(pipeline: Pipeline, **overrides: Any) -> str:
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         next(iter(loader))
         tuning = loader.stats().to_dict()["tuning"]
-        assert isinstance(loader._engine, InlineEngine) == (tuning["executor"] == "inline")
+        assert isinstance(loader._executors.executor, InlineEngine) == (tuning["executor"] == "inline")
         assert ("executor_reason" in tuning) == (tuning["executor"] == "inline")
         return str(tuning["executor"])
 

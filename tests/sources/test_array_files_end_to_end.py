@@ -274,5 +274,5 @@ def test_the_probe_is_not_kept(tmp_path: Path) -> None:
     loader, _ = recorded(files(folder).batch(2), folder)
     with loader:
         list(loader)
-        assert isinstance(loader._engine, InlineEngine)
-        assert len(loader._engine._scratch.get("read", b"")) < 1000
+        assert isinstance(loader._executors.executor, InlineEngine)
+        assert len(loader._executors.executor._scratch.get("read", b"")) < 1000

@@ -256,8 +256,8 @@ def test_the_engine_counts_chunks_also_while_nobody_measures() -> None:
     with loaderkit.build(pipeline, overrides={"prefetch.concurrency": 2}) as loader:
         batches = iter(loader)
         next(batches)
-        assert isinstance(loader._engine, ThreadEngine)
-        probe = loader._engine.pools[0].probe
+        assert isinstance(loader._executors.executor, ThreadEngine)
+        probe = loader._executors.executor.pools[0].probe
         assert probe is not None
         probe._num_left = 500
         for _ in range(400):

@@ -220,8 +220,8 @@ def test_blocked_for_the_whole_interval(executor: str) -> None:
         wait_for(lambda: loader.stats(since=before).stall_s.get("call", 0.0) > 0.3)
         found = loader.stats(since=before)
     finally:
-        assert loader._engine is not None
-        loader._engine.close(0.0)  # which the consumer learns at once; the loader itself is its thread's
+        assert loader._executors.executor is not None
+        loader._executors.executor.close(0.0)  # which the consumer learns at once; the loader itself is its thread's
         go_on.set()
         consumer.join(30)
         loader.close()

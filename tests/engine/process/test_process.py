@@ -180,7 +180,7 @@ class TestLiving:
             thread = threading.Thread(target=consume)
             thread.start()
             wait_for(lambda: loader.stats().num_batches >= 1)
-            engine = loader._engine
+            engine = loader._executors.executor
             assert engine is not None
             engine.close(join_s=0.1)
             thread.join(30)
@@ -218,7 +218,7 @@ class TestMemory:
         with build(numbers(80)) as loader:
             stream = iter(loader)
             next(stream)
-            (host,) = cast(Any, loader._engine)._processes
+            (host,) = cast(Any, loader._executors.executor)._processes
             ledger = host._ledger
             for _ in range(100_000):  # never lent: the other process is told of them in `BatchSender.released`
                 ledger._ended.put(1 << 30)

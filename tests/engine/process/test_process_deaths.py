@@ -93,14 +93,14 @@ class TestDeaths:
             os.kill(pid, signal.SIGSTOP)
             last = loader.stats()
             assert last.stages[0].num_items >= 8
-            loader._stop_engine(join_s=0.1)
+            loader._executors.stop(join_s=0.1)
         assert not is_running(pid)
 
     def test_when_it_has_not_answered_for_long(self) -> None:
         """It is not asked again and again: else there would be no room left to tell it to end, and nobody could."""
         with build(numbers()) as loader:
             next(iter(loader))
-            (host,) = cast(Any, loader._engine)._processes
+            (host,) = cast(Any, loader._executors.executor)._processes
             pid = host.pid
             os.kill(pid, signal.SIGSTOP)
             asking = threading.Thread(
@@ -118,7 +118,7 @@ class TestDeaths:
                     host._link._control.send(pickle.dumps(("released", [])), socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     break
-            loader._stop_engine(join_s=0.1)
+            loader._executors.stop(join_s=0.1)
         assert not is_running(pid)
 
     def test_what_a_scheduler_sends_to_all_is_left_to_the_trainer(self) -> None:

@@ -230,7 +230,7 @@ class TestReports:
             assert "'20'" in report
             stall = loader.stats().to_dict()["stall"]
             assert stall["by_stage"]["call"] > 0
-            engine = loader._engine
+            engine = loader._executors.executor
             assert engine is not None
             engine.close(join_s=0.1)
             consumer.join(30)

@@ -1,0 +1,145 @@
+"""The executor of a loader over its life: made when it is needed, watched, profiled, and ended after an error."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from loaderkit.engine.contracts import Executor
+from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.trace import Trace
+from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.monitor import Monitor, Series
+from loaderkit.errors import ClosedError
+from loaderkit.pipeline.engine_factory import describe_tuning, make_executor
+from loaderkit.pipeline.execution_plan import ExecutionPlan
+from loaderkit.pipeline.live_settings import LiveSettings, make_tuner
+
+if TYPE_CHECKING:
+    from loaderkit.profile.step_log import StepLog
+
+
+class ExecutorLifecycle:
+    """Has at most one executor at a time. All but `stats`, `series` and `stop` belong to the consumer's thread."""
+
+    def __init__(self, plan: ExecutionPlan, clock: Clock) -> None:
+        """Raises ConfigError."""
+        self._plan = plan
+        self._clock = clock
+        tuning = describe_tuning(plan, clock)
+        self.settings = LiveSettings(tuning, make_tuner(plan.config, tuning))
+        self.is_closed = False  # True: no other executor is made
+        self.executor: Executor | None = None
+        self.monitor: Monitor | None = None
+        self.steps: StepLog | None = None  # of the profile that is under way
+        self._series = Series()
+        self._stands: tuple[int, int] | None = None  # the place of the batch that the executor gives next
+        self._run = 0  # executors that have ended
+        self._last_stats: Stats | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._stopping = threading.Lock()
+        self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
+
+    def at(self, epoch: int, position: int) -> Executor:
+        """The executor, standing at (epoch, position); made when there is none, or after an error ended the last one."""
+        if self.executor is None:
+            self.check_open()
+            self.executor = executor = make_executor(self._plan, self._clock)
+            self._stands = None
+            self.settings.attach(executor)
+            if self._recordings is not None:
+                executor.record()
+            if self.steps is not None and self._last_stats is not None:
+                self.steps.reset()
+            self.monitor = self._make_monitor(executor)
+            self._finalizer = weakref.finalize(self, _abandon, executor, self.monitor)
+            if self.monitor is not None:
+                self.monitor.start()
+        if self._stands != (epoch, position):
+            self.executor.seek(epoch, position)
+            self._stands = (epoch, position)
+        return self.executor
+
+    def check_open(self) -> None:
+        """Raise ClosedError once the loader is closed."""
+        if self.is_closed:
+            raise ClosedError("the loader is closed: build another one")
+
+    def delivered(self, epoch: int, position: int) -> None:
+        """The executor has delivered everything before (epoch, position)."""
+        self._stands = (epoch, position)
+
+    def _make_monitor(self, executor: Executor) -> Monitor | None:
+        """A monitor of an executor while it runs. It must not know this object, or that would never be garbage."""
+        if self._plan.executor == "inline":
+            return None
+        settings, run = self.settings, self._run
+        return Monitor(lambda: executor.stats(settings.tuning, run), self._series, settings.tune)
+
+    def stop(self, join_s: float = 10.0) -> None:
+        """End the executor and all its threads."""
+        executor, monitor = self.executor, self.monitor  # another thread's `close` may come in between
+        if executor is not None:
+            self._last_stats = self.stats()
+            if self._recordings is not None:
+                self._recordings.append(executor.recorded())
+            if monitor is not None:
+                monitor.stop()
+            self.settings.detach()
+            executor.close(join_s)
+            if monitor is not None:
+                monitor.join()
+            with self._stopping:
+                if self.executor is executor:
+                    self.executor = self.monitor = None
+                    self._run += 1
+        finalizer = self._finalizer
+        if finalizer is not None:
+            finalizer.detach()
+            self._finalizer = None
+
+    def stats(self) -> Stats:
+        """The accounts up to now, of the executor that runs, or of the last one."""
+        executor, monitor = self.executor, self.monitor
+        tuning, stream = self.settings.tuning, self._plan.compiled.context.stream
+        if executor is not None:
+            now = executor.stats(tuning, self._run)
+        else:
+            now = self._last_stats or make_executor(self._plan, self._clock).stats(tuning, self._run)
+        if monitor is not None:
+            now = replace(now, lateness=monitor.lateness.copy())
+        return now if stream is None else replace(now, copies=stream.counters())
+
+    def series(self) -> list[dict[str, Any]]:
+        """How the accounts developed."""
+        return self._series.to_list()
+
+    def watch(self, steps: StepLog | None) -> None:
+        """Log the loop's steps from now on; None: no more."""
+        if steps is not None and self.steps is not None:
+            raise RuntimeError("this loader is being profiled already: end that block first")
+        self.steps = steps
+
+    def record(self) -> None:
+        """Keep what workers do from now on."""
+        self._recordings = []
+        if self.executor is not None:
+            self.executor.record()
+
+    def recorded(self) -> list[Trace]:
+        """What was kept since `record`, by executor; nothing more is."""
+        kept, self._recordings = self._recordings or [], None
+        return kept if self.executor is None else [*kept, self.executor.recorded()]
+
+
+def _abandon(executor: Executor, monitor: Monitor | None) -> None:
+    """The loader is garbage: end what it had running. The collector may run in any thread, whatever locks it holds."""
+    if monitor is not None:
+        monitor.stop()
+    if monitor is not None and monitor.is_this_thread():
+        _thread.start_new_thread(executor.close, ())
+    else:
+        executor.abandon()

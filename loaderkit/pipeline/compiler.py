@@ -24,6 +24,7 @@ from loaderkit.stages.base import FieldSpec, StageConfig, image_fields
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
+from loaderkit.stages.slowed import stretched
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.dali_lowering import DaliLowering
@@ -119,8 +120,6 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
     )
     stages = _compile(context, lowering)
     if plan.slowdown is not None:
-        from loaderkit.stages.slowed import stretched  # only the profiler's experiments have one
-
         stages = [stretched(stage, plan.slowdown) for stage in stages]
     pools = plan_pools(stages, plan.num_workers)
     return CompiledStages(

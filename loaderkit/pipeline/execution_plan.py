@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,9 +32,7 @@ from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, S
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import StageConfig
-
-if TYPE_CHECKING:
-    from loaderkit.stages.slowed import Slowdown
+from loaderkit.stages.slowed import Slowdown
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,22 @@
-"""What is done to samples and batches: one module a stage."""
+"""What is done to samples and batches: one module a stage, which declares its arguments and its kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loaderkit._internal.public_names import public_names
+
+if TYPE_CHECKING:
+    from loaderkit.stages.base import StageArgs, StageConfig, StageKind
+    from loaderkit.stages.context import CompileContext
+
+__all__ = ["CompileContext", "StageArgs", "StageConfig", "StageKind"]
+__getattr__ = public_names(
+    __name__,
+    {
+        "CompileContext": "loaderkit.stages.context",
+        "StageArgs": "loaderkit.stages.base",
+        "StageConfig": "loaderkit.stages.base",
+        "StageKind": "loaderkit.stages.base",
+    },
+)

@@ -129,7 +129,7 @@ class TestClosing:
         gc.disable()
         try:
             armed = True
-            engine = cycle["loader"]._engine
+            engine = cycle["loader"]._executors.executor
             del cycle, stream
             engine.set_depth(3, None)  # workers look at the clock again
             del engine

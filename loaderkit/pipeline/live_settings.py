@@ -44,7 +44,7 @@ class LiveSettings:
         if tuner is None:
             return self._tuning
         decisions = [decision.to_dict() for decision in tuner.decisions.copy()]
-        auto = tuple(setting.name for setting in tuner.knobs)
+        auto = tuple(setting.name for setting in tuner.settings)
         return replace(self._tuning, auto=auto, settled=tuner.is_settled, decisions=decisions)
 
     def attach(self, engine: Executor) -> None:
@@ -92,7 +92,7 @@ class LiveSettings:
             move = self._tuner.look(stats)
             if move is None:
                 return
-            stages = move.knob.stages
+            stages = move.setting.stages
             try:
                 if stages:
                     self._turn_workers(stages[0], stages, move.value)
@@ -100,7 +100,7 @@ class LiveSettings:
                     self._turn_depth(move.value, None)
             except ConfigError as error:
                 self._tuner.refused(move, str(error))
-                logger.warning("the tuner could not set %s to %d: %s", move.knob.name, move.value, error)
+                logger.warning("the tuner could not set %s to %d: %s", move.setting.name, move.value, error)
 
     def written_to(self, config: PipelineConfig) -> PipelineConfig:
         """The description with the sizes as they are now. Several pools without workers of their own share `concurrency`
@@ -171,17 +171,17 @@ def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
     """What turns the sizes that were left to it (`auto`); None if none were, and where the loop's thread makes the batches."""
     if tuning.executor == "inline":
         return None
-    knobs = []
+    settings = []
     unit = tuning.processes or 1  # processes that load have as many each
     if config.prefetch.concurrency == "auto":
         fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
         own = [pool for pool in tuning.pools if fixed.isdisjoint(pool.stages) and not pool.is_trainers]
-        knobs = [
+        settings = [
             TunedSetting(f"workers of {'+'.join(pool.stages)}", pool.stages, pool.workers, unit=unit) for pool in own
         ]
     if config.prefetch.batches == "auto" and tuning.batches is not None:
-        knobs.append(TunedSetting("batches", (), tuning.batches, unit=unit))
-    return Tuner(knobs, config.stage("batch").name, num_cpus()) if knobs else None
+        settings.append(TunedSetting("batches", (), tuning.batches, unit=unit))
+    return Tuner(settings, config.stage("batch").name, num_cpus()) if settings else None
 
 
 def _to_bytes(memory: int | str) -> int:

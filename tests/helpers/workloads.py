@@ -39,8 +39,8 @@ class Simulation:
         self.workload = workload
         self.workers = TunedSetting("workers of read+batch", ("read", "batch"), workers, unit=unit)
         self.batches = TunedSetting("batches", (), max(4, unit), unit=unit)
-        knobs = [self.workers, self.batches] if auto_batches else [self.workers]
-        self.tuner = Tuner(knobs, "batch", num_cpus)
+        settings = [self.workers, self.batches] if auto_batches else [self.workers]
+        self.tuner = Tuner(settings, "batch", num_cpus)
         self.num_cpus = num_cpus
         self.values: list[int] = []  # of workers, at every tick
         self._random = random.Random(0)
@@ -59,7 +59,7 @@ class Simulation:
             self._pass()
             self.values.append(self.workers.value)
             move = self.tuner.look(self.stats)
-            assert move is None or move.value == move.knob.value
+            assert move is None or move.value == move.setting.value
         return self
 
     def look(self) -> Move | None:

@@ -1,13 +1,13 @@
-"""How many workers, and how many batches ahead: found by trying, one change at a time.
+"""The tuner finds how many workers and how many batches ahead a loader needs by trying, one change at a time.
 
     look(stats) ──> a window of at least a second ──> stalled: more workers where the stall is, or deeper, or fewer workers
                                                       calm:    as few workers as the work needs
                                                       between: leave it
-    the next window decides: kept if it was worth it, else rolled back; what did not help is not tried again for a while
+    the next window decides: a change that paid is kept, else it is rolled back and not tried again for a while
 
-Hill climbing on measured throughput, in steps of a ladder, as autotuners of this kind do; what is different is that the
-stall accounts say where to climb, that it climbs down as well, and that a gain must exceed the noise of its own windows.
-It has no thread and no clock: `monitor.py` calls it, tests call it with made-up accounts.
+This is hill climbing on measured throughput, in steps of a ladder, as autotuners of this kind do. Unlike them it climbs where
+the stall accounts say, it climbs down as well, and a gain must exceed the noise of its own windows. The tuner has no thread
+and no clock: `monitor.py` calls it, tests call it with made-up accounts.
 """
 
 from __future__ import annotations
@@ -24,46 +24,48 @@ from loaderkit.engine.metrics.stats import Stats
 
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-_STALLED = 0.03  # of the time waiting: more of it is worth a trial
-_CALM = 0.01  # less of it: training is the limit
+_STALLED = 0.03  # share of the time waiting above which a change is worth a trial
+_CALM = 0.01  # share of the time waiting below which training is the limit
 _WINDOW_S = 1.0
-_LONG_WINDOW_S = 4.0  # however noisy it still is then
-_SETTLING_S = 0.4  # after a change: chunks that were cut for the old size are still under way
-_LONGEST_WINDOW_S = 16.0  # where it is so noisy that chance would decide
-_PATIENT_WINDOW_S = 60.0  # however little has landed by then
-_LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples a worker, and in all, that a window must have seen land
-# Relative standard errors of a rate: good enough to try something ... to judge it.
+_LONG_WINDOW_S = 4.0  # a fairly steady rate is good enough then
+_SETTLING_S = 0.4  # after a change, for chunks of the old size that are still under way
+_LONGEST_WINDOW_S = 16.0  # any rate must be good enough then, unless too few samples have landed
+_PATIENT_WINDOW_S = 60.0  # after which a window ends with however few samples
+_LEAST_ROUNDS, _LEAST_LANDED = 2, 8  # samples per worker, and in all, that must land in a window
+# Relative standard errors of a rate: enough to try a change, enough after 4 s, enough to judge a change.
 _ROUGH, _FAIR, _FINE = 0.10, 0.05, 0.02
-_GAIN, _MOST_GAIN = 0.03, 0.25  # what a change must bring, the second at most, however noisy it is
-_PAUSE_S, _PAUSE_STEPS = 1.0, 4  # s, and steps: a loop that stays away for longer pauses
+_GAIN, _MOST_GAIN = 0.03, 0.25  # a change must bring the first at least, and the second is enough however noisy it is
+_PAUSE_S, _PAUSE_STEPS = 1.0, 4  # a loop that stays away for longer than both pauses
 _NUM_STEPS = 9
 _CPUS_FULL = 0.9
-_WAITING, _COMPUTING = 0.25, 0.75  # of the busy time on a CPU: less is waiting for a store, more is computing
-_BURSTY = 0.1  # of the workers' time without room, although the loop waits: the buffer is too shallow for the jitter
-_SPARE = 1.25  # workers for so much more than the work there is
+_WAITING, _COMPUTING = 0.25, 0.75  # share of the busy time on a CPU: a pool below waits for a store, one above computes
+_BURSTY = (
+    0.1  # share of the workers' time without room: with a loop that waits, the buffer is too shallow for the jitter
+)
+_SPARE = 1.25  # workers kept, as a multiple of those that are busy
 _PATIENCE = 10  # windows until a change that did not help is tried again; doubled each time
 _MOST_PATIENCE = 640
-_SHIFT = 0.25  # a rate that is off by more, twice in a row: it is another workload now
+_SHIFT = 0.25  # a rate that is off by more, twice in a row, means another workload
 _NUM_DECISIONS = 100
 
 
 class TunerWindow(NamedTuple):
-    """What a stretch of time showed."""
+    """Rates and shares of one window of time."""
 
     rate: float  # samples/s that landed
     error: float  # relative standard error of that
     stalled: float  # share of the time that the loop waited for something that could be quicker
     cause: str | None  # of most of that
     cpu_share: float  # of all CPUs, by the workers
-    busy: Mapping[str, float]  # by knob (all workers, for the number of batches): those that were busy, on average
-    computing: Mapping[str, float]  # by knob: share of that time on a CPU
-    blocked: Mapping[str, float]  # by knob: share of the workers' time without room
+    busy: Mapping[str, float]  # by setting (all workers, for the number of batches): those that were busy, on average
+    computing: Mapping[str, float]  # by setting: share of that time on a CPU
+    blocked: Mapping[str, float]  # by setting: share of the workers' time without room
 
 
 @dataclass
 class TunedSetting:
-    """Something to turn. `stages` share the workers it stands for; without any it is the number of batches ahead.
-    It is turned to multiples of `unit`: the same number for each process, and at least one."""
+    """One number that the tuner changes: the workers that `stages` share, or without stages the batches ahead.
+    It is a multiple of `unit`, the number of processes, each of which has as many."""
 
     name: str
     stages: tuple[str, ...]
@@ -104,26 +106,26 @@ class Decision:
 
 
 class Move(NamedTuple):
-    """What is to be changed now."""
+    """A change to be made now."""
 
-    knob: TunedSetting
+    setting: TunedSetting
     before: int
     value: int
 
 
 @dataclass
 class _Trial:
-    knob: TunedSetting
+    setting: TunedSetting
     before: int
     baseline: TunerWindow
     decision: Decision
     num_rungs: int
-    gives_back: bool  # it saves workers, and must only cost nothing
+    gives_back: bool  # the change saves workers, and is kept if it costs nothing
 
 
 @dataclass
 class _Rest:
-    """How long a kind of change is left alone after it did not help."""
+    """The windows for which a kind of change that did not help is not tried again."""
 
     until: int = 0
     length: int = _PATIENCE
@@ -131,48 +133,52 @@ class _Rest:
 
 @dataclass
 class Tuner:
-    """Turns `knobs`. `landing`: the stage whose samples count as done. `num_cpus`: how many CPUs the workers may fill, the
-    cgroup's quota honoured."""
+    """Changes `settings`. `landing`: the stage whose samples count as done. `num_cpus`: the CPUs the workers may fill, within
+    the cgroup's quota."""
 
-    knobs: list[TunedSetting]
+    settings: list[TunedSetting]
     landing: str
     num_cpus: int
     decisions: deque[Decision] = field(default_factory=lambda: deque(maxlen=_NUM_DECISIONS))
 
     def __post_init__(self) -> None:
-        self.is_settled = False  # nothing is on trial, and nothing was worth a trial when it looked last
+        self.is_settled = False  # no change is on trial, and none was worth a trial at the last look
         self._begin: Stats | None = None
         self._before: Stats | None = None
         self._rates: list[float] = []
-        self._left: Stats | None = None  # when the loop was last seen, if it was not in the latest look
+        self._left: Stats | None = None  # the last look that saw the loop, if the latest one did not
         self._num_rates_then = 0
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS)  # s between two batches, lately
         self._settles_until_s = 0.0
         self._trial: _Trial | None = None
         self._number = 0  # of the window
-        self._reach: dict[str, int] = {}  # by knob: how many rungs up at most
-        self._rests: dict[tuple[str, bool], _Rest] = {}  # by knob, and whether upwards
+        self._reach: dict[str, int] = {}  # by setting: how many rungs up at most
+        self._rests: dict[tuple[str, bool], _Rest] = {}  # by setting, and whether upwards
         self._usual: float | None = None  # samples/s, since the last change that was kept
-        self._num_odd = 0  # windows in a row that were off that
+        self._num_odd = 0  # windows in a row whose rate was far from that
 
     def forget(self, stages: Sequence[str]) -> None:
-        """The user has set the workers of these stages, or without any the depth: the tuner leaves that alone from now on."""
-        self.knobs = [knob for knob in self.knobs if set(knob.stages).isdisjoint(stages) and (knob.stages or stages)]
-        if self._trial is not None and self._trial.knob not in self.knobs:
+        """Leave the workers of these stages, or without stages the depth, alone from now on: the user has set them."""
+        self.settings = [
+            setting
+            for setting in self.settings
+            if set(setting.stages).isdisjoint(stages) and (setting.stages or stages)
+        ]
+        if self._trial is not None and self._trial.setting not in self.settings:
             self._trial = None
 
     def refused(self, move: Move, reason: str) -> None:
-        """The last move could not be made: there are no more threads, say. It stays as it was, and less is tried next time."""
-        knob, trial = move.knob, self._trial
-        knob.most = max(knob.rung(-1), move.before)
-        knob.value = move.before
+        """Undo the last move, which could not be made (no more threads, say), and try less next time."""
+        setting, trial = move.setting, self._trial
+        setting.most = max(setting.rung(-1), move.before)
+        setting.value = move.before
         if trial is not None:
             trial.decision.kept, trial.decision.effect = False, f"refused: {reason}"
-            self._leave_alone(knob, up=move.value > move.before)
+            self._leave_alone(setting, up=move.value > move.before)
         self._trial = None
 
     def look(self, now: Stats) -> Move | None:
-        """Take note of the accounts, several times a second; what to change, if anything. It counts as done."""
+        """Read the accounts, several times a second. Returns the change to be made now, if any; the tuner takes it as made."""
         before = self._before
         if before is None or self._says_nothing(before, now):
             self._restart(now)
@@ -198,8 +204,8 @@ class Tuner:
         return move
 
     def _says_nothing(self, before: Stats, now: Stats) -> bool:
-        """Whether workers may not have worked as they would, or not for long enough."""
-        # After an error the sizes are as they were, and so is what is on trial.
+        """True if the time since `before` cannot be judged: an error, no batch yet, or a change just now."""
+        # After an error the engine gets the same sizes again, those on trial included.
         return before.run != now.run or now.num_batches == 0 or now.now_s < self._settles_until_s
 
     def _restart(self, now: Stats) -> None:
@@ -208,8 +214,8 @@ class Tuner:
         self._rates = []
 
     def _is_there(self, before: Stats, now: Stats) -> bool:
-        """Whether the loop came for a batch, or waited for one, since `before`. How long it stayed away counts as its step, but
-        for a pause (a validation, a checkpoint): that is cut out of the window, as workers do nothing in it that says anything.
+        """True if the loop came for a batch, or waited for one, since `before`. The time it stayed away counts as its step. A
+        pause (a validation, a checkpoint) is cut out of the window instead: the workers are blocked in it.
         """
         stalled_s = sum(now.stall_s.values()) - sum(before.stall_s.values())
         num_batches = now.num_batches - before.num_batches
@@ -221,7 +227,7 @@ class Tuner:
         usual_s = median(self._steps) if self._steps else 0.0
         if before.now_s - left.now_s > max(_PAUSE_S, _PAUSE_STEPS * usual_s):
             assert self._begin is not None
-            # The window so far, put right before the moment at which the loop is back.
+            # The window so far, moved to end where the loop is back.
             self._begin = before.since(left.since(self._begin))
             del self._rates[self._num_rates_then : -1]
         if num_batches:
@@ -236,12 +242,12 @@ class Tuner:
         stalls = {cause: seconds for cause, seconds in passed.stall_s.items() if cause != WAKEUP}
         rows = {row.name: row for row in passed.stages}
         busy, computing, blocked = {}, {}, {}
-        for knob in self.knobs:
-            mine = [rows[name] for name in knob.stages] or passed.stages
+        for setting in self.settings:
+            mine = [rows[name] for name in setting.stages] or passed.stages
             busy_s = sum(row.busy_s for row in mine)
-            busy[knob.name] = busy_s / wall_s
-            computing[knob.name] = sum(row.cpu_s for row in mine) / max(busy_s, 1e-9)
-            blocked[knob.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
+            busy[setting.name] = busy_s / wall_s
+            computing[setting.name] = sum(row.cpu_s for row in mine) / max(busy_s, 1e-9)
+            blocked[setting.name] = sum(row.blocked_s for row in mine) / max(sum(row.slot_s for row in mine), 1e-9)
         rate = mean(self._rates)
         spread = stdev(self._rates) / math.sqrt(len(self._rates)) if len(self._rates) > 1 else rate
         return TunerWindow(
@@ -258,17 +264,17 @@ class Tuner:
     def _is_enough(self, window: TunerWindow, passed: Stats) -> bool:
         wall_s = passed.wall_s
         if window.stalled > _CALM:
-            num_workers = sum(knob.value for knob in self.knobs if knob.stages)
+            num_workers = sum(setting.value for setting in self.settings if setting.stages)
             least = max(_LEAST_LANDED, _LEAST_ROUNDS * num_workers)
             if wall_s < _WINDOW_S or (window.rate * wall_s < least and wall_s < _PATIENT_WINDOW_S):
                 return False
             is_clear = window.error <= _ROUGH if self._trial is None else self._is_clear(self._trial, window)
             return is_clear or wall_s >= (_LONG_WINDOW_S if window.error <= _FAIR else _LONGEST_WINDOW_S)
-        # What is ready keeps the loop going for a while, whatever the workers do.
+        # Batches that are ready keep the loop going for a while, whatever the workers do.
         return wall_s >= _WINDOW_S and passed.num_batches >= max(8, 2 * (passed.tuning.batches or 0))
 
     def _is_clear(self, trial: _Trial, window: TunerWindow) -> bool:
-        """Whether more measuring would hardly change what comes of a trial."""
+        """True if a longer window would hardly change the judgement of a trial."""
         gain, error = _gain(trial, window)
         return window.error <= _FINE or abs(gain - _GAIN) > 3 * error
 
@@ -295,49 +301,49 @@ class Tuner:
         return is_odd
 
     def _speed_up(self, window: TunerWindow, now: Stats) -> Move | None:
-        depth = next((knob for knob in self.knobs if not knob.stages), None)
-        knob = next((knob for knob in self.knobs if window.cause in knob.stages), None)
+        depth = next((setting for setting in self.settings if not setting.stages), None)
+        setting = next((setting for setting in self.settings if window.cause in setting.stages), None)
         if depth is not None and window.cause != MEMORY:
             slab_bytes = now.memory["slab_bytes"]
             depth.most = max(depth.value, now.memory["budget_bytes"] // slab_bytes) if slab_bytes else depth.value
             # With every batch in work and workers without room, more workers would only find no room either.
-            pool = knob or next((one for one in self.knobs if one.stages), depth)
+            pool = setting or next((one for one in self.settings if one.stages), depth)
             if window.blocked[pool.name] > _BURSTY and self._may(depth, up=True):
                 share = f"{window.blocked[pool.name]:.0%}"
                 return self._try(
                     depth, depth.rung(2), window, now, f"it waits while workers have no room {share} of the time"
                 )
-        if knob is None:
+        if setting is None:
             return None
         waits = f"{window.stalled:.0%} of the time waiting, most of it for {window.cause}"
-        computing = window.computing[knob.name]
-        if window.cpu_share < _CPUS_FULL and self._may(knob, up=True):
-            num_rungs = min(4 if computing < _WAITING else 2, self._reach.get(knob.name, 4))
-            return self._try(knob, knob.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
+        computing = window.computing[setting.name]
+        if window.cpu_share < _CPUS_FULL and self._may(setting, up=True):
+            num_rungs = min(4 if computing < _WAITING else 2, self._reach.get(setting.name, 4))
+            return self._try(setting, setting.rung(num_rungs), window, now, waits, num_rungs=num_rungs)
         # Where every worker has a CPU and computes, fewer compute less.
         computes = computing >= _COMPUTING
-        if self._may(knob, up=False) and not (computes and knob.value <= self.num_cpus):
-            return self._try(knob, knob.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
+        if self._may(setting, up=False) and not (computes and setting.value <= self.num_cpus):
+            return self._try(setting, setting.rung(-1), window, now, f"{waits}; fewer may hinder one another less")
         return None
 
     def _give_back(self, window: TunerWindow, now: Stats) -> Move | None:
-        for knob in self.knobs:
-            rest = self._rests.get((knob.name, False))
-            if not knob.stages or not self._may(knob, up=False):
+        for setting in self.settings:
+            rest = self._rests.get((setting.name, False))
+            if not setting.stages or not self._may(setting, up=False):
                 continue
-            target = knob.enough_for(_SPARE * window.busy[knob.name]) if rest is None else knob.rung(-1)
-            if target < knob.value:
-                reason = f"nothing waits; {window.busy[knob.name]:.1f} of {knob.value} workers are busy"
-                return self._try(knob, target, window, now, reason, gives_back=True)
+            target = setting.enough_for(_SPARE * window.busy[setting.name]) if rest is None else setting.rung(-1)
+            if target < setting.value:
+                reason = f"nothing waits; {window.busy[setting.name]:.1f} of {setting.value} workers are busy"
+                return self._try(setting, target, window, now, reason, gives_back=True)
         return None
 
-    def _may(self, knob: TunedSetting, *, up: bool) -> bool:
-        rest = self._rests.get((knob.name, up))
-        return knob.rung(1 if up else -1) != knob.value and (rest is None or self._number >= rest.until)
+    def _may(self, setting: TunedSetting, *, up: bool) -> bool:
+        rest = self._rests.get((setting.name, up))
+        return setting.rung(1 if up else -1) != setting.value and (rest is None or self._number >= rest.until)
 
     def _try(
         self,
-        knob: TunedSetting,
+        setting: TunedSetting,
         value: int,
         window: TunerWindow,
         now: Stats,
@@ -346,14 +352,14 @@ class Tuner:
         num_rungs: int = 1,
         gives_back: bool = False,
     ) -> Move:
-        decision = Decision(now.wall_s, knob.name, knob.value, value, reason)
+        decision = Decision(now.wall_s, setting.name, setting.value, value, reason)
         self.decisions.append(decision)
-        self._trial = _Trial(knob, knob.value, window, decision, num_rungs, gives_back)
-        return self._turn(knob, value, now.now_s)
+        self._trial = _Trial(setting, setting.value, window, decision, num_rungs, gives_back)
+        return self._turn(setting, value, now.now_s)
 
-    def _turn(self, knob: TunedSetting, value: int, now_s: float) -> Move:
-        move = Move(knob, knob.value, value)
-        knob.value = value
+    def _turn(self, setting: TunedSetting, value: int, now_s: float) -> Move:
+        move = Move(setting, setting.value, value)
+        setting.value = value
         self._settles_until_s = now_s + _SETTLING_S
         return move
 
@@ -368,21 +374,21 @@ class Tuner:
             kept = gain >= needed or (window.stalled < _CALM and gain >= 0)
             effect = f"{gain:+.0%} samples/s, {window.stalled:.0%} of the time waiting"
         trial.decision.kept, trial.decision.effect = kept, effect
-        went_up = trial.knob.value > trial.before
+        went_up = trial.setting.value > trial.before
         if kept:
             self._usual = window.rate
-            if went_up:  # a tuner that gave back too much is to be slower about it
-                self._leave_alone(trial.knob, up=False)
+            if went_up:  # workers that were given back and had to be taken again are not given back soon
+                self._leave_alone(trial.setting, up=False)
             return None
         if went_up and trial.num_rungs > 2 and gain > -_GAIN:
-            self._reach[trial.knob.name] = 2  # it was too far; half as far may not be
+            self._reach[trial.setting.name] = 2  # it was too far; half as far may not be
         else:
-            self._leave_alone(trial.knob, up=went_up)
+            self._leave_alone(trial.setting, up=went_up)
         assert self._before is not None
-        return self._turn(trial.knob, trial.before, self._before.now_s)
+        return self._turn(trial.setting, trial.before, self._before.now_s)
 
-    def _leave_alone(self, knob: TunedSetting, *, up: bool) -> None:
-        rest = self._rests.setdefault((knob.name, up), _Rest())
+    def _leave_alone(self, setting: TunedSetting, *, up: bool) -> None:
+        rest = self._rests.setdefault((setting.name, up), _Rest())
         rest.until = self._number + rest.length
         rest.length = min(2 * rest.length, _MOST_PATIENCE)
 
@@ -391,7 +397,7 @@ class Tuner:
 
 
 def _gain(trial: _Trial, window: TunerWindow) -> tuple[float, float]:
-    """How much faster it is than before, and the standard error of that."""
+    """The gain in throughput since before the trial, as a share, and its standard error."""
     before = trial.baseline.rate
     gain = window.rate / before - 1 if before > 0 else 0.0
     return gain, math.hypot(window.error, trial.baseline.error)

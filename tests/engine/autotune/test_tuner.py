@@ -214,9 +214,9 @@ class TestSaying:
         value = simulation.workers.value
         simulation.run(30)
         assert simulation.workers.value == value
-        assert [knob.name for knob in simulation.tuner.knobs] == ["batches"]
+        assert [setting.name for setting in simulation.tuner.settings] == ["batches"]
         simulation.tuner.forget(())
-        assert simulation.tuner.knobs == []
+        assert simulation.tuner.settings == []
 
 
 @pytest.mark.parametrize(("value", "steps", "found"), [(2, 2, 4), (2, -5, 1), (5, 1, 6), (5, -1, 4), (64, 9, 128)])

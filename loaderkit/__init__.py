@@ -8,8 +8,10 @@ with loader:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from loaderkit import checkpoint, errors
+from loaderkit._internal.public_names import public_names
 from loaderkit._internal.version import __version__
 
 if TYPE_CHECKING:
@@ -18,27 +20,16 @@ if TYPE_CHECKING:
     from loaderkit.pipeline.loader import Loader, build
 
 __all__ = ["Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
-
-_HOMES = {
-    "Loader": "loaderkit.pipeline.loader",
-    "Pipeline": "loaderkit.pipeline.config.builder",
-    "build": "loaderkit.pipeline.loader",
-    "restore": "loaderkit.checkpoint.restore.api",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: `import loaderkit` alone must not cost the import of torch (a second or more)."""
-    import importlib
-
-    if name in _HOMES:
-        found = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in ("checkpoint", "errors"):
-        found = importlib.import_module(f"loaderkit.{name}")
-    else:
-        raise AttributeError(f"module 'loaderkit' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+# On first use: `import loaderkit` alone must not cost the import of torch (a second or more).
+__getattr__ = public_names(
+    __name__,
+    {
+        "Loader": "loaderkit.pipeline.loader",
+        "Pipeline": "loaderkit.pipeline.config.builder",
+        "build": "loaderkit.pipeline.loader",
+        "restore": "loaderkit.checkpoint.restore.api",
+    },
+)
 
 
 def __dir__() -> list[str]:

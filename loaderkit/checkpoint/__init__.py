@@ -6,7 +6,9 @@ url ─> discovery.open ──> restore.requests ─> transfer.layout ─> trans
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from loaderkit._internal.public_names import public_names
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.discovery.latest import latest
@@ -14,19 +16,14 @@ if TYPE_CHECKING:
     from loaderkit.checkpoint.restore.dcp_reader import StreamReader
 
 __all__ = ["StreamReader", "latest", "write_manifest"]
-
-_HOMES = {"StreamReader": "restore.dcp_reader", "latest": "discovery.latest", "write_manifest": "discovery.manifest"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import on first use: the reader imports torch.distributed.checkpoint."""
-    import importlib
-
-    if name not in _HOMES:
-        raise AttributeError(f"module 'loaderkit.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"loaderkit.checkpoint.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = public_names(
+    __name__,
+    {
+        "StreamReader": "loaderkit.checkpoint.restore.dcp_reader",  # with torch.distributed.checkpoint
+        "latest": "loaderkit.checkpoint.discovery.latest",
+        "write_manifest": "loaderkit.checkpoint.discovery.manifest",
+    },
+)
 
 
 def __dir__() -> list[str]:

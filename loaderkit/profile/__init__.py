@@ -3,7 +3,17 @@
 Public: `Report`, `compare`; `with loader.profile() as report` records one.
 """
 
-from loaderkit.profile.compare import compare_reports as compare
-from loaderkit.profile.report import Report
+from __future__ import annotations
 
-__all__ = ["Report", "compare"]
+from typing import TYPE_CHECKING
+
+from loaderkit._internal.public_names import public_names
+
+if TYPE_CHECKING:
+    from loaderkit.profile.compare import compare_reports
+    from loaderkit.profile.report import Report
+
+__all__ = ["Report", "compare_reports"]
+__getattr__ = public_names(
+    __name__, {"Report": "loaderkit.profile.report", "compare_reports": "loaderkit.profile.compare"}
+)

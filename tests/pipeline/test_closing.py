@@ -174,7 +174,7 @@ class TestImport:
     def test_import_is_light(self) -> None:
         program = (
             "import sys, loaderkit, loaderkit.errors, loaderkit.cli\n"
-            "heavy = {'torch', 'numpy', 'PIL', 'pydantic', 'yaml', 'nvidia', 's3torchconnector', 'webdataset'}\n"
+            "heavy = {'torch', 'numpy', 'PIL', 'pydantic', 'ruamel', 'scipy', 'nvidia', 's3torchconnector', 'webdataset'}\n"
             "print(sorted(heavy & set(sys.modules)))"
         )
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Where bytes are: one module for each kind of store. A connector fills memory given to it, or raises."""
+"""Access to stores of objects: one module for each kind of store. A connector fills memory given to it, or raises."""
 
 from loaderkit.connectors.base import BulkConnector, BulkReads, Connector, ConnectorTraits, ObjectInfo
 from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args, StoreArgs

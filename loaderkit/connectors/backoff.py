@@ -1,4 +1,4 @@
-"""Trying again: with growing waits, for a bounded time, and counted."""
+"""Retries with growing waits, for a bounded time, counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CHECKSUM_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and for how long one call is tried. The n-th wait is between half of and all of first_wait_s * 2^n."""
+    """How often and for how long one call is retried. The n-th wait is between half of and all of first_wait_s * 2^n."""
 
     total_s: float = 60.0
     max_attempts: int = 10
@@ -50,12 +50,12 @@ class Retries:
         self._clock = clock
 
     def now_s(self) -> float:
-        """The time, to be given as `begin_s` of several calls that are bounded together."""
+        """The current time, as the common `begin_s` of several calls that share one bound."""
         return self._clock()
 
     def __call__(self, function: Callable[[], T], begin_s: float | None = None) -> T:
-        """What `function` returns; its last error, which then says how often it was tried, when the policy's limits are
-        reached. Any other error at once. Without an error it costs half a microsecond."""
+        """The result of `function`. Raises its last TemporaryError, with the number of attempts, when the policy's limits are
+        reached; any other error at once. Without an error the overhead is 0.5 us."""
         begin_s = self._clock() if begin_s is None else begin_s
         num_stops = self._num_stops
         try:
@@ -66,7 +66,7 @@ class Retries:
             return self._again(function, error, begin_s, num_stops)
 
     def stop(self) -> None:
-        """Make all calls under way end: what waits with ClosedError. Until `resume` others try once."""
+        """End all calls in progress; those that wait raise ClosedError. Until `resume`, new calls try once."""
         self._num_stops += 1
         self._closing.set()
 
@@ -75,7 +75,7 @@ class Retries:
         self._closing.clear()
 
     def _again(self, function: Callable[[], T], first: TemporaryError, begin_s: float, num_stops: int) -> T:
-        import tenacity  # 30 ms, saved where the store works
+        import tenacity  # takes 30 ms, and is not needed while the store works
 
         done = [first]
         num_attempts = 0
@@ -85,15 +85,15 @@ class Retries:
             num_attempts += 1
             if done:
                 raise done.pop()
-            if self._num_stops != num_stops:  # or it would make again what is being closed
-                raise ClosedError("it was closed while it was tried again")
+            if self._num_stops != num_stops:  # `function` would reopen what is being closed
+                raise ClosedError("the connector was closed during a retry")
             return function()
 
         def is_over(state: RetryCallState) -> bool:
             outcome = state.outcome
             error = outcome.exception() if outcome is not None else None
             allowed = self.policy.max_attempts
-            if isinstance(error, ChecksumError):  # what is damaged in the store stays so
+            if isinstance(error, ChecksumError):  # data damaged in the store stays damaged
                 allowed = min(allowed, _MOST_CHECKSUM_ATTEMPTS)
             is_late = self._clock() - begin_s + state.upcoming_sleep > self.policy.total_s
             return is_late or num_attempts >= allowed or self._closing.is_set()
@@ -122,4 +122,4 @@ class Retries:
 
     def _wait_s(self, number: int) -> float:
         longest_s = min(self.policy.most_wait_s, self.policy.first_wait_s * 2.0 ** (number - 1))
-        return longest_s * (0.5 + 0.5 * random.random())  # noqa: S311 - so that ranks do not all come back at once
+        return longest_s * (0.5 + 0.5 * random.random())  # noqa: S311 - jitter, so that ranks do not retry together

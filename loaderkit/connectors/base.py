@@ -1,4 +1,4 @@
-"""The contract of connectors: what each of them offers, what some declare besides, and the records they exchange."""
+"""The contract of connectors: the calls every connector has, the traits and faster reads it may declare, and their records."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class ReadInto(Protocol):
 
 
 class ReadMany(Protocol):
-    """Reads every range to its offset in `buffer`; returns the errors, as `read_into` raises them, by number of the range."""
+    """Reads every range to its offset in `buffer`; returns the errors, as `read_into` raises them, by index of the range."""
 
     def __call__(self, ranges: Ranges, offsets: list[int], buffer: memoryview) -> Mapping[int, Exception]: ...
 
 
 class GatherInto(Protocol):
-    """Fills `buffer` with the ranges [start, start + length) one behind another, or raises as `read_into` does."""
+    """Fills `buffer` with the ranges [start, start + length), concatenated, or raises as `read_into` does."""
 
     def __call__(
         self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
@@ -107,7 +107,7 @@ class ReadHashed(Protocol):
 
 @dataclass(frozen=True)
 class BulkReads:
-    """The reads in which a connector does more than one `read_into`; None for those it does not have."""
+    """A connector's faster reads beside `read_into`; None for those it does not have."""
 
     read_many: ReadMany | None = None
     gather_into: GatherInto | None = None
@@ -119,14 +119,14 @@ class BulkReads:
 class ConnectorTraits:
     """What a connector declares about its store. The defaults hold for a connector that declares nothing."""
 
-    is_remote: bool = False  # reads wait for a network, so they are made ahead, and indexes of archives are kept
+    is_remote: bool = False  # reads wait for a network: the loader reads ahead, and keeps the indexes of archives
     coalesce_gap: int = 2**20  # reading this many unwanted bytes costs less than another request
-    part_size: int = 0  # a read of this many bytes is several requests at a time; 0: a read is always one
-    store: str = ""  # keeps the objects of one store apart from those of another in a shared cache
+    part_size: int = 0  # a read of this many bytes is split into concurrent requests; 0: a read is one request
+    store: str = ""  # names the store in the keys of a shared cache
 
 
 class BulkConnector(Connector):
-    """A connector that declares what it can do besides `Connector`. The defaults say: nothing."""
+    """A `Connector` with traits, faster reads and counters; a subclass overrides those it has."""
 
     traits: ConnectorTraits = ConnectorTraits()
 
@@ -135,27 +135,27 @@ class BulkConnector(Connector):
         return BulkReads()
 
     def counters(self) -> dict[str, float]:
-        """What was asked of the store, by name."""
+        """Counts and seconds of the requests to the store, by name."""
         return {}
 
     def time_objects(self) -> None:
         """Measure from now on how long the reads of each object take, if the connector can."""
 
     def object_times(self) -> Mapping[str, tuple[float, float]]:
-        """By `describe(key)`: seconds until the first bytes of its reads came, and from then on, all reads together."""
+        """(seconds to the first byte, seconds of the body) by `describe(key)`, each summed over all reads of the object."""
         return {}
 
 
 def traits_of(connector: Connector) -> ConnectorTraits:
-    """What a connector declares."""
+    """The traits of a connector; the defaults for one that declares none."""
     return connector.traits if isinstance(connector, BulkConnector) else ConnectorTraits()
 
 
 def bulk_of(connector: Connector) -> BulkReads:
-    """The faster reads a connector declares."""
+    """The faster reads of a connector; none for one that declares none."""
     return connector.bulk() if isinstance(connector, BulkConnector) else BulkReads()
 
 
 def counters_of(connector: Connector) -> dict[str, float]:
-    """A copy of what a connector counts."""
+    """A copy of a connector's counters."""
     return dict(connector.counters()) if isinstance(connector, BulkConnector) else {}

@@ -1,7 +1,7 @@
 """Threads for calls that may hang: the caller can cancel one and continue without it.
 
-A call in C, or a user's function, cannot be stopped from outside. So a thread of its own makes it, and writes results only
-under a lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does.
+A call in C, or a user's function, cannot be stopped from outside. So a pool thread makes it, and writes results only under a
+lock and only until the call is cancelled. A thread stuck in a cancelled call is abandoned; it ends when the call does.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from loaderkit.errors import ClosedError
 
 T = TypeVar("T")
 _MOST_ABANDONED = 64
-_CLOSED = "it was closed while it was read"
+_CLOSED = "the connector was closed during the read"
 
 
-class CallCancelled(Exception):  # noqa: N818 - not an error: how a thread learns of it
+class CallCancelled(Exception):  # noqa: N818 - a signal to the thread, not an error
     """Raised in the thread of a call that was cancelled."""
 
 
@@ -30,10 +30,12 @@ class Call(Generic[T]):
     """One call. Its function gets it as an argument, to write results and to report progress."""
 
     def __init__(self, function: Callable[[Call[T]], T], call_pool: CallPool, origin: object = None) -> None:
-        self.origin = origin  # `CallPool.fail` ends all calls of one origin
-        self.timeout_s: float | None = None  # a call without progress for longer is stuck, waited for or not
-        self.keeps_turn = False  # the function returned, but without what it was to bring
-        self.others: deque[Call[T]] | None = None  # begun with it; one of them follows it. None: one has
+        self.origin = origin  # `CallPool.fail` fails all calls of one origin
+        self.timeout_s: float | None = (
+            None  # a call without progress for this long is stuck, even if nothing waits for it
+        )
+        self.keeps_turn = False  # the function returned without its whole result
+        self.others: deque[Call[T]] | None = None  # queued behind this call; None once the next of them was started
         self._function = function
         self._call_pool = call_pool
         self._lock = threading.Lock()
@@ -73,11 +75,11 @@ class Call(Generic[T]):
             try:
                 raise error
             finally:
-                del error  # and would be held by itself
+                del error  # the traceback holds this frame, which would hold the error
         return self._result  # type: ignore[return-value]
 
     def cancel(self, error: BaseException | None = None) -> bool:
-        """Let it write nothing from now on; its waiter gets `error`. Returns False if it is done already."""
+        """Forbid further writes; `wait` raises `error`. Returns False if the call is done already."""
         with self._lock:
             if self._done.is_set():
                 return False
@@ -94,7 +96,7 @@ class Call(Generic[T]):
 
     @property
     def is_abandoned(self) -> bool:
-        """True while a thread is stuck in it after it was cancelled."""
+        """True while a thread is stuck in the cancelled call."""
         return self._is_cancelled and self._touched_s is not None and not self._has_ended
 
     @property
@@ -116,7 +118,7 @@ class Call(Generic[T]):
         try:
             result = ending_forks(self._function)(self)
             if self.others and not self.keeps_turn:
-                self._call_pool.pass_on(self, wakes=False)  # this thread takes it next
+                self._call_pool.pass_on(self, wakes=False)  # this thread takes the next call
         except BaseException as raised:
             error = raised
         with self._lock:
@@ -150,17 +152,17 @@ class CallPool:
         self._most_abandoned = most_abandoned
         self._prepare_thread = prepare_thread
         self._join_s = join_s
-        self._begin_anew()
+        self._reset()
         _ALL.add(self)
         # Also at exit: a thread that returns from C after the interpreter's end may panic.
         weakref.finalize(owner, self.close)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[Call[Any]] = deque()
-        self._threads: dict[threading.Thread, Call[Any] | None] = {}  # and its call
-        self._num_resting = 0
+        self._threads: dict[threading.Thread, Call[Any] | None] = {}  # each with its current call
+        self._num_idle = 0
         self._number = 0
         self._is_closed = False
 
@@ -179,7 +181,7 @@ class CallPool:
             self._is_closed = False
             for call in calls[:at_once]:
                 call.others = others
-                self._put(call)
+                self._enqueue(call)
 
     def pass_on(self, call: Call[Any], *, wakes: bool = True) -> None:
         """Start one of the calls that were begun with `call`, unless one has followed it already."""
@@ -189,17 +191,17 @@ class CallPool:
             others, call.others = call.others, None
             if others and not self._is_closed:
                 others[0].others = others
-                self._put(others.popleft(), wakes=wakes)
+                self._enqueue(others.popleft(), wakes=wakes)
                 return
         for other in others or ():
             other.cancel(ClosedError(_CLOSED))
 
-    def _put(self, call: Call[Any], *, wakes: bool = True) -> None:
+    def _enqueue(self, call: Call[Any], *, wakes: bool = True) -> None:
         self._waiting.append(call)
         if not wakes:
             return
         self._changed.notify()
-        if self._num_resting < len(self._waiting):
+        if self._num_idle < len(self._waiting):
             try:
                 self._start_thread()
             except BaseException:
@@ -212,19 +214,19 @@ class CallPool:
             self.num_timeouts += 1
 
     def fail(self, error: Callable[[], BaseException], origin: object = None) -> None:
-        """End all calls of `origin` that are under way, each with its own error: what one was told holds for all."""
+        """Fail all pending calls of `origin`, each with its own error: the cause of one holds for all."""
         for call in self._all():
             if call.origin is origin:
                 call.cancel(error())
 
     def _all(self) -> list[Call[Any]]:
-        """The calls under way, and those that wait for their turn."""
+        """The calls in progress and those queued."""
         with self._lock:
             begun = [call for call in (*self._waiting, *self._threads.values()) if call is not None]
             return [each for call in begun for each in (call, *(call.others or ()))]
 
     def replace_stuck_threads(self) -> None:
-        """Replace threads that are stuck, also in calls that are not waited for yet. Raises TimeoutError if too many are."""
+        """Replace stuck threads, also in calls without a waiter yet. Raises TimeoutError if too many are stuck."""
         with self._lock:
             for call in list(self._threads.values()):
                 if call is not None and call.is_overdue and call.cancel(TimeoutError()):
@@ -266,22 +268,22 @@ class CallPool:
                 self._threads.pop(me, None)
 
     def _next(self, me: threading.Thread, was_cancelled: bool) -> Call[Any] | None:
-        """The next call; None if the thread is to end: the pool is closed, or another thread took its place meanwhile."""
+        """The next call; None if the thread is to end: the pool is closed, or the thread was replaced."""
         with self._lock:
             self._threads[me] = None
             while not self._waiting:
                 # `_is_closed` last: counting may run the garbage collector, which may close.
                 if was_cancelled or len(self._threads) > self._num_threads + self.num_abandoned or self._is_closed:
-                    del self._threads[me]  # at once, so that a call that comes now starts another
+                    del self._threads[me]  # now, so that a call that comes next starts another thread
                     return None
-                self._num_resting += 1
+                self._num_idle += 1
                 self._changed.wait()
-                self._num_resting -= 1
+                self._num_idle -= 1
             call = self._threads[me] = self._waiting.popleft()
             return call
 
     def close(self) -> None:
-        """Cancel all calls and end the threads; stuck ones end with their calls. Idempotent; `begin` starts others."""
+        """Cancel all calls and end the threads; stuck ones end with their calls. Idempotent; `begin` starts new threads."""
         with self._lock:
             self._is_closed = True
             for call in self._all():
@@ -298,10 +300,10 @@ class CallPool:
 _ALL: weakref.WeakSet[CallPool] = weakref.WeakSet()
 
 
-def _begin_anew_in_child() -> None:
-    """A forked child has none of the threads, and one of them may have held a lock."""
+def _reset_in_child() -> None:
+    """A forked child has none of the threads, and a lock may be held by one of the parent's."""
     for call_pool in list(_ALL):
-        call_pool._begin_anew()
+        call_pool._reset()
 
 
-os.register_at_fork(after_in_child=_begin_anew_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)

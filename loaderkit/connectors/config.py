@@ -1,4 +1,4 @@
-"""What a description may say about the place its bytes come from: S3, retries, a cache on local disk."""
+"""The settings of stores: S3, retries, a cache on local disk, reading ahead."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from loaderkit._internal.settings import ByteSize, Duration, Model
 
 
 class SourceArgs(Model):
-    """What every source takes."""
+    """The settings of every source."""
 
     limit: PositiveInt | None = Field(None, description="only the first N samples of the canonical order")
 
 
 class S3Args(Model):
-    """How to reach a bucket. Credentials are never part of a description: they come from where the AWS tools look for them."""
+    """How to reach a bucket. Credentials are never part of the config: they come from where the AWS tools look for them."""
 
     region: str | None = Field(
         None, min_length=1, description="default: AWS_REGION, AWS_DEFAULT_REGION, the profile's, else us-east-1"
@@ -52,12 +52,12 @@ class S3Args(Model):
 
 
 class RetryArgs(Model):
-    """What to do when a store fails in a way that may pass."""
+    """How temporary failures of a store are retried."""
 
-    total: Duration = Field(60.0, description="for so long one read is tried again before it is an error")
+    total: Duration = Field(60.0, description="how long one read is retried before it fails")
     timeout: Duration | None = Field(
         None,
-        description="a request that says nothing for so long is given up and made again; null: 10 s, for files never",
+        description="a request without progress for this long is cancelled and retried; null: 10 s, for files never",
     )
 
 
@@ -67,22 +67,22 @@ class CacheArgs(Model):
     dir: str | None = Field(
         None, min_length=1, description="a folder of a local disk, shared by all processes that name it; null: no cache"
     )
-    size: ByteSize = Field(50 * 2**30, description="what it may take; the least recently used goes first")
-    verify: bool = Field(True, description="compare the checksum of whatever is read from it")
+    size: ByteSize = Field(50 * 2**30, description="its maximum size; the least recently used entry is evicted first")
+    verify: bool = Field(True, description="compare checksums of the bytes read from it")
 
 
 class ReadAheadArgs(Model):
-    """What of a slow store is fetched before it is wanted (not with `executor: inline`; local files never are)."""
+    """Reading ahead from a slow store (not with `executor: inline`, and never for local files)."""
 
     memory: ByteSize = Field(
         2 * 2**30,
-        description="bound on what is held or on its way; a block order holds about 2 x block x window x lanes / ranks",
+        description="bound on the bytes held or being fetched; a block order holds about 2 x block x window x lanes / ranks",
     )
     requests: PositiveInt = Field(32, le=512, description="reads at a time")
 
 
 class StoreArgs(SourceArgs):
-    """What every source takes whose bytes lie in a store."""
+    """The settings of every source that reads from a store."""
 
     s3: S3Args = Field(S3Args(), description="for `s3://`, below")
     retry: RetryArgs = Field(RetryArgs(), description="when the store fails for a while, below")

@@ -68,7 +68,7 @@ class Directory:
         return sorted(matching, key=lambda pair: os.fsencode(pair[0]))
 
     def _identity(self, directory: str) -> tuple[int, int] | None:
-        """Device and number, which tell directories apart whatever their names; None if it is gone."""
+        """Device and inode number of a directory; None if it is gone."""
         try:
             status = os.stat(self._base + directory)
         except FileNotFoundError:
@@ -81,7 +81,7 @@ class Directory:
         try:
             status = entry.stat()
         except FileNotFoundError:
-            return None  # removed meanwhile, or a link that leads nowhere
+            return None  # removed meanwhile, or a dangling link
         except OSError as error:
             if error.errno == errno.ELOOP:
                 return None
@@ -93,7 +93,7 @@ class Directory:
 def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, or into a place that may not be seen: its reader gets the error
+    except OSError:  # a link to itself, or into a directory without permission: reading it raises the error
         return False
 
 

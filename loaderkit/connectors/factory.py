@@ -1,4 +1,4 @@
-"""From a URL and its settings to the connector that reads there: file, s3, fsspec; retried; cached."""
+"""From a URL and its settings to a connector: file, S3 or fsspec, with retries and a cache around it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SCHEMES = ("file", "memory", "s3", "gs", "gcs", "az", "abfs", "http", "https", "
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _TIMEOUT_S = 10.0
-_NUM_FILE_ATTEMPTS = 5  # within some 3 s: the kernel has waited long already, and a broken disk stays broken
+_NUM_FILE_ATTEMPTS = 5  # within 3 s: the kernel has waited already, and a broken disk stays broken
 
 
 def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | None = None) -> Connector:
-    """The connector for a URL or path: one of `given` by its scheme, else our own. Raises ConfigError, MissingExtraError."""
+    """The connector of a URL or path: one of `given` by its scheme, else a built-in. Raises ConfigError, MissingExtraError."""
     args = args or StoreArgs()
     match = _URL.fullmatch(url)
     scheme, rest = (match[1].lower(), match[2]) if match else ("file", url)
@@ -30,40 +30,40 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
         if args.retry != RetryArgs():
             connector = RetryConnector(connector, _policy(args, 10), args.retry.timeout, owns_inner=False)
         return _cached(connector, args, owns_inner=connector not in given.values())
-    return _cached(_own(url, scheme, rest, args), args)
+    return _cached(_built_in(url, scheme, rest, args), args)
 
 
-def _own(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
+def _built_in(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
     if scheme == "file":
         return RetryConnector(FileConnector(rest), _policy(args, _NUM_FILE_ATTEMPTS), args.retry.timeout)
     if scheme == "memory":
         raise ConfigError(
-            f"source.url {url!r}: objects in memory have to be given: "
+            f"source.url {url!r}: memory:// needs a connector with the objects: "
             'loaderkit.build(..., connectors={"memory": MemoryConnector({...})})'
         )
     if scheme == "s3":
-        from loaderkit.connectors.s3 import S3Connector  # a tenth of what it takes to begin, and only wanted here
+        from loaderkit.connectors.s3 import S3Connector  # a tenth of the start-up time, needed only here
 
         return S3Connector(url, args.s3, args.retry)
     if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
         from loaderkit.connectors.fsspec import FsspecConnector
 
-        if "::" in rest and not scheme.startswith("fsspec+"):  # else a folder's name might lead to another store
+        if "::" in rest and not scheme.startswith("fsspec+"):  # else a folder's name could name another store
             raise ConfigError(
-                f"source.url: '::' in a URL chains several stores of fsspec: write fsspec+{scheme}://... if that is meant"
+                f"source.url: '::' chains filesystems of fsspec: write fsspec+{scheme}://... if that is intended"
             )
         connector = FsspecConnector(url[len("fsspec+") :] if scheme.startswith("fsspec+") else url)
         return RetryConnector(connector, _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
     raise ConfigError(
         f"source.url {url!r}: no connector for {scheme}://; expected one of {', '.join(SCHEMES)}, or fsspec+{scheme}:// for "
-        "whatever fsspec knows by that name"
+        "a filesystem of fsspec"
     )
 
 
 def _cached(connector: Connector, args: StoreArgs, *, owns_inner: bool = True) -> Connector:
     if args.cache.dir is None:
         return connector
-    from loaderkit.connectors.layers.cache import CacheConnector  # as that of S3
+    from loaderkit.connectors.layers.cache import CacheConnector  # late, like that of S3
 
     return CacheConnector(connector, args.cache, owns_inner=owns_inner)
 

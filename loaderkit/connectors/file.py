@@ -1,4 +1,4 @@
-"""Files below a directory of this machine, as objects."""
+"""A directory of this machine as a store of objects."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FileConnector(BulkConnector):
         self._read(key, start, buffer, etag)
 
     def bulk(self) -> BulkReads:
-        """All of them; none for a subclass that reads in a way of its own (decrypts, counts) and must not be passed by."""
+        """All faster reads; none for a subclass that overrides `read_into` (to decrypt or count), as they would bypass it."""
         if type(self).read_into is not FileConnector.read_into:
             return BulkReads()
         return BulkReads(self.read_many, self.gather_into, self.read_direct, self.read_hashed)
@@ -77,7 +77,7 @@ class FileConnector(BulkConnector):
         self._read(key, start, buffer, etag, direct=True)
 
     def _read(self, key: str, start: int, buffer: memoryview, etag: str | None, *, direct: bool = False) -> None:
-        if start < 0:  # preadv takes -1 for "where the file stands" and reads happily
+        if start < 0:  # preadv(2) reads from the file's current position at -1
             raise self._before_the_start(key, start)
         try:
             num_read, *status = native.read_range(self._path(key), start, buffer, direct)
@@ -118,7 +118,7 @@ class FileConnector(BulkConnector):
     def gather_into(
         self, key: str, starts: NDArray[np.int64], length: int, buffer: memoryview, *, etag: str | None = None
     ) -> None:
-        """Fill `buffer` with the ranges [start, start + length) one behind another, or raise as `read_into` does.
+        """Fill `buffer` with the ranges [start, start + length), concatenated, or raise as `read_into` does.
 
         `starts` is int64 [n] in any order, `buffer` has n * length bytes. The file is opened once: 64 records of 16 bytes in
         the page cache cost 30 us instead of 400.
@@ -133,20 +133,20 @@ class FileConnector(BulkConnector):
             raise self._translated(key, error) from error
         self._check_status(key, status, etag)
         if num_read < len(buffer):
-            place, num_here = divmod(num_read, length)
-            start = int(starts[place])
+            index, num_read_here = divmod(num_read, length)
+            start = int(starts[index])
             if start < 0:
                 raise self._before_the_start(key, start)
-            raise self._cut_short(key, num_here, length, start, status)
+            raise self._cut_short(key, num_read_here, length, start, status)
 
     def read_many(self, ranges: Ranges, offsets: Sequence[int], buffer: memoryview) -> Mapping[int, ConnectorError]:
         """Read every range to its offset in `buffer`; see `ReadMany`.
 
-        Ranges of one file in its order are read together, small gaps included, and the GIL is given away once.
+        Ranges that ascend in one file are read together, small gaps included; the GIL is released once for all of them.
         """
         keys, starts, lengths, etags = ranges
-        failed = native.read_many(self._path_or_nothing, keys, starts, lengths, etags, offsets, buffer)
-        # A range that failed is read again by itself, which gives its own error, or succeeds.
+        failed = native.read_many(self._path_or_empty, keys, starts, lengths, etags, offsets, buffer)
+        # Each failed range is read again by itself, so that it raises its own error or succeeds.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():
             offset = offsets[number]
@@ -194,60 +194,60 @@ class FileConnector(BulkConnector):
         """Nothing is held between two calls."""
 
     def _path(self, key: str) -> str:
-        path = self._path_or_nothing(key)
+        path = self._path_or_empty(key)
         if not path:
             raise ObjectNotFoundError(
                 f"{key!r} is no key: a key is a path below {self._root!r} without '.', '..' and empty parts"
             )
         return path
 
-    def _path_or_nothing(self, key: str) -> str:
-        """Nothing for an empty part, "." or "..": two spellings of one file, or a way out of the root."""
+    def _path_or_empty(self, key: str) -> str:
+        """The path of a key; "" if a part is empty, "." or "..": such a key is a second spelling, or leaves the root."""
         slashed = f"/{key}/"  # searching it takes a fifth of the time of a regular expression
         return "" if "//" in slashed or "/./" in slashed or "/../" in slashed else self._base + key
 
     def _check_status(self, key: str, status: Sequence[int], etag: str | None) -> None:
-        """Raise unless what was read is a regular file and still the one of `etag`. `status`: mode, size, time in ns."""
+        """Raise unless the file is regular and still has `etag`. `status` is (mode, size in bytes, mtime in ns)."""
         mode, size, mtime_ns = status
         self._require_regular(key, mode)
         if etag is not None and etag != (current := etag_of(mtime_ns, size)):
             raise ObjectChangedError(
                 f"{self.describe(key)} was changed since it was listed "
-                f"(then {etag}, now {current}); start again, so that it is listed anew"
+                f"(then {etag}, now {current}); start again, so that it is listed again"
             )
 
     def _before_the_start(self, key: str, start: int) -> ShortReadError:
-        return ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+        return ShortReadError(f"{self.describe(key)}: the offset {start} is negative")
 
-    def _cut_short(self, key: str, num_read: int, wanted: int, start: int, status: Sequence[int]) -> ShortReadError:
+    def _cut_short(self, key: str, num_read: int, num_bytes: int, start: int, status: Sequence[int]) -> ShortReadError:
         return ShortReadError(
-            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes wanted from byte "
-            f"{start} on: it has {status[1]}; it is cut short, or the index that led here is old"
+            f"{self.describe(key)} ended after {num_read} of the {num_bytes} bytes requested at offset {start}: "
+            f"its size is {status[1]}; it is truncated, or its index is stale"
         )
 
     def _require_regular(self, key: str, mode: int) -> None:
         if not stat_bits.S_ISREG(mode):
-            what = "a directory" if stat_bits.S_ISDIR(mode) else "a device, pipe or socket"
-            raise ObjectNotFoundError(f"{self.describe(key)} is {what}, not a file")
+            kind = "a directory" if stat_bits.S_ISDIR(mode) else "a device, pipe or socket"
+            raise ObjectNotFoundError(f"{self.describe(key)} is {kind}, not a file")
 
     def _translated(self, key: str, error: OSError | ValueError) -> ConnectorError:
         if isinstance(error, ConnectorError):
             return error
         name = self._base + key
-        if isinstance(error, ValueError):  # a NUL, or a character that no file name can hold
+        if isinstance(error, ValueError):  # a NUL, or a character that a file name cannot encode
             return ObjectNotFoundError(f"{key!r} is no key: {error}")
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
             return ObjectNotFoundError(f"there is no file {name!r} ({error.strerror}); was it moved or deleted?")
         if error.errno in (errno.EACCES, errno.EPERM):
-            return AccessDeniedError(f"{name!r} may not be read or changed by this user ({error.strerror})")
+            return AccessDeniedError(f"{name!r} cannot be read or changed by this user ({error.strerror})")
         kind = TemporaryError if error.errno in _TEMPORARY else ConnectorError
         return kind(f"{name!r}: {error.strerror or error}")
 
 
 def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> None:
-    """Give a file its name; where files cannot be renamed (a bucket mounted by FUSE), write it anew under that name.
+    """Rename a file; where the filesystem cannot (a bucket mounted by FUSE), write `data` to the final path.
 
-    There a file appears when it is closed, whole, and none can be written over: one that was there is removed first.
+    Such a filesystem shows a file when it is closed, and refuses to overwrite one, so an existing file is removed first.
     """
     try:
         os.replace(temporary, path)
@@ -261,7 +261,7 @@ def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> 
         try:
             with open(path, "xb") as file:
                 file.write(data)
-        except FileExistsError:  # another process wrote it, whole
+        except FileExistsError:  # another process wrote it meanwhile
             raise
         except BaseException:
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Whatever fsspec reaches: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and so on.
+"""Stores that fsspec reaches: `gs://`, `az://`, `http(s)://`, `hf://`, `memory://` and others.
 
-Each scheme needs a package of its own (gcsfs, adlfs, aiohttp, huggingface_hub); fsspec knows which. Credentials and other
-settings are those packages' own: from the environment and their configuration files.
+Each scheme needs its package (gcsfs, adlfs, aiohttp, huggingface_hub), which takes credentials and other settings from the
+environment and its configuration files.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ _PACKAGES = {
 }  # fmt: skip
 _TAGS = ("etag", "ETag", "md5Hash", "content_md5", "md5", "sha256", "generation", "blob_id", "checksum")
 _TIMES = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created", "modified")
-_NUM_STATS = 16  # at a time
-_SAID: dict[type[ConnectorError], str] = {
+_NUM_STATS = 16  # concurrent `stat` calls
+_EXPLANATIONS: dict[type[ConnectorError], str] = {
     ObjectNotFoundError: "there is no such object; was it moved or deleted?",
-    AccessDeniedError: "the store refuses it: check the credentials it is asked with",
+    AccessDeniedError: "the store denies access: check the credentials",
     ThrottledError: "the store asks for fewer requests: lower source.read_ahead.requests",
     UnreachableError: "the connection failed",
 }
-_NO_FILE = re.compile(r"[?#][^/]*\Z")  # links of an index page that sort it
+_NO_FILE = re.compile(r"[?#][^/]*\Z")  # the sorting links of an index page
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
 _UNUSUAL_PART_OF_LINK = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORECASE)  # %2e is a dot in a link
 _USER = re.compile(r"(://)[^/@]*@")
 
 
 class FsspecConnector(BulkConnector):
-    """The objects below a URL, through the filesystem that fsspec has for its scheme. Made in each process when first used.
+    """The objects below a URL, through the filesystem that fsspec has for its scheme; each process opens its own.
 
-    An object is checked against its etag before and after it is read, as far as its store has any: fsspec cannot ask for a
-    range of a certain version. Raises MissingExtraError if fsspec, or what it needs for the scheme, is not installed, and
-    ConfigError for `reference://`.
+    The etag is compared after a read, if the store has etags, because fsspec cannot request a range of a given version.
+    Raises MissingExtraError if fsspec or the package of the scheme is not installed, and ConfigError for `reference://`.
     """
 
     def __init__(self, url: str) -> None:
@@ -65,8 +64,8 @@ class FsspecConnector(BulkConnector):
         self.traits = ConnectorTraits(is_remote=True, store=self._name)
         if any(link.partition("://")[0].lower() == "reference" for link in url.split("::")):
             raise ConfigError(
-                f"source.url {self._name!r}: a reference file is data, and would say which other stores, and files of this "
-                "machine, are read: name the places themselves"
+                f"source.url {self._name!r}: a reference file is data, and could redirect reads to other stores and to local "
+                "files; give the URL of the data itself"
             )
         self._lock = threading.Lock()
         self._system: Any = None
@@ -91,7 +90,7 @@ class FsspecConnector(BulkConnector):
             return
         except Exception as error:
             raise self._translated(prefix, error) from None
-        infos, bare = [], []
+        infos, unsized = [], []
         for path, details in listing.items():
             key = _key_below(root, path)
             if details.get("type", "file") != "file" or not key.startswith(prefix) or not key or key.endswith("/"):
@@ -99,20 +98,20 @@ class FsspecConnector(BulkConnector):
             if details.get("size") is not None:
                 infos.append(ObjectInfo(key, int(details["size"]), _tag_of(details)))
             elif not (self._is_web and _NO_FILE.search(key)):
-                bare.append(key)
-        if bare:  # web servers list names only
+                unsized.append(key)
+        if unsized:  # web servers list names without sizes
             with ThreadPoolExecutor(_NUM_STATS, thread_name_prefix="loaderkit-stat") as pool:
-                infos += filter(None, pool.map(self._stat_if_there, bare))
+                infos += filter(None, pool.map(self._stat_if_there, unsized))
         yield from sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
 
     def _stat_if_there(self, key: str) -> ObjectInfo | None:
         try:
             return self.stat(key)
-        except ObjectNotFoundError:  # a link on the page that leads nowhere
+        except ObjectNotFoundError:  # a dead link on the page
             return None
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size in bytes and etag of one object; an empty etag if the store has neither tags nor times."""
+        """Size in bytes and etag of one object; the etag is empty if the store has neither tags nor times."""
         system, path = self._path(key)
         self._count(0)
         try:
@@ -127,7 +126,7 @@ class FsspecConnector(BulkConnector):
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
         if start < 0:
-            raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+            raise ShortReadError(f"{self.describe(key)}: the offset {start} is negative")
         system, path = self._path(key)
         data, wanted = b"", len(buffer)
         if wanted:
@@ -138,7 +137,7 @@ class FsspecConnector(BulkConnector):
                 translated = self._translated(key, error)
                 if isinstance(translated, (ObjectNotFoundError, AccessDeniedError, TemporaryError)):
                     raise translated from None
-                self._check(key, etag)  # some stores answer a range past the end with an error of their own
+                self._check(key, etag)  # some stores answer a range past the end with an unspecific error
                 raise self._cut_short(key, 0, wanted, start, translated) from None
         if etag or len(data) != wanted or not wanted:
             self._check(key, etag)
@@ -146,7 +145,8 @@ class FsspecConnector(BulkConnector):
             raise self._cut_short(key, len(data), wanted, start, None)
         if len(data) > wanted:
             raise ConnectorError(
-                f"{self.describe(key)}: the server sent {len(data)} bytes where {wanted} were asked for: it knows no ranges"
+                f"{self.describe(key)}: the server sent {len(data)} bytes where {wanted} were requested: it does not support "
+                "range requests"
             )
         buffer[:] = data
 
@@ -177,18 +177,18 @@ class FsspecConnector(BulkConnector):
         return f"{self._name.rstrip('/')}/{key}" if not self._name.endswith("://") else f"{self._name}{key}"
 
     def counters(self) -> dict[str, float]:
-        """What was asked of the store."""
+        """Requests made, and bytes fetched."""
         return {"num_requests": self._num_requests, "fetched_bytes": self._fetched_bytes}
 
     def close(self) -> None:
-        """Forget the filesystem; it is made again when it is needed."""
+        """Drop the filesystem; the next call opens it again."""
         with self._lock:
             self._system = None
 
     # --------------------------------------------------------------------------------------------------------- parts
 
     def _open(self) -> tuple[Any, str]:
-        """The filesystem and the path of the URL in it, made in this process."""
+        """The filesystem of this process, and the path of the URL in it."""
         with self._lock:
             if self._system is None or self._pid != os.getpid():
                 try:
@@ -200,14 +200,14 @@ class FsspecConnector(BulkConnector):
                 try:
                     self._system, root = url_to_fs(self._url, use_listings_cache=False, skip_instance_cache=True)
                 except ImportError as error:
-                    package = _PACKAGES.get(self._scheme, "one that fsspec names")
+                    package = _PACKAGES.get(self._scheme, "that fsspec names")
                     raise MissingExtraError(
                         f"{self._scheme}:// needs the package {package}: pip install {package} ({error})"
                     ) from error
                 except LoaderkitError:
                     raise
                 except Exception as error:
-                    raise ConfigError(f"source.url {self._name!r}: fsspec cannot open it: {_said(error)}") from None
+                    raise ConfigError(f"source.url {self._name!r}: fsspec cannot open it: {_text_of(error)}") from None
                 self._root = root.rstrip("/")
                 self._pid = os.getpid()
             return self._system, self._root
@@ -228,37 +228,35 @@ class FsspecConnector(BulkConnector):
         if etag and etag != current:
             raise ObjectChangedError(
                 f"{self.describe(key)} was replaced since it was listed (then {etag}, now {current}); start again, so that "
-                "it is listed anew"
+                "it is listed again"
             )
 
     def _cut_short(
-        self, key: str, num_read: int, wanted: int, start: int, otherwise: ConnectorError | None
+        self, key: str, num_read: int, wanted: int, start: int, store_error: ConnectorError | None
     ) -> ConnectorError:
         size = self.stat(key).size
         if size >= start + wanted:
-            return otherwise or TemporaryError(
-                f"{self.describe(key)}: the store sent {num_read} of the {wanted} bytes from byte {start} on, and has {size}"
+            return store_error or TemporaryError(
+                f"{self.describe(key)}: the store sent {num_read} of the {wanted} bytes requested at offset {start}, of {size}"
             )
         return ShortReadError(
-            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes wanted from byte {start} on: it has {size}; "
-            "it is cut short, or the index that led here is old"
+            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes requested at offset {start}: its size is "
+            f"{size}; it is truncated, or its index is stale"
         )
 
     def _size_of(self, key: str, details: Any) -> int:
         size = details.get("size")
         if size is None:
-            raise ConnectorError(
-                f"{self.describe(key)}: the server does not say how large it is, so it cannot be read by ranges"
-            )
+            raise ConnectorError(f"{self.describe(key)}: the server gives no size, so ranges cannot be read")
         return int(size)
 
     def _translated(self, key: str, error: Exception) -> ConnectorError:
-        """The error without the request that it may quote: a URL may hold a signature."""
+        """loaderkit's error, without the original's text: it may quote a URL that holds a signature."""
         where, status = self.describe(key), _status_of(error)
         shown = f" ({type(error).__name__}{f', status {status}' if status else ''})"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
         kind = _kind_of(error, status)
-        return kind(f"{where}: {_SAID.get(kind) or reason or 'fsspec failed'}{shown}")
+        return kind(f"{where}: {_EXPLANATIONS.get(kind) or reason or 'fsspec failed'}{shown}")
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -267,35 +265,35 @@ class FsspecConnector(BulkConnector):
 
 
 def _key_below(root: str, path: str) -> str:
-    """The key of a path; nothing for one that is not below `root`, as the links of a web page may be."""
+    """The key of a path; "" for one that is not below `root`, as a link of a web page may be."""
     if not root:
         return path.lstrip("/")
     return path[len(root) + 1 :] if path.startswith(f"{root}/") else ""
 
 
 def _status_of(error: Exception) -> int:
-    """The HTTP status in an exception of whichever library; 0: none."""
+    """The HTTP status that an exception of any HTTP library carries; 0: none."""
     values = (str(getattr(error, name, "")) for name in ("status", "code", "status_code"))
     return next((int(value) for value in values if value.isdigit()), 0)
 
 
 def _kind_of(error: Exception, status: int) -> type[ConnectorError]:
     number = error.errno if isinstance(error, OSError) else None
-    is_of_the_wire = isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] == "aiohttp"
+    is_transport_error = isinstance(error, ConnectionError) or type(error).__module__.partition(".")[0] == "aiohttp"
     kinds: dict[type[ConnectorError], bool] = {
         ObjectNotFoundError: isinstance(error, (FileNotFoundError, IsADirectoryError))
         or number in (errno.ENOENT, errno.ENAMETOOLONG, errno.ENOTDIR)
         or status in (404, 410),
         AccessDeniedError: isinstance(error, PermissionError) or status in (401, 403),
         ThrottledError: status in (429, 503),
-        UnreachableError: is_of_the_wire and not status,
+        UnreachableError: is_transport_error and not status,
         TemporaryError: status >= 500 or (isinstance(error, OSError) and not status),
     }
     return next((kind for kind, fits in kinds.items() if fits), ConnectorError)
 
 
 def _tag_of(details: Any) -> str:
-    """What changes when an object does, as far as its store tells."""
+    """A value that changes with the object's content, as far as the store gives one."""
     for name in _TAGS:
         if details.get(name):
             return str(details[name]).strip('"')
@@ -306,5 +304,5 @@ def _tag_of(details: Any) -> str:
     return ""
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return _USER.sub(r"\1", str(error)) or type(error).__name__

@@ -13,7 +13,7 @@ from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadE
 class MemoryConnector(BulkConnector):
     """A dictionary of objects. The etag is a digest of the content, so it means the same in another process."""
 
-    traits = ConnectorTraits(coalesce_gap=64 * 2**10)  # that of files, so that tests mean the same here
+    traits = ConnectorTraits(coalesce_gap=64 * 2**10)  # as for files, so that tests coalesce alike
 
     def __init__(self, objects: Mapping[str, bytes] | None = None) -> None:
         self._lock = threading.Lock()
@@ -22,12 +22,12 @@ class MemoryConnector(BulkConnector):
             self.write(key, data)
 
     def __reduce__(self) -> tuple[type[MemoryConnector], tuple[dict[str, bytes]]]:
-        """A copy for another process has the objects of this moment."""
+        """A copy for another process has the current objects."""
         with self._lock:
             return MemoryConnector, ({key: data for key, (data, _) in self._objects.items()},)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix`, as they are at the first step, by the UTF-8 bytes of the key."""
+        """A snapshot of the objects whose key starts with `prefix`, ordered by the UTF-8 bytes of the key."""
         with self._lock:
             infos = [
                 ObjectInfo(key, len(data), etag)
@@ -48,15 +48,15 @@ class MemoryConnector(BulkConnector):
         if etag is not None and etag != current:
             raise ObjectChangedError(
                 f"{self.describe(key)} was replaced since it was listed (then {etag}, now {current}); "
-                "start again, so that it is listed anew"
+                "start again, so that it is listed again"
             )
         if start < 0:
-            raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+            raise ShortReadError(f"{self.describe(key)}: the offset {start} is negative")
         part = memoryview(data)[start : start + len(buffer)]
         if len(part) < len(buffer):
             raise ShortReadError(
-                f"{self.describe(key)} ended after {len(part)} of the {len(buffer)} bytes wanted from byte "
-                f"{start} on: it has {len(data)}"
+                f"{self.describe(key)} ended after {len(part)} of the {len(buffer)} bytes requested at offset {start}: "
+                f"its size is {len(data)}"
             )
         buffer[:] = part
 

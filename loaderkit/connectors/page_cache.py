@@ -1,4 +1,4 @@
-"""How much of files lies in the page cache, and how to evict them, without being root."""
+"""Measures which share of files the page cache holds, and evicts files from it, without root."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> dict[str, list[tuple[int, int]]]:
-    """Where ranges, (key, start, length), lie in files of this machine: (start, length) by path. Archives count as a whole.
+    """The (start, length) in local files, by path, of ranges (key, start, length). An archive counts as a whole.
 
-    Nothing where they lie anywhere else.
+    Empty unless all of them lie in local files.
     """
     if traits_of(connector).is_remote:
         return {}
@@ -37,7 +37,7 @@ def parts_of(connector: Connector, ranges: Iterable[tuple[str, int, int]]) -> di
 
 
 def _archive_of(name: str) -> str | None:
-    """The archive in which a member lies, whose name is "archive!member"; None for a file, also with such a name."""
+    """The archive of a member named "archive!member"; None for a file, even one with such a name."""
     if "!" not in name or os.path.isfile(name):
         return None
     parts = name.split("!")
@@ -46,49 +46,47 @@ def _archive_of(name: str) -> str | None:
 
 
 def evict(paths: Iterable[str]) -> None:
-    """Let the kernel forget what it holds of these files, by posix_fadvise(2); it does so at once for pages that are written
-    and not mapped.
+    """Evict files from the page cache by posix_fadvise(2), which drops pages that are written back and not mapped.
 
     Raises OSError for a file that cannot be opened.
     """
     for path in paths:
         with opened(path, os.O_RDONLY) as descriptor:
-            os.fsync(descriptor)  # pages not yet written stay
+            os.fsync(descriptor)  # pages not yet written back would stay
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def cached_share(ranges: Mapping[str, Sequence[tuple[int, int]]]) -> float | None:
-    """How much of these parts of files, (start, length) by path, lies in the page cache: from 0 to 1, by samples. What lies
-    behind a file's end does not count.
+    """The share, from 0 to 1, of ranges of files, (start, length) by path, that the page cache holds, estimated from samples.
 
-    None where that is not known: Linux tells it only to who owns a file or may write to it.
+    Bytes past a file's end do not count. None if unknown: Linux tells it only to users who own the file or may write to it.
     """
     step = max(1, sum(length for parts in ranges.values() for _, length in parts) // _NUM_SAMPLES)
     are_cached: list[bool] = []
-    begin = 0  # of the part, were all parts one behind another
+    begin = 0  # of the range in the concatenation of all ranges
     try:
         for path, parts in ranges.items():
             if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK, effective_ids=True):
                 return None
-            places: list[int] = []
+            offsets: list[int] = []
             for start, length in parts:
-                places += range(start - begin % -step, start + length, step)
+                offsets += range(start - begin % -step, start + length, step)
                 begin += length
-            if places:
+            if offsets:
                 with opened(path, os.O_RDONLY) as descriptor:
-                    are_cached += _are_cached(descriptor, places)
-    except (OSError, ValueError):  # it cannot be opened or mapped; its reader says why
+                    are_cached += _are_cached(descriptor, offsets)
+    except (OSError, ValueError):  # cannot be opened or mapped; reading it raises the error
         return None
     return sum(are_cached) / len(are_cached) if are_cached else None
 
 
 def _are_cached(descriptor: int, offsets: Sequence[int]) -> list[bool]:
-    """Whether the bytes at these places are in memory: by mincore(2), which reads nothing, as an attempt to read would."""
+    """True for each offset whose page is in memory, by mincore(2): unlike a read, it loads no page."""
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapping:
         size = len(mapping)
         pages = np.frombuffer(mapping, np.uint8)
         begin = pages.ctypes.data
-        del pages  # it would keep the mapping open
+        del pages  # the array would keep the mapping open
         residence = (ctypes.c_ubyte * 1)()
         return [
             _mincore(begin + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, residence) == 0 and bool(residence[0] & 1)

@@ -1,4 +1,4 @@
-"""Many ranges of one object in one go: through the connector's own `gather_into` if it has one, else neighbours together."""
+"""Reads of many ranges: by the connector's `gather_into` if it has one, else with adjacent ranges coalesced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loaderkit.connectors.base import Connector, bulk_of
 
 _MOST_GAP_BYTES = 1 << 20
 _FREE_GAP_BYTES = 64 << 10
-_OVER_READ = 4
+_OVER_READ = 4  # unneeded bytes are at most 1 / this of the needed ones
 
 
 def gather_into(
@@ -25,7 +25,7 @@ def gather_into(
     *,
     etag: str | None = None,
 ) -> None:
-    """Fill `buffer` with the ranges [start, start + length) of an object, one behind another, or raise.
+    """Fill `buffer` with the ranges [start, start + length) of an object, concatenated, or raise.
 
     `starts` is int64 [n], in any order; `buffer` is writable and has n * length bytes. Raises what `read_into` raises;
     what `buffer` then holds is undefined.
@@ -39,7 +39,7 @@ def gather_into(
 
 
 def runs(starts: NDArray[np.int64], length: int, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Ranges that follow one another in the object as one: (start, the part of `buffer` that they fill) of each run."""
+    """(start, its part of `buffer`) of each run of ranges that are adjacent in the object."""
     breaks = np.flatnonzero(starts[1:] != starts[:-1] + length) + 1
     firsts = [0, *breaks.tolist(), len(starts)] if len(starts) else []
     for first, end in pairwise(firsts):
@@ -47,9 +47,9 @@ def runs(starts: NDArray[np.int64], length: int, buffer: memoryview) -> Iterator
 
 
 class RangeSlice(NamedTuple):
-    """Neighbouring bytes of one object to be fetched by one request, since reads of `wanted_bytes` in it are to come.
+    """Contiguous bytes of one object, to be fetched by one request; reads of `wanted_bytes` in them will follow.
 
-    The first of them is for the sample `first` (counted along the rank's order), none for one behind `last`.
+    The first of those reads is for the sample `first` (its index in the rank's order), the last for `last`.
     """
 
     key: str
@@ -62,7 +62,7 @@ class RangeSlice(NamedTuple):
 
 
 class RangeRequest(NamedTuple):
-    """One range that is going to be read, and for which sample of the rank's order."""
+    """One range to be read, for the sample `first` (its index in the rank's order)."""
 
     key: str
     start: int
@@ -71,30 +71,34 @@ class RangeRequest(NamedTuple):
     first: int
 
 
-def coalesce(wanted: Iterable[RangeRequest], *, most_bytes: int) -> list[RangeSlice]:
-    """Ranges that lie close together as one piece, as long as that reads not much more than is wanted.
+def coalesce(requests: Iterable[RangeRequest], *, most_bytes: int) -> list[RangeSlice]:
+    """Merge ranges that lie close together, as long as that reads few unneeded bytes.
 
-    Between two ranges lie at most 1 MiB, and all that lies between the ranges of a piece is at most a quarter of what is wanted
-    of it (or 64 KiB: headers between members of an archive). No piece of several ranges is longer than `most_bytes`.
+    Two neighbours are at most 1 MiB apart, and all gaps of a slice sum to at most a quarter of its needed bytes (or 64 KiB:
+    headers between members of an archive). A slice of several ranges has at most `most_bytes`.
     """
-    pieces: list[RangeSlice] = []
-    for one in sorted(wanted, key=lambda one: (one.key, one.start)):
-        if not one.length:
+    slices: list[RangeSlice] = []
+    for request in sorted(requests, key=lambda request: (request.key, request.start)):
+        if not request.length:
             continue
-        end = one.start + one.length
-        if pieces and pieces[-1].key == one.key and pieces[-1].etag == one.etag:
-            before = pieces[-1]
+        end = request.start + request.length
+        if slices and slices[-1].key == request.key and slices[-1].etag == request.etag:
+            before = slices[-1]
             length = max(before.start + before.length, end) - before.start
-            gap = one.start - before.start - before.length
-            num_wanted = before.wanted_bytes + one.length
+            gap = request.start - before.start - before.length
+            num_wanted = before.wanted_bytes + request.length
             bound = max(num_wanted // _OVER_READ, _FREE_GAP_BYTES)
             if gap <= _MOST_GAP_BYTES and length - num_wanted <= bound and length <= most_bytes:
-                pieces[-1] = before._replace(
+                slices[-1] = before._replace(
                     length=length,
-                    first=min(before.first, one.first),
-                    last=max(before.last, one.first),
+                    first=min(before.first, request.first),
+                    last=max(before.last, request.first),
                     wanted_bytes=num_wanted,
                 )
                 continue
-        pieces.append(RangeSlice(one.key, one.start, one.length, one.etag, one.first, one.first, one.length))
-    return pieces
+        slices.append(
+            RangeSlice(
+                request.key, request.start, request.length, request.etag, request.first, request.first, request.length
+            )
+        )
+    return slices

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import CacheArgs
 from loaderkit.connectors.layers.cache import BLOCK_BYTES, CacheConnector
-from loaderkit.connectors.layers.disk_cache import DiskCache, piece_name
+from loaderkit.connectors.layers.disk_cache import DiskCache, entry_name
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ObjectNotFoundError, ShortReadError
 from loaderkit.sources.formats.tar_index import load_index, scan_tar, write_wds_index
@@ -131,7 +131,7 @@ class TestReading:
 
     def test_names_of_pieces_do_not_run_together(self) -> None:
         assert (
-            len({piece_name(*parts) for parts in (("a", "b"), ("ab", ""), ("a\0", "b"), ("1:a", "b"), ("a", "1:b"))})
+            len({entry_name(*parts) for parts in (("a", "b"), ("ab", ""), ("a\0", "b"), ("1:a", "b"), ("a", "1:b"))})
             == 5
         )
 
@@ -230,7 +230,7 @@ class TestBound:
     def test_the_least_recently_used_goes(self, tmp_path: Path) -> None:
         now_s = 1e9
         disk = DiskCache(tmp_path, 10_500, clock=lambda: now_s)
-        names = [piece_name(number) for number in range(20)]
+        names = [entry_name(number) for number in range(20)]
         for number, name in enumerate(names):
             now_s += 10
             assert disk.write(name, memoryview(bytes([number]) * 900))
@@ -252,20 +252,20 @@ class TestBound:
         for content in (None, b"", b"-5", b"nonsense", b"99999999999999999999"):
             disk = DiskCache(tmp_path, 5_000)
             for number in range(9):
-                disk.write(piece_name(str(content), number), memoryview(bytes(900)))
+                disk.write(entry_name(str(content), number), memoryview(bytes(900)))
                 if content is not None:
                     (tmp_path / "usage").write_bytes(content)
-            disk.write(piece_name(str(content), "last"), memoryview(bytes(900)))
+            disk.write(entry_name(str(content), "last"), memoryview(bytes(900)))
             assert taken(tmp_path) <= 5_000 or content == b"-5"
-        assert DiskCache(tmp_path, 5_000).write(piece_name("new"), memoryview(bytes(900)))
+        assert DiskCache(tmp_path, 5_000).write(entry_name("new"), memoryview(bytes(900)))
         assert taken(tmp_path) <= 5_000
 
     def test_what_a_dead_writer_left_goes(self, tmp_path: Path) -> None:
         disk = DiskCache(tmp_path, 5_000)
-        disk.write(piece_name(0), memoryview(bytes(900)))
+        disk.write(entry_name(0), memoryview(bytes(900)))
         (tmp_path / "temporary" / "dead").write_bytes(bytes(3000))
         again = DiskCache(tmp_path, 5_000)
-        assert again.write(piece_name(1), memoryview(bytes(900)))
+        assert again.write(entry_name(1), memoryview(bytes(900)))
         assert not list((tmp_path / "temporary").iterdir())
         assert len(pieces(tmp_path)) == 2
 
@@ -287,7 +287,7 @@ class TestDisks:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, old)
-        assert [record.getMessage().count("going on without it") for record in caplog.records] == [1]
+        assert [record.getMessage().count("continuing without it") for record in caplog.records] == [1]
         assert connector.counters()["num_cache_failures"] >= 1
         assert not pieces(tmp_path)
         assert not list((tmp_path / "temporary").iterdir())

@@ -96,7 +96,7 @@ class TestConnector:
         assert connector.counters() == {"num_retries": 2, "num_timeouts": 2}
         inner.failures = [hang] * 3
         short = RetryConnector(inner, RetryPolicy(total_s=30, max_attempts=2, first_wait_s=0.001), timeout_s=0.05)
-        with pytest.raises(RequestTimeoutError, match=r"memory://a: nothing came for 0.05 s.*tried 2 times"):
+        with pytest.raises(RequestTimeoutError, match=r"memory://a: no answer within 0.05 s.*tried 2 times"):
             short.read_into("a", 0, memoryview(buffer))
         release.set()
         for one in (connector, short):

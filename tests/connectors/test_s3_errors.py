@@ -144,7 +144,7 @@ class TestErrors:
     def test_hanging_for_too_long(self, proxy: FaultProxy, fault: Fault) -> None:
         error = self.error(proxy, fault)
         assert isinstance(error, RequestTimeoutError)
-        assert "said nothing for 1 s" in str(error)
+        assert "for 1 s: it is overloaded" in str(error)
 
     def test_nobody_there(self, proxy: FaultProxy) -> None:
         connector = self.connector(proxy, timeout=9.0)

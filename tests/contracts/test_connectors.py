@@ -296,7 +296,7 @@ def test_gathering_fails_as_reading_does(factory: Factory) -> None:
 @pytest.mark.parametrize(("start", "num_bytes"), [(0, 11), (10, 1), (9, 2), (500, 4), (1 << 40, 1)])
 def test_reading_past_the_end_is_an_error(factory: Factory, start: int, num_bytes: int) -> None:
     store = factory({"a": b"0123456789", "b": b"x" * 5000})
-    with pytest.raises(ShortReadError, match=f"{num_bytes}.*wanted from byte {start}"):
+    with pytest.raises(ShortReadError, match=f"{num_bytes}.*requested at offset {start}"):
         store.read("a", start, num_bytes)
 
 

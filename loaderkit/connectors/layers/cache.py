@@ -1,11 +1,11 @@
 """Objects of a slow store on local disk: `source: {cache: {dir: ..., size: ...}}`.
 
-    read_into ──> on disk? ──> yes: from there, if its checksum is right
-                          └──> no: fetched by one thread of one process, handed on, and kept
+    read_into ──> on disk? ──> yes: read from there, if its checksum is right
+                          └──> no: fetched by one thread of one process, returned, and kept
 
-A large object, or one called *.tar, is kept in blocks of 4 MiB, whatever ranges it is read by: so the pass that indexes
-an archive leaves it in the cache. What is not known to be either is kept as it is read: whole. Reads say which etag they
-mean, and that is part of a piece's name, so a cached object can never be mixed with the one that replaced it.
+A large object, or one named *.tar, is kept in blocks of 4 MiB, so the pass that indexes an archive fills the cache. Of any
+other object each range is kept as it is read, usually the whole object. A read's etag is part of the entry's name, so the
+bytes of a cached object never mix with those of the object that replaced it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.config import CacheArgs
-from loaderkit.connectors.layers.disk_cache import DiskCache, piece_name
+from loaderkit.connectors.layers.disk_cache import DiskCache, entry_name
 from loaderkit.connectors.layers.layer import ConnectorLayer
 
 BLOCK_BYTES = 4 << 20
-_MOST_BLOCKS = 16  # fetched at once
-_WAIT_S = 30.0  # for another process that fetches the same; then it is fetched here, too
+_MOST_BLOCKS = 16  # fetched together
+_WAIT_S = 30.0  # for another process that fetches the same block; after that it is fetched here too
 
 
 class CacheConnector(ConnectorLayer):
-    """`inner`, whose objects are kept in the folder of `args`. `owns_inner`: closing this closes `inner`.
+    """`inner`, cached in the folder of `args`. `owns_inner`: closing this closes `inner`.
 
-    Objects without an etag are not kept: nothing would tell when they are replaced.
+    Objects without an etag are not kept, since a replacement could not be told.
     """
 
     def __init__(self, inner: Connector, args: CacheArgs, *, owns_inner: bool = True) -> None:
         assert args.dir is not None
         super().__init__(inner)
-        self.traits = replace(self.traits, part_size=0)  # what is in the cache comes in one read
+        self.traits = replace(self.traits, part_size=0)  # a cached range is one read
         self._args = args
         self._owns_inner = owns_inner
         self._disk = DiskCache(args.dir, args.size, verify=args.verify)
@@ -54,11 +54,11 @@ class CacheConnector(ConnectorLayer):
     # ------------------------------------------------------------------------------------------------------ contract
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """What `inner` lists."""
+        """The listing of `inner`."""
         return map(self._remember, self.inner.list(prefix))
 
     def stat(self, key: str) -> ObjectInfo:
-        """What `inner` says."""
+        """The answer of `inner`."""
         return self._remember(self.inner.stat(key))
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
@@ -68,16 +68,16 @@ class CacheConnector(ConnectorLayer):
         if not etag or not len(buffer) or start < 0:
             self.inner.read_into(key, start, buffer, etag=etag)
             return
-        size, known = self._large.get(key, (0, ""))
-        if known != etag:
-            self._read_piece(key, start, buffer, etag)
+        size, large_etag = self._large.get(key, (0, ""))
+        if large_etag != etag:
+            self._read_entry(key, start, buffer, etag)
         elif start + len(buffer) > size:
-            self.inner.read_into(key, start, buffer, etag=etag)  # says what is wrong
+            self.inner.read_into(key, start, buffer, etag=etag)  # raises the error
         else:
             _Blocks(self, key, etag, size).read(start, buffer)
 
     def counters(self) -> dict[str, float]:
-        """What `inner` counts, and what the cache did."""
+        """The counters of `inner`, and those of the cache."""
         counts = super().counters()
         counts["over_read_bytes"] = counts.get("over_read_bytes", 0) + self._over_read_bytes
         disk = self._disk
@@ -90,11 +90,11 @@ class CacheConnector(ConnectorLayer):
         }
 
     def close(self) -> None:
-        """Close `inner`, if it is this one's; what was kept stays."""
+        """Close `inner` if this connector owns it; the cached files stay."""
         if self._owns_inner:
             self.inner.close()
 
-    # -------------------------------------------------------------------------------------------------------- pieces
+    # -------------------------------------------------------------------------------------------------------- entries
 
     def _remember(self, info: ObjectInfo) -> ObjectInfo:
         if info.etag and (info.size > BLOCK_BYTES or info.key.endswith(".tar")):
@@ -102,10 +102,10 @@ class CacheConnector(ConnectorLayer):
         return info
 
     def name_of(self, key: str, etag: str, start: int, num_bytes: int) -> str:
-        """Of a piece in the cache."""
-        return piece_name(self.traits.store, self.inner.describe(key), etag, start, num_bytes)
+        """The name of a cache entry."""
+        return entry_name(self.traits.store, self.inner.describe(key), etag, start, num_bytes)
 
-    def _read_piece(self, key: str, start: int, buffer: memoryview, etag: str) -> None:
+    def _read_entry(self, key: str, start: int, buffer: memoryview, etag: str) -> None:
         name, num_bytes = self.name_of(key, etag, start, len(buffer)), len(buffer)
         if self.find(name, num_bytes, 0, buffer):
             return
@@ -117,7 +117,7 @@ class CacheConnector(ConnectorLayer):
             del is_ours
 
     def find(self, name: str, whole_bytes: int, start: int, buffer: memoryview) -> bool:
-        """Fill `buffer` from a piece in the cache; False if it is not there."""
+        """Fill `buffer` from a cache entry; False if there is none."""
         if not self._disk.read(name, whole_bytes, start, buffer):
             return False
         with self._lock:
@@ -125,7 +125,7 @@ class CacheConnector(ConnectorLayer):
         return True
 
     def keep(self, name: str, data: memoryview, num_wanted: int) -> None:
-        """Put what was fetched into the cache; `num_wanted` bytes of it were asked for."""
+        """Put fetched bytes into the cache; `num_wanted` of them were requested."""
         self._disk.write(name, data)
         with self._lock:
             self._missed_bytes += num_wanted
@@ -133,7 +133,7 @@ class CacheConnector(ConnectorLayer):
 
     @property
     def disk(self) -> DiskCache:
-        """Where it is kept."""
+        """The folder of entries."""
         return self._disk
 
 
@@ -147,7 +147,7 @@ class _Blocks:
         self._size = size
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from blocks that are there; those that are not are fetched, neighbours together."""
+        """Fill `buffer` from cached blocks; missing blocks are fetched, adjacent ones together."""
         end = start + len(buffer)
         block, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         while block <= last:
@@ -169,9 +169,9 @@ class _Blocks:
         return self._cache.find(self._name(block), end - begin, lo - begin, buffer[lo - start : hi - start])
 
     def _fetch(self, block: int, last: int, start: int, buffer: memoryview) -> int:
-        """Fetch a block and those behind it that are neither there nor being fetched; returns the next block.
+        """Fetch a block and those after it that are neither cached nor being fetched; returns the next block.
 
-        A thread that holds locks never waits for another one, so there is no deadlock.
+        A thread that holds locks never waits for another, so there is no deadlock.
         """
         disk = self._cache.disk
         with ExitStack() as stack:

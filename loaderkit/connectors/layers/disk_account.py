@@ -1,4 +1,4 @@
-"""How many bytes a cache's folder takes, which pieces go to make room, and the locks that keep processes apart."""
+"""Accounts for a cache folder's size: how many bytes it holds, which entries are evicted, and the locks between processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from loaderkit._internal.interrupts import opened
 
 _FLOCK = "hhqqi4x"
 _ACCOUNT = 0  # the byte of the lock file that guards the account
-_LOW_WATER = 0.9  # making room for one more piece makes some for others as well
+_LOW_WATER = 0.9  # an eviction makes room for more than one entry
 _POLL_S = 0.005
-_ACCOUNT_S = 20.0  # looking at a million files takes some seconds
+_ACCOUNT_S = 20.0  # scanning a million files takes seconds
 OPEN = os.O_RDWR | os.O_NOFOLLOW
 
 
@@ -28,20 +28,20 @@ class _Entry(NamedTuple):
 
 
 class FileLocks:
-    """Locks between the threads and processes that use a folder: bytes of its file `lock`."""
+    """Locks between the threads and processes that share a folder: one per byte of its file `lock`."""
 
     def __init__(self, folder: str) -> None:
         self._path = f"{folder}/lock"
 
     @contextmanager
-    def hold(self, place: int, wait_s: float) -> Iterator[None]:
-        """Hold one byte of the lock file. The lock belongs to the open file, so it keeps threads apart, too. Raises
-        BlockingIOError if another one still has it after `wait_s`."""
+    def hold(self, offset: int, wait_s: float) -> Iterator[None]:
+        """Hold the lock of one byte. It belongs to the open file, so it also excludes threads of one process. Raises
+        BlockingIOError if it is still taken after `wait_s`."""
         with opened(self._path, OPEN | os.O_CREAT) as fd:
             deadline_s = time.monotonic() + wait_s
             while True:
                 try:
-                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, place))
+                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, offset))
                     break
                 except BlockingIOError:
                     if time.monotonic() >= deadline_s:
@@ -49,22 +49,22 @@ class FileLocks:
                     time.sleep(_POLL_S)
             try:
                 yield
-            finally:  # explicitly, since a fork made meanwhile has the file open, too
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, place))
+            finally:  # explicitly, since a forked child may have the file open
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, offset))
 
 
 class DiskAccount:
-    """The bytes that `folder` takes, at most `size_bytes`. The least recently used piece goes first."""
+    """The size of `folder`, at most `size_bytes`. The least recently used entry is evicted first."""
 
     def __init__(self, folder: str, size_bytes: int) -> None:
         self._folder = folder
         self._size_bytes = size_bytes
-        self._is_counted = False  # True once this process has looked at all files
+        self._is_counted = False  # True once this process has scanned all files
         self.locks = FileLocks(folder)
         self.num_evicted = 0
 
     def reserve(self, num_bytes: int) -> bool:
-        """Take room for a piece, evicting others; False if it is larger than all of it."""
+        """Take room for an entry, evicting others; False if it is larger than the whole cache."""
         if num_bytes > self._size_bytes:
             return False
         with self.locks.hold(_ACCOUNT, _ACCOUNT_S):
@@ -76,7 +76,7 @@ class DiskAccount:
         return True
 
     def charge(self, num_bytes: int) -> None:
-        """Add to the account; a negative number gives room back."""
+        """Add to the account; a negative number subtracts."""
         with suppress(OSError), self.locks.hold(_ACCOUNT, _ACCOUNT_S):
             self._set_usage(max(0, self._usage() + num_bytes))
 
@@ -91,7 +91,7 @@ class DiskAccount:
             os.pwrite(fd, b"%020d" % num_bytes, 0)
 
     def _evict(self, num_bytes: int) -> int:
-        """Look at all files, and make room for `num_bytes` if there is not enough; how many bytes are taken then."""
+        """Scan all files, and evict entries until `num_bytes` fit; returns the bytes in use then."""
         entries = list(self._entries())
         total = sum(entry.num_bytes for entry in entries) + self._clear_temporary()
         if total + num_bytes <= self._size_bytes:
@@ -115,8 +115,7 @@ class DiskAccount:
                         yield _Entry(status.st_atime_ns, status.st_size, file.path)
 
     def _clear_temporary(self) -> int:
-        """Remove what writers that died have left; how many bytes the others' files are going to take is in the account,
-        so here it is what they have so far."""
+        """Remove the files of dead writers; returns the bytes of those that living writers have open."""
         total = 0
         for file in _scan(f"{self._folder}/temporary"):
             with suppress(OSError), opened(file.path, OPEN) as fd:
@@ -128,13 +127,13 @@ class DiskAccount:
         return total
 
 
-def _flock(kind: int, place: int) -> bytes:
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, place, 1, 0)
+def _flock(kind: int, offset: int) -> bytes:
+    return struct.pack(_FLOCK, kind, os.SEEK_SET, offset, 1, 0)
 
 
 def _scan(folder: str) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return list(found)
+        with os.scandir(folder) as entries:
+            return list(entries)
     except FileNotFoundError:
         return []

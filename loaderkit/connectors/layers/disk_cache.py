@@ -1,12 +1,12 @@
-"""Pieces of objects in a folder of a local disk, shared by any number of processes.
+"""A cache folder on a local disk, shared by any number of processes.
 
-    objects/<2 digits>/<64 digits>   a piece: its bytes, then a trailer with a checksum for every 64 KiB
-    temporary/                       pieces being written; each is locked by its writer, so that a dead one's can be told
-    lock                             byte ranges of it are locked: one for the account, one for every piece being fetched
-    usage                            the account: the bytes taken, corrected whenever all files are looked at
+    objects/<2 digits>/<64 digits>   an entry: its bytes, then a trailer with a checksum for every 64 KiB
+    temporary/                       entries being written; each is locked by its writer, so that a dead writer's can be told
+    lock                             bytes of it are locked: one for the account, one for every entry being fetched
+    usage                            the account: the bytes in use, corrected whenever all files are scanned
 
-A name is a digest, so nothing that a store or an archive calls its objects ever becomes a path. A piece appears by rename,
-complete; the kernel drops the locks of a process that dies. So there is no moment at which a crash does harm.
+A name is a digest, so the name of an object never becomes a path. An entry appears by rename, complete; the kernel drops the
+locks of a process that dies. So a crash does no harm at any moment.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ logger = logging.getLogger("loaderkit")
 _PAGE_BYTES = 64 << 10
 _HEAD = struct.Struct("<8s32sQ")  # magic, digest, number of bytes; then the checksums of the pages and of all that
 _MAGIC = b"LKpiece1"
-_FIRST_PIECE = 1 << 10  # the first byte of `lock` that stands for pieces
+_FIRST_ENTRY = 1 << 10  # the first byte of `lock` that stands for entries
 _SUSPENDED_S = 30.0
 _TOUCH_NS = 10**9
 
 
-def piece_name(*parts: str | int) -> str:
-    """The name of what is described by `parts`: 64 hexadecimal digits."""
+def entry_name(*parts: str | int) -> str:
+    """The name of the entry identified by `parts`: 64 hexadecimal digits."""
     text = "\0".join(f"{len(str(part))}:{part}" for part in parts)
     return blake2b(text.encode("utf-8", "surrogateescape"), digest_size=32).hexdigest()
 
 
 class DiskCache:
-    """At most `size_bytes` in `folder`. Any number of threads. A disk that fails or is full is done without: reading says
-    "not there", writing nothing, and both warn once in a while. `clock` tells the time of day in seconds."""
+    """A cache of at most `size_bytes` in `folder`, for any number of threads. On a full or failing disk reads miss, writes do
+    nothing, and both log a warning once per suspension. `clock` gives the time of day in s."""
 
     def __init__(
         self, folder: str | Path, size_bytes: int, *, verify: bool = True, clock: Callable[[], float] = time.time
@@ -59,15 +59,15 @@ class DiskCache:
 
     @property
     def num_evicted(self) -> int:
-        """Pieces that this process removed to make room."""
+        """Entries that this process evicted."""
         return self._account.num_evicted
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self, name: str, whole_bytes: int, start: int, buffer: memoryview) -> bool:
-        """Fill `buffer` with a piece's bytes from `start` on; False if it is not there. `whole_bytes` is its size.
+        """Fill `buffer` with an entry's bytes from `start` on; False if there is none. `whole_bytes` is its size.
 
-        A piece that is not what was written is removed, and not there.
+        A damaged entry is removed and counts as absent.
         """
         path = self._path(name)
         is_open = False
@@ -89,7 +89,7 @@ class DiskCache:
         return is_good
 
     def has(self, name: str) -> bool:
-        """Whether a piece is there, perhaps damaged."""
+        """True if an entry exists, damaged or not."""
         return os.path.exists(self._path(name))
 
     def _read(self, fd: int, name: str, whole_bytes: int, start: int, buffer: memoryview) -> bool:
@@ -102,7 +102,7 @@ class DiskCache:
         begin, end = first * _PAGE_BYTES, min((last + 1) * _PAGE_BYTES, whole_bytes)
         if not self.verify:
             begin, end = start, start + len(buffer)
-        # What the first and the last page have besides is read for their checksums only.
+        # The rest of the first and of the last page is read for their checksums only.
         before, behind = bytearray(start - begin), bytearray(end - start - len(buffer))
         trailer = os.pread(fd, num_trailing, whole_bytes)
         if not _read_all(fd, begin, [memoryview(before), buffer, memoryview(behind)]):
@@ -122,7 +122,7 @@ class DiskCache:
         )
 
     def _touch(self, fd: int, status: os.stat_result) -> None:
-        """Note that a piece was used: many disks are mounted so that reading does not."""
+        """Update an entry's access time, which many mounts (noatime, relatime) do not do on a read."""
         now_ns = int(self._clock() * 1e9)
         if now_ns - status.st_atime_ns > _TOUCH_NS:
             with suppress(OSError):
@@ -131,7 +131,7 @@ class DiskCache:
     # ------------------------------------------------------------------------------------------------------- writing
 
     def write(self, name: str, data: memoryview) -> bool:
-        """Keep a piece, if there is room; whether it is kept. Never raises OSError."""
+        """Keep an entry, if there is room; returns True if it is kept. Never raises OSError."""
         if self._clock() < self._suspended_until_s:
             return False
         sums = [crc32(data[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
@@ -160,8 +160,8 @@ class DiskCache:
         temporary = f"{self.folder}/temporary/{secrets.token_hex(12)}"
         try:
             with opened(temporary, OPEN | os.O_CREAT | os.O_EXCL) as fd:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # says that its writer lives
-                os.ftruncate(fd, len(data) + len(trailer))  # so that the account knows what it is going to take
+                fcntl.flock(fd, fcntl.LOCK_EX)  # marks that the writer is alive
+                os.ftruncate(fd, len(data) + len(trailer))  # so that a scan counts the final size
                 _write_all(fd, [data, memoryview(trailer)])
                 path = self._path(name)
                 try:
@@ -174,15 +174,15 @@ class DiskCache:
                 os.unlink(temporary)
             raise
 
-    def _note_failure(self, what: str, error: OSError) -> None:
+    def _note_failure(self, operation: str, error: OSError) -> None:
         self.num_failures += 1
         now_s = self._clock()
         if now_s >= self._suspended_until_s:
             logger.warning(
-                "the cache in %s cannot be %s (%s): going on without it for %g s; free some space, or name another disk in "
+                "the cache in %s cannot be %s (%s): continuing without it for %g s; free some space, or name another disk in "
                 "source.cache.dir",
                 self.folder,
-                what,
+                operation,
                 error.strerror or error,
                 _SUSPENDED_S,
             )
@@ -195,15 +195,15 @@ class DiskCache:
 
     @contextmanager
     def fetching(self, name: str, *, wait_s: float) -> Iterator[bool]:
-        """Be the one, of all threads and processes, who fetches a piece. False if another one still is after `wait_s`.
+        """Hold the right to fetch an entry, exclusive among threads and processes. False if another holds it after `wait_s`.
 
-        Where files cannot be locked everybody may fetch.
+        Without file locks every thread may fetch.
         """
         with ExitStack() as stack:
             is_ours = True
             try:
                 self._prepare()
-                stack.enter_context(self._account.locks.hold(_FIRST_PIECE + int(name[:14], 16), wait_s))
+                stack.enter_context(self._account.locks.hold(_FIRST_ENTRY + int(name[:14], 16), wait_s))
             except BlockingIOError:
                 is_ours = False
             except OSError:
@@ -223,21 +223,21 @@ def _sum_of(start: int, num_bytes: int, *parts: bytearray | memoryview) -> int:
 
 
 def _read_all(fd: int, start: int, parts: list[memoryview]) -> bool:
-    """Fill the parts, one behind another, from `start` on; False if the file ends first."""
-    left = [part for part in parts if len(part)]
-    while left:
-        num_read = os.preadv(fd, left, start)
+    """Fill the parts in order from offset `start` on; False if the file ends first."""
+    remaining = [part for part in parts if len(part)]
+    while remaining:
+        num_read = os.preadv(fd, remaining, start)
         if not num_read:
             return False
         start += num_read
-        left = _behind(left, num_read)
+        remaining = _behind(remaining, num_read)
     return True
 
 
 def _write_all(fd: int, parts: list[memoryview]) -> None:
-    left = [part for part in parts if len(part)]
-    while left:
-        left = _behind(left, os.writev(fd, left))
+    remaining = [part for part in parts if len(part)]
+    while remaining:
+        remaining = _behind(remaining, os.writev(fd, remaining))
 
 
 def _behind(parts: list[memoryview], num_bytes: int) -> list[memoryview]:

@@ -1,4 +1,4 @@
-"""Slices of objects in memory, from when they are planned until the last byte wanted of them was read."""
+"""Slices of objects in memory, from the plan until their last needed byte is read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from loaderkit.connectors.ranges import RangeSlice
 
-_REUSED_BYTES = 1 << 20  # memory of larger slices is reused: fresh pages cost as much as the copy
+_REUSED_BYTES = 1 << 20  # memory of larger slices is reused, since fresh pages cost as much as the copy
 _NUM_REUSED = 8
-_NUM_LOOKED_AT = 8
+_NUM_CANDIDATES = 8
 
 
 class HeldSlice:
@@ -25,22 +25,22 @@ class HeldSlice:
     def __init__(self, range_slice: RangeSlice) -> None:
         self.slice = range_slice
         self.is_begun = False
-        self.ready: threading.Event | None = None  # made by the first reader that waits
+        self.ready: threading.Event | None = None  # created by the first reader that waits
         self.data: memoryview | None = None
         self.error: BaseException | None = None
-        self.left_bytes = range_slice.wanted_bytes  # that are still to be read
-        self.num_readers = 0  # that copy from it now, or wait for it
+        self.left_bytes = range_slice.wanted_bytes  # needed and not read yet
+        self.num_readers = 0  # readers that copy from it or wait for it
 
 
-class SliceDropped(Exception):  # noqa: N818 - not an error: the reader reads by itself
+class SliceDropped(Exception):  # noqa: N818 - not an error: the reader reads directly
     """A slice will not be fetched."""
 
 
 class HeldSlices:
-    """All slices of one reader ahead, and their memory. The caller holds its lock around every method but `allocate`."""
+    """All slices of one ReadAheadConnector, and their memory. Its lock is held around every method but `allocate`."""
 
     def __init__(self, memory_bytes: int, freed: Callable[[], None]) -> None:
-        """`freed` is called when memory has become free."""
+        """`freed` is called whenever memory is freed."""
         self._memory_bytes = memory_bytes
         self._freed = freed
         self.held_bytes = 0  # held or being fetched
@@ -58,31 +58,31 @@ class HeldSlices:
         return held
 
     def find(self, key: str, start: int, num_bytes: int, etag: str | None) -> HeldSlice | None:
-        """The slice that has these bytes; of two (two epochs may want the same) the one needed first."""
+        """The slice that has these bytes; of several (of two epochs) the one needed first."""
         same_key = self._by_key.get(key)
         if same_key is None:
             return None
-        place = bisect_right(same_key, start, key=_start_of)
+        end_index = bisect_right(same_key, start, key=_start_of)
         end = start + num_bytes
         fitting = [
             held
-            for held in same_key[max(0, place - _NUM_LOOKED_AT) : place]
+            for held in same_key[max(0, end_index - _NUM_CANDIDATES) : end_index]
             if end <= held.slice.start + held.slice.length and held.slice.etag == etag
         ]
         return min(fitting, key=_first_of, default=None)
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if a slice of that length may be begun."""
+        """True if a slice of `num_bytes` fits."""
         return self.held_bytes + num_bytes <= self._memory_bytes
 
     def reserve(self, held: HeldSlice) -> None:
-        """Take the memory for a slice that is going to be fetched."""
+        """Reserve the memory of a slice that will be fetched."""
         held.is_begun = True
         self.held_bytes += held.slice.length
         self._in_order.append(held)
 
     def allocate(self, num_bytes: int) -> memoryview:
-        """Memory for a slice, reused where some of about that size is left."""
+        """Memory for a slice; reused if some of about that size is spare."""
         for _ in range(len(self._spare)):
             try:
                 spare = self._spare.popleft()
@@ -94,7 +94,7 @@ class HeldSlices:
         return np.empty(num_bytes, np.uint8).data
 
     def drop_if_read(self, held: HeldSlice) -> None:
-        """Drop a slice once all that was wanted of it was read."""
+        """Drop a slice once all its needed bytes are read."""
         if held.left_bytes <= 0 and not held.num_readers:
             self.drop(held)
 
@@ -108,7 +108,7 @@ class HeldSlices:
                 self.drop(held)
 
     def drop(self, held: HeldSlice) -> None:
-        """Forget a slice and free its memory."""
+        """Drop a slice and free its memory."""
         same_key = self._by_key.get(held.slice.key, [])
         if held not in same_key:
             return

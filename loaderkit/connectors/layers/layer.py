@@ -1,4 +1,4 @@
-"""What layers have in common: they stand before another connector and pass on what they do not change."""
+"""The base of connectors that wrap another connector and delegate to it what they do not change."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ class ConnectorLayer(BulkConnector):
         self.traits = traits_of(inner)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """What `inner` lists."""
+        """The listing of `inner`."""
         return self.inner.list(prefix)
 
     def stat(self, key: str) -> ObjectInfo:
-        """What `inner` says."""
+        """The answer of `inner`."""
         return self.inner.stat(key)
 
     def describe(self, key: str) -> str:
-        """Its name in the store."""
+        """The object's name in the store."""
         return self.inner.describe(key)
 
     def counters(self) -> dict[str, float]:
-        """What `inner` counts."""
+        """The counters of `inner`."""
         return counters_of(self.inner)
 
     def time_objects(self) -> None:
-        """Let `inner` measure, if it can."""
+        """Let `inner` time its objects, if it can."""
         if isinstance(self.inner, BulkConnector):
             self.inner.time_objects()
 
     def object_times(self) -> Mapping[str, tuple[float, float]]:
-        """What `inner` measured."""
+        """The times that `inner` measured."""
         return self.inner.object_times() if isinstance(self.inner, BulkConnector) else {}
 
     def close(self) -> None:

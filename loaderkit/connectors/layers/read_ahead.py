@@ -1,10 +1,10 @@
-"""A slow store's bytes fetched before they are wanted, by many requests at a time, and held until they were read.
+"""Reads ahead from a slow store, by many concurrent requests, and holds the bytes until they are read.
 
     forecast ──> slices, by first need ──> threads: one `read_into` each ──> held in memory ──> read_into: copied out
-                                           within `memory_bytes`                                └─> the last of it: dropped
+                                           within `memory_bytes`                                └─> after its last: dropped
 
-A slice may be a block of an archive that a hundred samples are read from, or one file. What is wanted and is not in a slice is
-read from the store directly, so correctness never depends on the forecast.
+A slice may be a block of an archive that a hundred samples are read from, or one file. A range outside all slices is read
+directly from the store, so correctness never depends on the forecast.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LARGE_BYTES = 256 << 10
 
 
 class ReadAheadConnector(ConnectorLayer):
-    """`inner`, read ahead along `slices`: what is wanted from (epoch, position) on, by first need.
+    """`inner`, read ahead along `slices`, which gives the slices needed from (epoch, position) on, by first need.
 
-    At most `memory_bytes` are held or being fetched; a slice of more than half of that is read when it is wanted. The
+    At most `memory_bytes` are held or being fetched; a slice of more than half of that is not read ahead. The
     `num_requests` threads start with the first read. Any number of threads may read.
     """
 
@@ -48,7 +48,7 @@ class ReadAheadConnector(ConnectorLayer):
         num_samples: int = 4096,
         slack: int = 4096,
     ) -> None:
-        """`num_samples`: how far ahead of the furthest read to fetch; `slack`: by how many samples reads may be out of
+        """`num_samples` is how far ahead of the furthest read to fetch, `slack` by how many samples reads may be out of
         order."""
         super().__init__(inner)
         self._num_samples = num_samples
@@ -59,18 +59,18 @@ class ReadAheadConnector(ConnectorLayer):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._held = HeldSlices(memory_bytes, self._changed.notify_all)
-        self._place = (0, 0)
+        self._position = (0, 0)
         self._generation = 0
         self._slices: Iterator[RangeSlice] | None = None
-        self._beyond: RangeSlice | None = None  # the first that is too far ahead
-        self._has_plan = threading.Event()  # set once there is a plan, or can be none
+        self._deferred: RangeSlice | None = None  # the first slice that is too far ahead
+        self._has_plan = threading.Event()  # also set if there can be no plan
         self._is_planning = False
         self._planned: deque[HeldSlice] = deque()
-        self._urgent: deque[HeldSlice] = deque()  # a reader waits for it, and it has its memory
-        self._reached = 0  # the furthest sample that was read for
+        self._urgent: deque[HeldSlice] = deque()  # a reader waits for them; their memory is reserved
+        self._reached = 0  # the furthest sample whose bytes were read
         self._threads: _Threads = []
         self._is_stopped = True  # no thread runs
-        self._is_ended = False  # and none may be started
+        self._is_ended = False  # after `stop`, until `seek`
         self._over_read_bytes = self._ahead_bytes = self._direct_bytes = self._num_direct = 0
         self._wait_s = 0.0
 
@@ -86,7 +86,7 @@ class ReadAheadConnector(ConnectorLayer):
             self.inner.read_into(key, start, buffer, etag=etag)
 
     def counters(self) -> dict[str, float]:
-        """What `inner` counts, and what was read ahead."""
+        """The counters of `inner`, and those of reading ahead."""
         counts = super().counters()
         counts["over_read_bytes"] = counts.get("over_read_bytes", 0) + self._over_read_bytes
         return counts | {
@@ -98,19 +98,19 @@ class ReadAheadConnector(ConnectorLayer):
         }
 
     def seek(self, epoch: int, position: int) -> None:
-        """Forget what was fetched, and continue from another place."""
+        """Drop what was fetched, and continue from another position."""
         with self._lock:
-            self._forget(SliceDropped())
+            self._drop_all(SliceDropped())
             self._is_ended = False
             self._has_plan.clear()
-            self._place = (epoch, position)
+            self._position = (epoch, position)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End the threads and forget what they fetched. Idempotent. Reads raise ClosedError until `seek`, so workers end."""
+        """End the threads and drop what they fetched. Idempotent. Reads raise ClosedError until `seek`, so workers end."""
         with self._lock:
             self._is_stopped = self._is_ended = True
-            self._forget(ClosedError("reading ahead was stopped"))
+            self._drop_all(ClosedError("reading ahead was stopped"))
             self._has_plan.set()
             threads, self._threads = self._threads, []
             self._changed.notify_all()
@@ -126,10 +126,10 @@ class ReadAheadConnector(ConnectorLayer):
     # ----------------------------------------------------------------------------------------------------- the readers
 
     def _claim(self, key: str, start: int, num_bytes: int, etag: str | None) -> HeldSlice | None:
-        """The slice that has these bytes, or soon will; None if they are to be read directly."""
+        """The slice that holds these bytes or will; None if they are to be read directly."""
         if not num_bytes:
             return None
-        if not self._has_plan.is_set():  # the first reads are worth waiting for the plan that contains them
+        if not self._has_plan.is_set():  # the first reads wait for the plan that may contain them
             with self._lock:
                 self._start()
             self._wait(self._has_plan)
@@ -148,29 +148,29 @@ class ReadAheadConnector(ConnectorLayer):
             return held
 
     def _wait(self, event: threading.Event) -> None:
-        """Wait for the fetching threads, on the account of `ahead_wait_s`."""
+        """Wait for the fetching threads; the wait is counted as `ahead_wait_s`."""
         begin_s = time.perf_counter()
         event.wait()
         with self._lock:
             self._wait_s += time.perf_counter() - begin_s
 
     def _begin_now(self, held: HeldSlice, num_bytes: int) -> bool:
-        """Put a planned slice that is wanted already first, if there is room and enough of it is wanted. Under the lock."""
+        """Fetch a planned slice next, as a reader needs it, if there is room and half of it is still unread. Under the lock."""
         is_worth_it = 2 * (held.left_bytes + num_bytes) >= held.slice.wanted_bytes
         if is_worth_it and self._held.has_room(held.slice.length):
-            # Its memory is reserved now: if another slice got it, the reader might wait for memory that nothing frees.
+            # Its memory is reserved now, as the reader could deadlock on memory that another slice took.
             self._planned.remove(held)
             self._held.reserve(held)
             self._urgent.append(held)
             self._changed.notify()
             return True
-        if not is_worth_it:  # most of it was read directly, and so will be the rest
+        if not is_worth_it:  # most of it was read directly, so the rest will be too
             self._planned.remove(held)
             self._held.drop(held)
         return False
 
     def _take(self, held: HeldSlice, start: int, buffer: memoryview) -> bool:
-        """Copy from a slice once it is there; False if it will not be fetched."""
+        """Copy from a slice once it is fetched; False if it will not be."""
         try:
             if held.data is None and held.error is None:
                 with self._lock:
@@ -183,10 +183,10 @@ class ReadAheadConnector(ConnectorLayer):
                 begin = start - held.slice.start
                 _copy(data[begin : begin + len(buffer)], buffer)
                 return True
-            # What is wrong with one part of it may not be wrong with this one.
+            # An error of one part of the slice may not concern this part.
             if error is None or isinstance(error, (ShortReadError, ChecksumError, SliceDropped)):
                 return False
-            # Another reader may raise it at the same time.
+            # A copy, since another reader may raise it at the same time.
             raise type(error)(*error.args) if isinstance(error, ConnectorError) else error
         finally:
             with self._lock:
@@ -197,7 +197,7 @@ class ReadAheadConnector(ConnectorLayer):
     # ----------------------------------------------------------------------------------------------------- the fetchers
 
     def _start(self) -> None:
-        """Begin to fetch, if that has not begun. Under the lock. Raises ClosedError after `stop`."""
+        """Start the threads, unless they run. Under the lock. Raises ClosedError after `stop`."""
         if self._is_ended:
             raise ClosedError("reading ahead was stopped")
         if not self._is_stopped:
@@ -241,24 +241,24 @@ class ReadAheadConnector(ConnectorLayer):
             return None
 
     def _plan(self) -> bool:
-        """Look further ahead, with the lock open meanwhile; False at the end. Under the lock."""
+        """Plan further ahead, with the lock released meanwhile; False at the end. Under the lock."""
         generation = self._generation
         if self._slices is None:
-            self._slices = self._slices_from(*self._place)
+            self._slices = self._slices_from(*self._position)
         slices, limit = self._slices, self._reached + self._num_samples
-        upcoming = [] if self._beyond is None else [self._beyond]
+        upcoming = [] if self._deferred is None else [self._deferred]
         if upcoming and upcoming[0].first > limit:
             return False
-        self._beyond = None
+        self._deferred = None
         self._is_planning = True
         self._changed.release()
         try:
-            for one in slices:
-                upcoming.append(one)
-                if len(upcoming) >= _NUM_PLANNED or one.first > limit:
+            for range_slice in slices:
+                upcoming.append(range_slice)
+                if len(upcoming) >= _NUM_PLANNED or range_slice.first > limit:
                     break
-        except Exception:  # then nothing is read ahead, and the readers meet the same error
-            logger.exception("reading ahead has stopped; reads go on one by one")
+        except Exception:  # then nothing is read ahead, and the readers raise the same error
+            logger.exception("reading ahead has stopped after an error; samples are read one by one")
         finally:
             self._changed.acquire()
             self._is_planning = False
@@ -266,34 +266,36 @@ class ReadAheadConnector(ConnectorLayer):
             return True
         self._has_plan.set()
         if upcoming and upcoming[-1].first > limit:
-            self._beyond = upcoming.pop()
-        self._planned.extend(self._held.add(one) for one in upcoming if one.length <= self._most_bytes)
+            self._deferred = upcoming.pop()
+        self._planned.extend(
+            self._held.add(range_slice) for range_slice in upcoming if range_slice.length <= self._most_bytes
+        )
         self._changed.notify_all()
         return bool(upcoming)
 
     def _fetch(self, held: HeldSlice) -> None:
-        wanted = held.slice
+        range_slice = held.slice
         error: BaseException | None = None
         data: memoryview | None = None
         try:
-            data = self._held.allocate(wanted.length)
-            self.inner.read_into(wanted.key, wanted.start, data, etag=wanted.etag)
+            data = self._held.allocate(range_slice.length)
+            self.inner.read_into(range_slice.key, range_slice.start, data, etag=range_slice.etag)
         except BaseException as raised:
             error = raised.with_traceback(None)
         with self._lock:
             if held in self._held:
                 held.data, held.error = (data, None) if error is None else (None, error)
                 if error is None:
-                    self._ahead_bytes += wanted.length
-                    self._over_read_bytes += max(0, wanted.length - wanted.wanted_bytes)
+                    self._ahead_bytes += range_slice.length
+                    self._over_read_bytes += max(0, range_slice.length - range_slice.wanted_bytes)
                 self._held.drop_if_read(held)
             if held.ready is not None:
                 held.ready.set()
 
-    def _forget(self, error: Exception) -> None:
+    def _drop_all(self, error: Exception) -> None:
         """Drop all slices; readers that wait for one get `error`. Under the lock."""
         self._generation += 1
-        self._slices = self._beyond = None
+        self._slices = self._deferred = None
         self._planned.clear()
         self._urgent.clear()
         self._held.clear(error)
@@ -303,5 +305,5 @@ class ReadAheadConnector(ConnectorLayer):
 def _copy(source: memoryview, target: memoryview) -> None:
     if len(source) < _LARGE_BYTES:
         target[:] = source
-    else:  # NumPy lets go of the GIL meanwhile
+    else:  # NumPy releases the GIL
         np.frombuffer(target, np.uint8)[:] = np.frombuffer(source, np.uint8)

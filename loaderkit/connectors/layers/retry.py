@@ -1,7 +1,7 @@
-"""Another connector's reads tried again: files on a network disk (EIO, ESTALE), filesystems of fsspec, a connector of yours.
+"""Retries another connector's reads: files on a network disk (EIO, ESTALE), filesystems of fsspec, a user's connector.
 
-With a timeout a thread of its own makes each read, into memory of its own: a read that hangs is abandoned and never writes
-to the caller's buffer, which may hold other bytes by then. Without a timeout there is no thread and no copy.
+With a timeout each read runs in a pool thread and fills separate memory: a read that hangs is abandoned and never writes to
+the caller's buffer, which may hold other bytes by then. Without a timeout there is no thread and no copy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 _Offsets = list[int]  # in a class with a method `list` that name means the method
 _NUM_THREADS = 64
 _NUM_LISTED = 1000
-_LISTING_PATIENCE = 30  # fsspec lists in one call, however many pages that takes
+_LISTING_PATIENCE = 30  # timeouts; fsspec lists all pages in one call
 
 
 class RetryConnector(ConnectorLayer):
-    """`inner`, whose `TemporaryError`s are tried again.
+    """`inner`, retried after each `TemporaryError`.
 
     `timeout_s` bounds one attempt; None: no bound. With a bound there are no faster reads, as each read needs a thread.
     """
@@ -45,15 +45,15 @@ class RetryConnector(ConnectorLayer):
         return make, (self.inner, self._policy, self._timeout_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """What `inner` lists; begun again where it failed, without what was given already."""
+        """The listing of `inner`; after a failure it is restarted, and skips what was yielded already."""
         listing = _Listing(self.inner, prefix)
         where = f"{self.inner.describe(prefix)}*"
         while infos := self._retries(lambda: self._bounded(listing.step, where, _LISTING_PATIENCE)):
             yield from infos
-            listing.last = _order(infos[-1])
+            listing.last = _sort_key(infos[-1])
 
     def stat(self, key: str) -> ObjectInfo:
-        """What `inner` says."""
+        """The answer of `inner`."""
         return self._retries(lambda: self._bounded(lambda: self.inner.stat(key), self.inner.describe(key)))
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
@@ -73,7 +73,7 @@ class RetryConnector(ConnectorLayer):
         buffer[:] = self._bounded(read, self.inner.describe(key))
 
     def _bounded(self, function: Callable[[], T], where: str, patience: int = 1) -> T:
-        """What `function` returns, if it does within `patience` timeouts."""
+        """The result of `function`. Raises RequestTimeoutError after `patience` timeouts."""
         if self._timeout_s is None:
             return function()
         timeout_s = self._timeout_s * patience
@@ -84,13 +84,13 @@ class RetryConnector(ConnectorLayer):
             if isinstance(error, TemporaryError):
                 raise
             raise RequestTimeoutError(
-                f"{where}: nothing came for {timeout_s:g} s, so the read was given up; source.retry.timeout allows more"
+                f"{where}: no answer within {timeout_s:g} s, so the read was cancelled; source.retry.timeout allows more"
             ) from None
         finally:
-            call.cancel()  # after Ctrl-C its thread is abandoned
+            call.cancel()  # after Ctrl-C this abandons its thread
 
     def bulk(self) -> BulkReads:
-        """Those of `inner`, tried again."""
+        """The faster reads of `inner`, retried; none with a timeout."""
         if self._timeout_s is not None:
             return BulkReads()
         inner = bulk_of(self.inner)
@@ -107,7 +107,7 @@ class RetryConnector(ConnectorLayer):
     def _read_many(
         self, read_many: ReadMany, ranges: Ranges, offsets: _Offsets, buffer: memoryview
     ) -> Mapping[int, Exception]:
-        """`read_many`; the ranges that failed for the moment are tried again one by one."""
+        """`read_many`; ranges that failed with a TemporaryError are retried one by one."""
         errors = dict(read_many(ranges, offsets, buffer))
         for number in [number for number, error in errors.items() if isinstance(error, TemporaryError)]:
             part = buffer[offsets[number] : offsets[number] + ranges.lengths[number]]
@@ -119,14 +119,14 @@ class RetryConnector(ConnectorLayer):
         return errors
 
     def counters(self) -> dict[str, float]:
-        """What `inner` counts, and what was tried again."""
+        """The counters of `inner`, with retries and timeouts added."""
         counts = super().counters()
         counts["num_retries"] = counts.get("num_retries", 0) + self._retries.num_retries
         counts["num_timeouts"] = counts.get("num_timeouts", 0) + self._call_pool.num_timeouts
         return counts
 
     def close(self) -> None:
-        """Give up what hangs or waits; close `inner`, if it is this one's."""
+        """Cancel calls that hang or wait; close `inner` if this connector owns it."""
         self._retries.stop()
         self._call_pool.close()
         self._retries.resume()
@@ -135,7 +135,7 @@ class RetryConnector(ConnectorLayer):
 
 
 class _Listing:
-    """A listing, some at a time; after a failure it is begun again behind what was given, which is `last`."""
+    """A listing in batches; after a failure it is restarted and skips keys up to `last`."""
 
     def __init__(self, inner: Connector, prefix: str) -> None:
         self._inner = inner
@@ -145,17 +145,17 @@ class _Listing:
         self.last: bytes | None = None
 
     def step(self) -> list[ObjectInfo]:
-        """The next ones; none at the end."""
-        infos, self._infos = self._infos, None  # gone, should this fail or be given up
+        """The next objects; none at the end."""
+        infos, self._infos = self._infos, None  # dropped, in case this step fails or is cancelled
         self._number = number = self._number + 1
         if infos is None:
             last = self.last
-            infos = (info for info in self._inner.list(self._prefix) if last is None or _order(info) > last)
+            infos = (info for info in self._inner.list(self._prefix) if last is None or _sort_key(info) > last)
         batch = list(islice(infos, _NUM_LISTED))
         if number == self._number:  # else this step was cancelled, and another continues
             self._infos = infos
         return batch
 
 
-def _order(info: ObjectInfo) -> bytes:
+def _sort_key(info: ObjectInfo) -> bytes:
     return info.key.encode("utf-8", "surrogateescape")

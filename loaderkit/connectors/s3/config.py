@@ -1,4 +1,4 @@
-"""Where a bucket is and how to talk to it: from the description, the environment and the AWS configuration."""
+"""A bucket's location and the client's settings, from the config, the environment and the AWS configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from loaderkit.connectors.config import S3Args
 from loaderkit.errors import ConfigError
 
-# A bucket's name, or the ARN of an access point, which has a slash of its own.
+# A bucket's name, or the ARN of an access point, which contains a slash.
 _URL = re.compile(r"s3://(arn:[^/]+/[^/]+|[^/]*)(?:/(.*))?", re.DOTALL | re.IGNORECASE)
 _ENDPOINT = re.compile(r"https?://[^/@\s]+/*")
 _DEFAULT_REGION = "us-east-1"
@@ -41,8 +41,8 @@ class S3Location:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """What a client is made of. No secret among it: the client finds those itself, in the process that uses it."""
+class ClientSettings:
+    """The settings of a client. They hold no secret: the client finds credentials itself, in the process that uses it."""
 
     region: str
     endpoint: str | None
@@ -52,13 +52,13 @@ class Reach:
     part_size: int
 
     @classmethod
-    def of(cls, args: S3Args, environment: Mapping[str, str]) -> Reach:
-        """The settings with everything filled in that the description leaves open. Raises ConfigError."""
+    def of(cls, args: S3Args, environment: Mapping[str, str]) -> ClientSettings:
+        """The settings, with what the config leaves open filled in. Raises ConfigError."""
         endpoint = (
             args.endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or None
         )
         if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-            # Not quoted: it may hold a password, which would be shown in every message from here on.
+            # Not quoted, as it may hold a password.
             raise ConfigError(
                 "source.s3.endpoint, or AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL in the environment: expected "
                 "http://host:port or https://host, without user, password and path; credentials belong into "
@@ -78,20 +78,20 @@ class Reach:
             endpoint.rstrip("/") if endpoint is not None else None,
             path_style,
             args.anonymous,
-            args.profile,  # AWS_PROFILE is the client's to read: keys in the environment come before it
+            args.profile,  # the client reads AWS_PROFILE itself, since keys in the environment take precedence over it
             _PART_BYTES if args.part_size == "auto" else args.part_size,
         )
 
 
 def _region_of_profile(profile: str | None, environment: Mapping[str, str]) -> str | None:
-    """The region that ~/.aws/config gives a profile; None if it says nothing, or cannot be read."""
+    """The region that ~/.aws/config gives a profile; None if it has none or cannot be read."""
     path = Path(environment.get("AWS_CONFIG_FILE") or "~/.aws/config")
-    found = configparser.ConfigParser(interpolation=None, strict=False)
+    aws_config = configparser.ConfigParser(interpolation=None, strict=False)
     try:
-        found.read(path.expanduser(), encoding="utf-8")
+        aws_config.read(path.expanduser(), encoding="utf-8")
     except (configparser.Error, OSError, RuntimeError, UnicodeDecodeError):
         return None
     for section in (f"profile {profile}", profile) if profile is not None else ("default",):
-        if section is not None and found.has_option(section, "region"):
-            return found.get(section, "region")
+        if section is not None and aws_config.has_option(section, "region"):
+            return aws_config.get(section, "region")
     return None

@@ -3,8 +3,8 @@
     read_into ──> parts of `part_size` ──> one request each, four or eight at once ──> the destination
               └─> the etag: the MD5 of a whole object where it is one, else a HEAD after the last byte
 
-The client has no If-Match to ask with, hence the second look: bytes are handed on only when, after the last of them came, the
-object still had the etag it was listed with.
+The client cannot send If-Match, so the etag is checked afterwards: a read succeeds only if the object still had the etag it
+was listed with after its last byte arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
 from loaderkit.connectors.call_pool import Call
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3.client import Client, Page
-from loaderkit.connectors.s3.config import Reach, S3Location
+from loaderkit.connectors.s3.config import ClientSettings, S3Location
 from loaderkit.connectors.s3.requests import Requests
 from loaderkit.errors import (
     AccessDeniedError,
@@ -42,69 +42,73 @@ _TIMEOUT_S = 10.0
 _MOST_READS = 3
 
 
-class _Cut(NamedTuple):
-    """How a read is cut: the size of a part, and the number of parts asked for at a time."""
+class _Split(NamedTuple):
+    """How a read is split: the size of a part, and the number of concurrent requests."""
 
     part_bytes: int
     at_once: int
 
 
-_MOST_SPREAD_BYTES = 32 << 20
-# 32 at once are 0.86 as fast, as what lies in the client's buffers meanwhile leaves the caches.
+_MOST_CONCURRENT_BYTES = 32 << 20
+# 32 at once run at 0.86 of the speed of 8, as the client's buffers outgrow the CPU's caches.
 _AT_ONCE = 8
-# A store that answers that soon is nearby, and one more request costs little: smaller parts stay in the caches, and the
-# client's memory is not returned to the system and fetched again. 500 MB over loopback: 1.25 times as fast as 8 MiB at 8.
+# A store that answers this soon is nearby, so requests are cheap; smaller parts stay in the CPU's caches, and the client's
+# memory is not returned to the system. 500 MB over loopback: 1.25 times the speed of 8 parts of 8 MiB at once.
 _NEAR_S = 2e-3
-_NEAR = _Cut(2 << 20, 4)
+_NEAR = _Split(2 << 20, 4)
 
 
 def _page(prefix: str, token: str | None, client: Client, call: Call[Page]) -> Page:
     return client.page(prefix, token)
 
 
-class _Part:
-    """One request's share of a read."""
+def _info_of(key: str, metadata: Any) -> ObjectInfo:
+    return ObjectInfo(key, int(metadata.size), metadata.etag.strip('"'))
 
-    call: Call[int]  # the latest
+
+class _Part:
+    """A part of a read, fetched by one request."""
+
+    call: Call[int]  # the latest request for it
 
     def __init__(self, start: int, memory: memoryview) -> None:
         self.start = start
         self.memory = memory
-        self.has_come = False
+        self.is_complete = False
 
 
 class S3Connector(BulkConnector):
     """The objects of a bucket whose keys start with a prefix; keys are what follows it.
 
-    It holds settings only; the client and its threads are made by the first request in each process, and neither crosses a
-    fork nor is pickled. Raises ConfigError for a URL that is none.
+    It holds settings only; the first request in each process creates the client and its threads, which neither cross a fork
+    nor are pickled. Raises ConfigError for an invalid URL.
     """
 
     def __init__(
         self, url: str, s3: S3Args | None = None, retry: RetryArgs | None = None, odd_keys: Iterable[str] = ()
     ) -> None:
-        """`odd_keys`: keys with empty parts that are known to be there."""
+        """`odd_keys` are keys with empty parts that are known to exist."""
         self._url, self._s3, self._retry = url, s3 or S3Args(), retry or RetryArgs()
-        self._place = S3Location.of(url)
-        reach = Reach.of(self._s3, os.environ)
-        self._most_part_bytes = reach.part_size
+        self._location = S3Location.of(url)
+        settings = ClientSettings.of(self._s3, os.environ)
+        self._most_part_bytes = settings.part_size
         self._requests = Requests(
-            self._place,
-            reach,
+            self._location,
+            settings,
             connections=self._s3.connections,
             policy=RetryPolicy(self._retry.total, self._s3.max_attempts),
             timeout_s=self._retry.timeout or _TIMEOUT_S,
         )
-        num_parts = min(4, _MOST_SPREAD_BYTES // self._most_part_bytes)
+        num_parts = min(4, _MOST_CONCURRENT_BYTES // self._most_part_bytes)
         self.traits = ConnectorTraits(
             is_remote=True,
             part_size=num_parts * self._most_part_bytes if num_parts > 1 else 0,
             store=self._requests.store,
         )
         self.num_checksum_failures = 0
-        self._odd_keys = set(odd_keys)  # listed, so the store does not take "a//b" for "a/b"
-        # Buckets of AWS list in the order of the keys' bytes, but for directory buckets; others' do as they like.
-        self._is_sorted = reach.endpoint is None and not self._place.bucket.endswith("--x-s3")
+        self._odd_keys = set(odd_keys)  # they were listed, so the store tells "a//b" from "a/b"
+        # AWS lists in the order of the keys' bytes, except directory buckets; other stores may not.
+        self._is_sorted = settings.endpoint is None and not self._location.bucket.endswith("--x-s3")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return S3Connector, (self._url, self._s3, self._retry, self._odd_keys)
@@ -125,18 +129,18 @@ class S3Connector(BulkConnector):
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
         if start < 0:
-            raise ShortReadError(f"{self.describe(key)}: no bytes lie before its first ({start} was wanted)")
+            raise ShortReadError(f"{self.describe(key)}: the offset {start} is negative")
         if not len(buffer):
             self._check_etag(self.stat(key), etag)
             return
         begin_s = self._requests.retries.now_s()
-        if etag is None and len(buffer) > self._most_part_bytes:  # several requests must be for one object
+        if etag is None and len(buffer) > self._most_part_bytes:  # the parts must be of one version of the object
             etag = self._head(key, begin_s).etag
         for attempts_left in reversed(range(_MOST_READS)):
             try:
                 self._read_checked(key, start, buffer, etag, begin_s)
                 break
-            except ChecksumError:  # on the way or in the store? the next time tells
+            except ChecksumError:  # damaged on the way or in the store; a retry tells
                 self.num_checksum_failures += 1
                 if not attempts_left:
                     raise
@@ -157,10 +161,10 @@ class S3Connector(BulkConnector):
 
     def describe(self, key: str) -> str:
         """The object's URL."""
-        return f"s3://{self._place.bucket}/{self._place.prefix}{key}"
+        return f"s3://{self._location.bucket}/{self._location.prefix}{key}"
 
     def counters(self) -> dict[str, float]:
-        """What was asked of the store since this connector was made in this process."""
+        """Counts and seconds of the requests made in this process."""
         requests = self._requests
         return {
             "num_requests": requests.num_requests,
@@ -173,17 +177,17 @@ class S3Connector(BulkConnector):
         }
 
     def time_objects(self) -> None:
-        """Note from now on how long reads of each object take, for `object_times`."""
+        """Time the reads of each object from now on, for `object_times`."""
         self._requests.by_key = {}
 
     def object_times(self) -> dict[str, tuple[float, float]]:
-        """By an object's URL: seconds until the first bytes of its reads came, and from then on, all reads together."""
-        bucket = self._place.bucket
-        known = dict(self._requests.by_key or {})
-        return {f"s3://{bucket}/{key}": (first_byte_s, body_s) for key, (first_byte_s, body_s) in known.items()}
+        """(seconds to the first byte, seconds of the body) by URL, each summed over all reads of the object."""
+        bucket = self._location.bucket
+        times = dict(self._requests.by_key or {})
+        return {f"s3://{bucket}/{key}": (first_byte_s, body_s) for key, (first_byte_s, body_s) in times.items()}
 
     def close(self) -> None:
-        """Let the client and the threads go."""
+        """Drop the client and end the threads."""
         self._requests.close()
 
     # --------------------------------------------------------------------------------------------------------- parts
@@ -191,9 +195,9 @@ class S3Connector(BulkConnector):
     def _head(self, key: str, begin_s: float | None) -> ObjectInfo:
         full, where = self._full(key), self.describe(key)
         try:
-            found = self._requests.ask(lambda client, call: client.head(full), where, begin_s=begin_s)
+            head = self._requests.ask(lambda client, call: client.head(full), where, begin_s=begin_s)
         except AccessDeniedError:
-            # The answer to a HEAD has no body that could say why: another request's has.
+            # The answer to a HEAD has no body with the reason; that to a GET has.
             try:
                 self._requests.once(lambda client, call: next(client.stream(full, 0, 1), None), where)
             except AccessDeniedError:
@@ -201,7 +205,7 @@ class S3Connector(BulkConnector):
             except ConnectorError:
                 pass
             raise
-        return ObjectInfo(key, int(found.size), found.etag.strip('"'))
+        return _info_of(key, head)
 
     def _read_checked(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
         self._read_parts(key, start, buffer, etag, begin_s)
@@ -210,34 +214,33 @@ class S3Connector(BulkConnector):
         is_digest = self._s3.md5 and start == 0 and len(buffer) <= _MOST_MD5_BYTES and _MD5.fullmatch(etag)
         digest = md5(buffer, usedforsecurity=False).hexdigest() if is_digest else None
         if digest == etag:
-            return  # the whole object, every byte of it
+            return
         info = self._head(key, begin_s)
         self._check_etag(info, etag)
         if digest is not None and info.size == len(buffer):
             raise ChecksumError(
-                f"{self.describe(key)} came with the MD5 digest {digest}, and its etag says {etag}: its bytes were changed on "
-                "the way, or in the store; if the bucket is encrypted with SSE-KMS or SSE-C its etags are no digests: then "
-                "set source.s3.md5: false"
+                f"{self.describe(key)} has the MD5 digest {digest}, but its etag is {etag}: its bytes were damaged on the way "
+                "or in the store; in a bucket encrypted with SSE-KMS or SSE-C etags are no digests: set source.s3.md5: false"
             )
 
     def _read_parts(self, key: str, start: int, buffer: memoryview, etag: str | None, begin_s: float) -> None:
-        size, at_once = self._cut if etag is not None else _Cut(self._most_part_bytes, 1)
+        size, at_once = self._split if etag is not None else _Split(self._most_part_bytes, 1)
         parts = [_Part(start + at, buffer[at : at + size]) for at in range(0, len(buffer), size)]
         self._requests.renewing(lambda: self._read_rest(key, parts, etag, begin_s, at_once))
 
     def _read_rest(self, key: str, parts: Sequence[_Part], etag: str | None, begin_s: float, at_once: int) -> None:
-        """The parts that have not come yet, several at a time, each tried again by itself."""
-        parts = [part for part in parts if not part.has_come]
+        """Fetch the parts that are not complete, several at a time, each with its own retries."""
+        parts = [part for part in parts if not part.is_complete]
         for part, call in zip(parts, self._gets(key, parts), strict=True):
             part.call = call
         try:
             self._requests.begin_gets([part.call for part in parts], at_once)
             for part in parts:
                 self._finish(part, key, etag, begin_s)
-                part.has_come = True
+                part.is_complete = True
         finally:
             for part in parts:
-                part.call.cancel()  # after an error the others must not write any more
+                part.call.cancel()  # after an error no other part may write
 
     def _finish(self, part: _Part, key: str, etag: str | None, begin_s: float) -> None:
         first = part.call
@@ -254,7 +257,7 @@ class S3Connector(BulkConnector):
             except ShortReadError as error:
                 if isinstance(error, TruncatedError):
                     raise
-                num_read = 0  # the store says that nothing lies there
+                num_read = 0  # the range starts past the object's end
             if num_read < len(part.memory):
                 raise self._cut_short(key, part, num_read, etag)
 
@@ -265,35 +268,34 @@ class S3Connector(BulkConnector):
         return self._requests.gets(self._full(key), [(part.start, part.memory) for part in parts])
 
     @property
-    def _cut(self) -> _Cut:
-        """Of a read whose parts are told to be of one object."""
+    def _split(self) -> _Split:
+        """The split of a read with an etag."""
         is_near = self._s3.part_size == "auto" and self._requests.answer_s < _NEAR_S
-        return _NEAR if is_near else _Cut(self._most_part_bytes, _AT_ONCE)
+        return _NEAR if is_near else _Split(self._most_part_bytes, _AT_ONCE)
 
     def _cut_short(self, key: str, part: _Part, num_read: int, etag: str | None) -> ConnectorError:
-        """Why fewer bytes came than were asked for: is that all there is, or was the answer cut off?"""
-        found = self._requests.once(lambda client, call: client.head(self._full(key)), self.describe(key))
-        info = ObjectInfo(key, int(found.size), found.etag.strip('"'))
+        """The error for a short answer: ShortReadError if the object ends there, else TruncatedError."""
+        info = _info_of(key, self._requests.once(lambda client, call: client.head(self._full(key)), self.describe(key)))
         self._check_etag(info, etag)
         wanted = len(part.memory)
         text = (
-            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes wanted from byte {part.start} on: it has "
+            f"{self.describe(key)} ended after {num_read} of the {wanted} bytes requested at offset {part.start}: its size is "
             f"{info.size}"
         )
         if info.size >= part.start + wanted:
             return TruncatedError(f"{text}, and the store sent less")
-        return ShortReadError(f"{text}; it is cut short, or the index that led here is old")
+        return ShortReadError(f"{text}; it is truncated, or its index is stale")
 
     def _check_etag(self, info: ObjectInfo, etag: str | None) -> None:
         if etag is not None and etag != info.etag:
             raise ObjectChangedError(
                 f"{self.describe(info.key)} was replaced since it was listed (then {etag}, now {info.etag}); start again, so "
-                "that it is listed anew"
+                "that it is listed again"
             )
 
     def _full(self, key: str) -> str:
-        """The key in the bucket. Raises ObjectNotFoundError for what no object can be called."""
-        full = self._place.prefix + key
+        """The key in the bucket. Raises ObjectNotFoundError for a key that no object can have."""
+        full = self._location.prefix + key
         try:
             num_bytes = len(full.encode())
         except UnicodeEncodeError:
@@ -302,23 +304,23 @@ class S3Connector(BulkConnector):
             raise ObjectNotFoundError(
                 f"{key[:100]!r} is no key: keys are not empty, end with no slash and have at most {_MOST_KEY_BYTES} bytes"
             )
-        # Some stores, and proxies, would walk these like a path.
+        # Some stores and proxies would resolve these like a path.
         if _DOTS.search(key) or (_EMPTY_PART.search(key) and key not in self._odd_keys):
             raise ObjectNotFoundError(f"{key!r} is no key: it has parts that are '.', '..' or empty")
         return full
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
-        place, last = self._place, b""
+        location, last = self._location, b""
         token: str | None = None
         try:
-            full = place.prefix + prefix
+            full = location.prefix + prefix
             full.encode()
         except UnicodeEncodeError:
             return
         while True:
             page = self._requests.ask(partial(_page, full, token), self.describe(prefix) + "*")
-            for found in page.objects:
-                key = found.key[len(place.prefix) :]
+            for listed in page.objects:
+                key = listed.key[len(location.prefix) :]
                 if not key or key.endswith("/"):
                     continue
                 if self._is_sorted and key.encode() <= last:
@@ -329,7 +331,7 @@ class S3Connector(BulkConnector):
                 last = key.encode() if self._is_sorted else last
                 if _EMPTY_PART.search(key):
                     self._odd_keys.add(key)
-                yield ObjectInfo(key, int(found.size), found.etag.strip('"'))
+                yield _info_of(key, listed)
             token = page.token
             if token is None:
                 return

@@ -1,7 +1,7 @@
-"""From what the S3 client says to errors of loaderkit: which kind, for which object, and what to do.
+"""Translates errors of the S3 client into loaderkit's: which kind, for which object, and what to do.
 
-The client's own text is never shown and never chained: it quotes answers of the store, and those quote tokens and keys.
-What is taken from it is the status, the store's error code and the name of the transport's error.
+The client's text is never shown and never chained, because it quotes answers of the store, which quote tokens and keys.
+Only the status, the store's error code and the name of the transport's error are taken from it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TRANSPORT = re.compile(r"\b(AWS_[A-Z0-9_]{3,80})\b")
 
 
 class _Rule(NamedTuple):
-    """An error, what it is recognised by (any of: a code or transport's name, a status, words), and what is said."""
+    """An error's kind, what it is recognised by (a code or transport error, a status, or words), and its message."""
 
     kind: type[ConnectorError]
     names: str
     statuses: tuple[int, ...]
     words: str
-    what: str
+    message: str
 
 
 _RULES = (
@@ -58,14 +58,14 @@ _RULES = (
         r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken",
         (),
         r"signature we calculated|access key id you provided|token .{0,30}(invalid|malformed)",
-        "{store} does not accept the credentials: key, secret or token are wrong, or another store's",
+        "{store} does not accept the credentials: key, secret or token are wrong, or belong to another store",
     ),
     _Rule(
         AccessDeniedError,
         r"RequestTimeTooSkewed|AWS_ERROR_S3_REQUEST_TIME_TOO_SKEWED",
         (),
         r"request time and the server",
-        "this machine's clock is wrong, so that its signatures are not accepted: set it",
+        "this machine's clock is wrong, so its signatures are not accepted: set the clock",
     ),
     _Rule(
         ObjectNotFoundError,
@@ -87,21 +87,21 @@ _RULES = (
         r"PreconditionFailed|AWS_ERROR_S3_OBJECT_MODIFIED",
         (412,),
         r"precondition failed",
-        "it was replaced while it was read; start again, so that it is listed anew",
+        "it was replaced while it was read; start again, so that it is listed again",
     ),
     _Rule(
         ConnectorError,
         r"PermanentRedirect|TemporaryRedirect|AuthorizationHeaderMalformed",
         (301, 307),
         r"wrong region",
-        "the bucket is in another region than asked for ({store}): set `s3.region`",
+        "the bucket is in another region than requested ({store}): set `s3.region`",
     ),
     _Rule(
         AccessDeniedError,
         r"AccessDenied|AllAccessDisabled",
         (401, 403),
         r"client error: forbidden",
-        "{store} refuses it with these credentials: check them, and what the bucket's policy allows",
+        "{store} denies access with these credentials: check them, and the bucket's policy",
     ),
     _Rule(
         ThrottledError,
@@ -110,15 +110,15 @@ _RULES = (
         r"throttled",
         "{store} asks for fewer requests: lower `s3.connections`, or make reads larger",
     ),
-    # To a GET, which is always for a range, and to a HEAD. Of the document itself the client says nothing. It finds those that
-    # answer other requests itself, by their codes.
+    # An error document with status 200 in answer to a GET (always of a range) or a HEAD. The client says nothing of the
+    # document; in answers to other requests it reads the code itself.
     _Rule(
         ThrottledError,
         r"AWS_ERROR_S3_MISSING_CONTENT_RANGE_HEADER",
         (),
         r'header "[\w-]+" not found',
-        "{store} answered with status 200 and no object: with an error document, as stores do under load (SlowDown, "
-        "InternalError); if it always does, it is no S3 store, or something on the way drops headers: is `s3.endpoint` right?",
+        "{store} answered with status 200 and an error document, as stores do under load (SlowDown, InternalError); if it "
+        "always does, it is no S3 store, or a proxy drops headers: is `s3.endpoint` right?",
     ),
     _Rule(
         TemporaryError,
@@ -132,7 +132,7 @@ _RULES = (
         r"RequestTimeout|AWS_ERROR_S3_REQUEST_TIMEOUT",
         (408,),
         r"(?!)",
-        "{store} gave up waiting for this client",
+        "{store} timed out waiting for this client",
     ),
     _Rule(
         TemporaryError,
@@ -146,7 +146,7 @@ _RULES = (
         r"AWS_ERROR_HTTP_CONNECTION_CLOSED|AWS_IO_SOCKET_CLOSED|AWS_ERROR_HTTP_SERVER_CLOSED",
         (),
         r"(?!)",
-        "{store} broke off the connection",
+        "{store} closed the connection early",
     ),
     _Rule(
         UnreachableError,
@@ -168,11 +168,11 @@ _RULES = (
 
 def translate(text: str, where: str, store: str) -> ConnectorError:
     """The error for a failed request. `where` names the object or listing, `store` the endpoint."""
-    code, transport = _found(_CODE, text), _found(_TRANSPORT, text)
-    status = int(_found(_STATUS, text) or 0)
+    code, transport = _first_match(_CODE, text), _first_match(_TRANSPORT, text)
+    status = int(_first_match(_STATUS, text) or 0)
     details = ", ".join(filter(None, (f"status {status}" if status else "", code, transport)))
     rule = next(rule for rule in _RULES if _fits(rule, text, (code, transport), status))
-    return rule.kind(f"{where}: {rule.what.format(store=store)}{f' ({details})' if details else ''}")
+    return rule.kind(f"{where}: {rule.message.format(store=store)}{f' ({details})' if details else ''}")
 
 
 def _fits(rule: _Rule, text: str, names: tuple[str, str], status: int) -> bool:
@@ -180,6 +180,6 @@ def _fits(rule: _Rule, text: str, names: tuple[str, str], status: int) -> bool:
     return is_named or status in rule.statuses or re.search(rule.words, text, re.IGNORECASE) is not None
 
 
-def _found(pattern: re.Pattern[str], text: str) -> str:
+def _first_match(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match is not None else ""

@@ -26,7 +26,7 @@ class Plan(Protocol):
         """Into how many places a work item can be split, if chunks are to be chosen in size."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def next_position(self) -> tuple[int, int]:
         """(epoch, position) of the work item that would be opened next."""
 
     @property

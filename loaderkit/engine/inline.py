@@ -57,7 +57,7 @@ class InlineEngine(Engine):
     def seek(self, epoch: int, position: int) -> None:
         self._check_usable()
         self._is_lost = False
-        if self.plan.place != self.plan.begins_at(epoch, position):
+        if self.plan.next_position != self.plan.begins_at(epoch, position):
             self.plan.seek(epoch, position)
 
     # -------------------------------------------------------------------------------------------- making a batch

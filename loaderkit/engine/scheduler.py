@@ -64,7 +64,7 @@ class Scheduler:
         """Drop everything read ahead and continue at another place, unless the plan already stands there."""
         with self.lock:
             head = self.ready.head
-            place = self._plan.place if head is None else (head.epoch, head.begin)
+            place = self._plan.next_position if head is None else (head.epoch, head.begin)
             if place == self._plan.begins_at(epoch, position):
                 return
             self.work.clear()

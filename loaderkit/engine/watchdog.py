@@ -85,7 +85,7 @@ def describe_wait(
 
 def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
     """The sample a stage is at, or where it takes all at once the first and the last."""
-    at = chunk.place  # a worker writes it meanwhile
+    at = chunk.current  # a worker writes it meanwhile
     if isinstance(at, list):
         at = min(len(at), len(chunk) - 1)
     ends = (0, len(chunk) - 1) if at is None else (at,)

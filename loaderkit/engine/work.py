@@ -72,7 +72,7 @@ class Chunk:
     until it is noted.
     """
 
-    __slots__ = ("epoch", "has_landed", "hi", "lo", "marks", "place", "scratch", "slowest", "work_item")
+    __slots__ = ("current", "epoch", "has_landed", "hi", "lo", "marks", "scratch", "slowest", "work_item")
     num_failed: int = 0
 
     def __init__(self, work_item: WorkItem, lo: int, hi: int) -> None:
@@ -85,14 +85,14 @@ class Chunk:
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
         # The item a stage is at, for reports of what hangs, or the list it comes into next; None: all at once.
-        self.place: int | list[Any] | None = None
+        self.current: int | list[Any] | None = None
 
     def __len__(self) -> int:
         return self.hi - self.lo
 
-    def index_of(self, place: int) -> int:
+    def index_of(self, offset: int) -> int:
         """The plan's number of an item."""
-        return self.lo + place
+        return self.lo + offset
 
     def empty(self) -> dict[str, Any]:
         """It has landed: let go of what is in it. Its scratch, for another chunk."""

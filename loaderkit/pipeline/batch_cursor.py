@@ -47,13 +47,13 @@ class BatchCursor:
         self.seek(0, 0)
 
     @property
-    def place(self) -> tuple[int, int]:
+    def next_position(self) -> tuple[int, int]:
         """(epoch, global position) of the next batch."""
         return (self._epoch + 1, 0) if self._step >= self._num_steps else (self._epoch, self._end)
 
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
         """The `place` to which `seek` would bring it."""
-        return self._schedule.place_after(epoch, position, self._shard.number)
+        return self._schedule.next_position_after(epoch, position, self._shard.number)
 
     def seek(self, epoch: int, position: int) -> None:
         """Deal the batches out anew, from global `position` of `epoch` on."""

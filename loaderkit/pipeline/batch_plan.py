@@ -51,8 +51,8 @@ class BatchPlan:
         return self.memory.batch_size
 
     @property
-    def place(self) -> tuple[int, int]:
-        return self._cursor.place
+    def next_position(self) -> tuple[int, int]:
+        return self._cursor.next_position
 
     @property
     def room(self) -> tuple[int, bool]:

@@ -72,7 +72,7 @@ class Loader:
         self._position = 0  # delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
-        self._bad = BadSamples(plan.config.errors)
+        self._bad_samples = BadSamples(plan.config.errors)
         self._executors = ExecutorLifecycle(plan, clock)
 
     # ---------------------------------------------------------------------------------------------------- iterating
@@ -131,7 +131,7 @@ class Loader:
         executor = executors.at(self._epoch, self._position)
         try:
             delivery = executor.next()
-            self._bad.note(delivery)
+            self._bad_samples.note(delivery)
             if delivery.error is not None:
                 raise delivery.error
             if self._stream is not None:
@@ -300,7 +300,7 @@ class Loader:
         try:
             self._executors.stop()
         finally:  # Ctrl-C may come here, too
-            self._bad.close()
+            self._bad_samples.close()
             self._plan.close()
 
     def __enter__(self) -> Loader:

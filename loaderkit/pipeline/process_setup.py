@@ -31,7 +31,7 @@ def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
         pools=[pool.stages for pool in ahead.compiled.described_pools(1)],
         num_batches=prefetch.first_batches,
         memory_bytes=prefetch.memory,
-        late_stages=trainer_stages,
+        trainer_stages=trainer_stages,
         pinned_for=plan.compiled.device if trainer_stages else None,
     )
     return ProcessEngine(

@@ -195,7 +195,7 @@ class BatchSampler:
         """The global position once every rank has delivered `num_batches` batches from `start` on."""
         return min(self.num_samples, start + num_batches * self.batch_size * self.world_size)
 
-    def place_after(self, epoch: int, position: int, num_batches: int) -> tuple[int, int]:
+    def next_position_after(self, epoch: int, position: int, num_batches: int) -> tuple[int, int]:
         """(epoch, global position) at which the batch begins that is `num_batches` behind the next one of `position`."""
         num_later = num_batches - self.num_batches(position)
         if num_later < 0:

@@ -64,7 +64,7 @@ class StageConfig:
         return Stage(self.name, self.kind, scope, run, workers, close, interrupt)
 
 
-class Complain(Protocol):
+class AddError(Protocol):
     """Notes what is wrong with the stage at `number`, and with which of its arguments, if it is one."""
 
     def __call__(self, number: int, message: str, argument: str | None = None) -> None: ...
@@ -85,8 +85,8 @@ class StageKind:
     scope: Scope
     make: Callable[[Any], Callable[..., Any]] | None = None
     compile: Callable[[StageConfig, CompileContext], Stage] | None = None
-    check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], Complain], None] | None = None
-    """(all stages, which of them this is, the kinds, what to complain to): does it fit the others?"""
+    check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
+    """(all stages, which of them this is, the kinds, what adds an error): does it fit the others?"""
     num_draws: int = 0  # random numbers for each sample
     ops: Callable[[Any], ImageOps] | None = None  # what it does to an image, as arithmetic; for `decode` before it
     needs_images: bool = False
@@ -243,8 +243,8 @@ class SampleChunk(Chunk):
     def num_failed(self) -> int:  # type: ignore[override]
         return len(self.failures)
 
-    def index_of(self, place: int) -> int:
-        return int(self.indices[place])
+    def index_of(self, offset: int) -> int:
+        return int(self.indices[offset])
 
     def empty(self) -> dict[str, Any]:
         self.samples = []

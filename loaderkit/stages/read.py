@@ -92,7 +92,7 @@ def read_ranges(
         sizes = lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]
         offsets = list(accumulate(sizes, initial=0))
         view = chunk.memory("read", offsets.pop())
-        chunk.place = None
+        chunk.current = None
         if read_many is None:
             errors = _read_each(read_into, chunk, ranges, owners=owners(), offsets=offsets, view=view)
         else:
@@ -142,7 +142,7 @@ def _note(
 def _one_by_one(source: Source, chunk: SampleChunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
     plan = _Plan()
     for place, index in enumerate(chunk.indices.tolist()):
-        chunk.place = place
+        chunk.current = place
         try:
             found = source.ranges(index)
             fetched = [(one, fetch(chunk, place, one) if fetch is not None else None) for one in found]
@@ -177,8 +177,8 @@ def _read_each(
     bad: set[int] = set()
     slowest = (0.0, 0)
     for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
-        chunk.place = owners[number]
-        if chunk.place in bad:  # the rest of a bad sample may take a time-out each
+        chunk.current = owners[number]
+        if chunk.current in bad:  # the rest of a bad sample may take a time-out each
             continue
         begin_s = perf_counter()
         try:
@@ -189,7 +189,7 @@ def _read_each(
             bad.add(owners[number])
             if isinstance(error, STORE_FAILURES):  # the others would take as long to say the same
                 return errors | dict.fromkeys(range(number + 1, len(owners)), error)
-        slowest = max(slowest, (perf_counter() - begin_s, chunk.place))
+        slowest = max(slowest, (perf_counter() - begin_s, chunk.current))
     chunk.slowest = slowest
     return errors
 
@@ -201,11 +201,11 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
     get = ending_forks(getitem)
 
     def run(chunk: SampleChunk) -> int:
-        chunk.place = None
+        chunk.current = None
         indices = chunk.indices.tolist()
         items = source.items(indices)
         if items is None:
-            items = chunk.place = []
+            items = chunk.current = []
             while len(items) < len(indices):
                 try:
                     for index in indices[len(items) :]:
@@ -213,7 +213,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
                 except USER_ERRORS as error:
                     failed(chunk, len(items), error)
                     items.append(None)
-            chunk.place = None
+            chunk.current = None
         if is_last and chunk.work_item.specs and not chunk.failures:
             with suppress(ValueError):  # said again for the sample it is true of
                 chunk.columns = source.columns(items)

@@ -58,7 +58,7 @@ def read_records(
         starts = source.starts(chunk.indices)
         key, _, etag = source.file
         num_bad = 0
-        chunk.place = None
+        chunk.current = None
         try:
             gather(key, starts, records.num_bytes, memory.data, etag=etag)
         except STORE_FAILURES as error:  # record by record it would take as long to say the same
@@ -74,7 +74,7 @@ def read_records(
         key, _, etag = source.file
         num_bad = 0
         for place, start in enumerate(source.starts(chunk.indices).tolist()):
-            chunk.place = place
+            chunk.current = place
             part = memory[place * records.num_bytes : (place + 1) * records.num_bytes]
             try:
                 read_into(key, start, part, etag=etag)

@@ -107,7 +107,7 @@ def each_sample(
         slowest, begin_s = (0.0, 0), perf_counter()
         for place, (sample, numbers, memory) in enumerate(zip(samples, draws, memories, strict=False)):
             if sample is not None:
-                chunk.place = place
+                chunk.current = place
                 try:
                     for job in function(sample, numbers, memory) or ():
                         left.append((place, job))
@@ -119,7 +119,7 @@ def each_sample(
                 begin_s = now
         chunk.slowest = slowest
         if left:
-            chunk.place = None
+            chunk.current = None
             finish(chunk, left, failed)
 
     return run
@@ -137,7 +137,7 @@ def each_call(
         slowest, begin_s = (0.0, 0), perf_counter()
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
-                chunk.place = place
+                chunk.current = place
                 index = int(chunk.indices[place])
                 rng = generator(keys[chunk.epoch], index) if keys is not None else None
                 try:

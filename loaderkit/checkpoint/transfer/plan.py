@@ -58,7 +58,7 @@ class ReadChunk(Chunk):
     reads: tuple[CoalescedRead, ...]
     buffers: list[memoryview]
 
-    def index_of(self, place: int) -> int:
+    def index_of(self, offset: int) -> int:
         return self.number
 
 
@@ -188,7 +188,7 @@ class TensorPlan:
         return 1
 
     @property
-    def place(self) -> tuple[int, int]:
+    def next_position(self) -> tuple[int, int]:
         return 0, self._next
 
     @property

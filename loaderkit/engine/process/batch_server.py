@@ -35,7 +35,7 @@ MakeEngine = Callable[[Callable[[int], Bytes], Shard], ThreadEngine]
 class BatchSender:
     """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
 
-    `job` holds (what makes the engine from a way to allocate slabs and a share, the share, the trainer's number of torch
+    `spec` holds (what makes the engine from a way to allocate slabs and a share, the share, the trainer's number of torch
     threads); `begin` is where the arena is free from on; batches are dealt out from (`epoch`, `position`) on.
     """
 
@@ -43,7 +43,7 @@ class BatchSender:
         self,
         outbox: socket.socket,
         descriptor: int,
-        job: messages.PackedValue,
+        spec: messages.PackedValue,
         *,
         begin: int,
         keep_pages: bool,
@@ -53,7 +53,7 @@ class BatchSender:
         self._outbox = outbox
         self._arena = SharedArena(io.FileIO(descriptor, "r+"))
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
-        make_engine, self._shard, num_torch_threads = _open_job(job, self._arena)
+        make_engine, self._shard, num_torch_threads = _open_spec(spec, self._arena)
         torch.set_num_threads(num_torch_threads)
         self._engine = make_engine(self._allocator.allocate, self._shard)
         self._lock = threading.Lock()
@@ -185,17 +185,19 @@ def _refusal(change: Callable[[], None]) -> ConfigError | None:
     return None
 
 
-def _open_job(job: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngine, Shard, int]:
+def _open_spec(spec: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngine, Shard, int]:
     try:
-        found: tuple[MakeEngine, Shard, int] = job.open(arena.memory)
+        found: tuple[MakeEngine, Shard, int] = spec.open(arena.memory)
     except Exception as error:
         raise ConfigError(
             f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "
             f"({type(error).__name__}: {error}): put functions and classes into a module that can be imported, or use "
             "executor: thread"
         ) from error
-    if isinstance(job.body, Block):
-        arena.discard(job.body.start, job.body.start + job.body.size)  # what lies beside it may be a data set's tensors
+    if isinstance(spec.body, Block):
+        arena.discard(
+            spec.body.start, spec.body.start + spec.body.size
+        )  # what lies beside it may be a data set's tensors
     return found
 
 

@@ -136,11 +136,11 @@ def _inherited(descriptor: int) -> int | None:
         return subprocess.DEVNULL
 
 
-class Link:
+class WorkerConnection:
     """One process that loads. `tell` may be called from any thread, `ask` too; `receive` from one at a time."""
 
     def __init__(self, arena: SharedArena, allocator: Allocator, preload: str) -> None:
-        """Start the process; it imports the module `preload` and then waits for its job. Raises ConfigError, OSError."""
+        """Start the process; it imports the module `preload` and then waits for its spec. Raises ConfigError, OSError."""
         if not sys.executable:
             raise ConfigError(
                 "prefetch.executor: process needs a Python interpreter of its own, and sys.executable is empty"

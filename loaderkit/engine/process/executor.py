@@ -49,14 +49,14 @@ class ProcessEngine:
         timeout_s: float,
         raises: bool = False,
     ) -> None:
-        self._job = spec
+        self._spec = spec
         self._processes = tuple(WorkerProcess(spec, Shard(number, num_processes)) for number in range(num_processes))
         self._schedule = schedule
         self._timeout_s = timeout_s
         self._raises = raises
         self._is_started = False
         self._generation = 0  # how many seeks the processes were told of
-        self._place = (0, 0)  # of the batch that comes next
+        self._next_position = (0, 0)  # of the batch that comes next
         self._turn = 0  # the number of the worker process it comes from
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -80,11 +80,11 @@ class ProcessEngine:
         self._is_started = True
         try:
             for process in self._processes:
-                process.start(self._place)
+                process.start(self._next_position)
         except (OSError, RuntimeError) as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
             self._failure = _not_started(error)
-            self._end_hosts(0.0)
+            self._end_processes(0.0)
             raise self._failure from error.with_traceback(None)
         except BaseException as error:
             self._failure = error
@@ -94,10 +94,10 @@ class ProcessEngine:
         """Let this many threads of all processes together run a stage. Raises ConfigError for one they do not run, and
         where the system has no more threads: then all of them go on as before."""
         self._check_usable()
-        pool = next((pool for pool in self._job.pools if stage in pool), None)
+        pool = next((pool for pool in self._spec.pools if stage in pool), None)
         if pool is None:
-            names = [row.name for row in self._job.rows]
-            why = "runs in the trainer's process, by one thread" if self._job.late_stages else "does not exist"
+            names = [row.name for row in self._spec.rows]
+            why = "runs in the trainer's process, by one thread" if self._spec.trainer_stages else "does not exist"
             raise ConfigError(f"stage {stage!r} {why} and cannot be resized; {', '.join(names)} can")
         self._order("resize", (stage, num_workers), (stage, self._workers[stage]))
         self._workers.update(dict.fromkeys(pool, num_workers))
@@ -120,9 +120,9 @@ class ProcessEngine:
     def seek(self, epoch: int, position: int) -> None:
         """Go on from another place, unless the next batch is the one there."""
         self._check_usable()
-        if (epoch, position) == self._place:
+        if (epoch, position) == self._next_position:
             return
-        self._place, self._turn = (epoch, position), 0
+        self._next_position, self._turn = (epoch, position), 0
         if self._is_started:
             self._generation += 1
             for process in self._processes:
@@ -152,7 +152,7 @@ class ProcessEngine:
         if batch.error is None:
             self._num_delivered += 1
             self._num_samples += len(batch)
-        self._place = self._schedule.place_after(batch.epoch, batch.end, 0)
+        self._next_position = self._schedule.next_position_after(batch.epoch, batch.end, 0)
         self._turn = (self._turn + 1) % len(self._processes)
         return batch
 
@@ -256,10 +256,10 @@ class ProcessEngine:
             return  # in a fork's child the processes are not ours, nor is their memory
         with self._closing:
             if not self._has_ended:  # a second call does what is left where the first one was interrupted
-                self._end_hosts(join_s)
+                self._end_processes(join_s)
                 self._has_ended = True
 
-    def _end_hosts(self, join_s: float) -> None:
+    def _end_processes(self, join_s: float) -> None:
         with ExitStack() as ending:  # all of them, also when one is interrupted
             for process in self._processes:
                 ending.callback(process.close, join_s)

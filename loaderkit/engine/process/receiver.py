@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from loaderkit.engine.process import error_transport, messages
-from loaderkit.engine.process.connection import Link
+from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.watchdog import HangReport
 
@@ -41,20 +41,20 @@ class Inbox(Protocol):
         """Why the next batch is not there yet, if what it waits for is done here."""
 
     def close(self, join_s: float) -> None:
-        """Let go of what has arrived; a thread that does not end within `join_s` is left. The link is closed already."""
+        """Let go of what has arrived; a thread that does not end within `join_s` is left. The connection is closed already."""
 
 
 class Receiver:
-    """Reads the link in the thread that calls `take`."""
+    """Reads the connection in the thread that calls `take`."""
 
-    def __init__(self, link: Link, ledger: LeaseTable) -> None:
-        self._link = link
-        self._ledger = ledger
+    def __init__(self, connection: WorkerConnection, lease_table: LeaseTable) -> None:
+        self._connection = connection
+        self._lease_table = lease_table
 
     def take(self, generation: int = 0, timeout_s: float = 0.0) -> ReceivedBatch | None:
         """See `Inbox`; what was sent behind a later seek counts as well."""
         deadline = time.monotonic() + timeout_s  # of all messages together: what it logs is no batch
-        while (message := self._link.receive(max(0.0, deadline - time.monotonic()))) is not None:
+        while (message := self._connection.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if isinstance(message, messages.BatchMessage):
                 batch = self._open(message)
                 if message.generation >= generation:
@@ -69,22 +69,22 @@ class Receiver:
         return None
 
     def _open(self, message: messages.BatchMessage) -> messages.Delivered:
-        batch: messages.Delivered = message.packed.open(self._ledger.lend(message.number, message.packed.blocks))
+        batch: messages.Delivered = message.packed.open(self._lease_table.lend(message.number, message.packed.blocks))
         return batch
 
     def taken(self) -> None:
         """See `Inbox`."""
-        ended = self._ledger.ended()
+        ended = self._lease_table.ended()
         self._release(ended[_MOST_NUMBERS:])
-        self._link.tell("taken", ended[:_MOST_NUMBERS])
+        self._connection.tell("taken", ended[:_MOST_NUMBERS])
 
     def give_back(self) -> None:
         """See `Inbox`."""
-        self._release(self._ledger.ended())
+        self._release(self._lease_table.ended())
 
     def _release(self, ended: list[int]) -> None:
         for first in range(0, len(ended), _MOST_NUMBERS):
-            self._link.tell("released", ended[first : first + _MOST_NUMBERS])
+            self._connection.tell("released", ended[first : first + _MOST_NUMBERS])
 
     def report(self) -> HangReport | None:
         """Nothing is done here."""

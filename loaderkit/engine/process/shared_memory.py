@@ -108,9 +108,9 @@ class SharedArena:
         """Close our own descriptor. The mapping stays, as long as anything sees it."""
         self._file.close()
 
-    def view(self, extent: Block) -> Bytes:
+    def view(self, block: Block) -> Bytes:
         """The bytes of a block."""
-        return self.memory[extent.start : extent.start + extent.size]
+        return self.memory[block.start : block.start + block.size]
 
     def discard(self, start: int, end: int) -> None:
         """Give the pages of [start, end) back to the system; for every process that sees them."""

@@ -1,10 +1,10 @@
 """The process that loads: how it begins, what it listens to, and how it ends.
 
-    trainer ──job, seek, taken, released, ask, close──> control thread ──> BatchSender ──> engine
+    trainer ──spec, seek, taken, released, ask, close──> control thread ──> BatchSender ──> engine
             <──answers────────────────────────────────┘                    │
             <──batches, failures, log records──────────────────────────────┘
 
-It begins in `main`, in a fresh interpreter that runs nothing of the user's `__main__`, and imports torch while the job is
+It begins in `main`, in a fresh interpreter that runs nothing of the user's `__main__`, and imports torch while the spec is
 on its way; so nothing heavy may be imported at the top of this module. It never outlives the trainer: the kernel kills it
 with the thread that started it, and the end of the control socket ends it as well.
 """
@@ -63,7 +63,7 @@ may be too long for a command line. What keeps it from starting is sent as a tex
 
 def main(numbers: Sequence[int], preload: str) -> NoReturn:
     """Run until told to end. `numbers`: the trainer's pid, then the descriptors of the outbox (batches go there), of
-    the control socket, and of the arena; `preload`: the module to import while the job is on its way."""
+    the control socket, and of the arena; `preload`: the module to import while the spec is on its way."""
     parent, outbox, control, arena = numbers
     _bind_to(parent)
     worker = WorkerMain(
@@ -131,21 +131,23 @@ class WorkerMain:
         self._outbox = outbox
         self._control = control
         self._arena = arena
-        self._jobs: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._specs: SimpleQueue[bytes] = (
+            SimpleQueue()
+        )  # pickled: to open it imports modules that the main thread is importing
         self._lock = threading.Lock()
         self._sender: BatchSender | None = None
         self._early: list[tuple[Any, ...]] = []  # messages that came before the BatchSender existed
 
     def run(self, preload: str) -> NoReturn:
-        """Import, take the job, and send batches until the control thread ends the process."""
+        """Import, take the spec, and send batches until the control thread ends the process."""
         try:
             ending_forks(_import)(preload)
             from loaderkit.engine.process import messages
             from loaderkit.engine.process.batch_server import BatchSender
 
-            job = self._jobs.get()
-            self._forward_logs(job.pop("log_level"))
-            sender = ending_forks(BatchSender)(self._outbox, self._arena, **job)
+            spec = pickle.loads(self._specs.get())  # noqa: S301 - of our own process
+            self._forward_logs(spec.pop("log_level"))
+            sender = ending_forks(BatchSender)(self._outbox, self._arena, **spec)
             with self._lock:
                 for name, *arguments in self._early:
                     getattr(sender, name)(*arguments)
@@ -188,8 +190,8 @@ class WorkerMain:
             self._end(*arguments)
         elif name == "ask":
             self._answer(*arguments)
-        elif name == "job":
-            self._jobs.put(arguments[0])
+        elif name == "spec":
+            self._specs.put(arguments[0])
         else:
             with self._lock:
                 if self._sender is None:

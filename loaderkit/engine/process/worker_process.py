@@ -8,6 +8,7 @@ link ──messages──> receiver ──> (late stages, when there is a GPU) �
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Lane, joined
 from loaderkit.engine.process import messages
-from loaderkit.engine.process.connection import Link
+from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.engine.process.leases import LeaseTable
 from loaderkit.engine.process.receiver import Inbox, ReceivedBatch, Receiver, relay
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena
@@ -37,7 +38,7 @@ logger = logging.getLogger("loaderkit")
 @dataclass(frozen=True)
 class WorkerSpec:
     """What every process is to do. `make_engine` makes the engine there: it is pickled, and gets a function that allocates
-    slabs, and its share. `preload`: the module it is from, imported while the job is on its way. `late_stages` run here, on
+    slabs, and its share. `preload`: the module it is from, imported while the spec is on its way. `trainer_stages` run here, on
     batches that have arrived; `rows` name the stages that run there, with the workers of one process; `pools` which of them
     share theirs."""
 
@@ -47,7 +48,7 @@ class WorkerSpec:
     pools: Sequence[Sequence[str]]
     num_batches: int  # ahead, by all processes together
     memory_bytes: int  # of all processes
-    late_stages: Sequence[Stage] = ()
+    trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the late stages copy
 
 
@@ -56,12 +57,12 @@ class WorkerProcess:
     `stats`, `begin_closing` and `close`."""
 
     def __init__(self, spec: WorkerSpec, shard: Shard) -> None:
-        self._job = spec
+        self._spec = spec
         self._shard = shard
-        self._late = TrainerStages(spec.late_stages, time.perf_counter) if spec.late_stages else None
-        self._link: Link | None = None
+        self._trainer_stages = TrainerStages(spec.trainer_stages, time.perf_counter) if spec.trainer_stages else None
+        self._connection: WorkerConnection | None = None
         self._inbox: Inbox | None = None
-        self._ledger: LeaseTable | None = None
+        self._lease_table: LeaseTable | None = None
         self._found: ReceivedBatch | None = None  # what `skim` came upon
         self._telling = threading.Lock()
         self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
@@ -69,73 +70,73 @@ class WorkerProcess:
         self._latest = Stats.empty(spec.rows, shard.num_bytes(spec.memory_bytes))  # what it said last
 
     def start(self, place: tuple[int, int]) -> None:
-        """Start the process and send it its job; it imports what it needs meanwhile. Raises OSError, RuntimeError,
+        """Start the process and send it its spec; it imports what it needs meanwhile. Raises OSError, RuntimeError,
         ConfigError; `close` ends what was begun."""
         arena = SharedArena.create(self._shard.of)
         try:
             allocator = Allocator(arena)
-            link = self._link = Link(arena, allocator, self._job.preload)
-            self._send_job(link, arena, allocator, place)
+            connection = self._connection = WorkerConnection(arena, allocator, self._spec.preload)
+            self._send_spec(connection, arena, allocator, place)
         finally:
             arena.release_descriptor()
         with self._telling:
             for order in self._early:
-                link.tell(*order)
+                connection.tell(*order)
             self._early.clear()
             self._has_told_early = True
-            self._ledger = LeaseTable(arena, pinned_for=self._job.pinned_for)
-            receiver = Receiver(link, self._ledger)
-            self._inbox = receiver if self._late is None else self._late.follow(receiver)
+            self._lease_table = LeaseTable(arena, pinned_for=self._spec.pinned_for)
+            receiver = Receiver(connection, self._lease_table)
+            self._inbox = receiver if self._trainer_stages is None else self._trainer_stages.follow(receiver)
 
-    def _send_job(self, link: Link, arena: SharedArena, allocator: Allocator, place: tuple[int, int]) -> None:
-        spec = (self._job.make_engine, self._shard, torch.get_num_threads())
+    def _send_spec(
+        self, connection: WorkerConnection, arena: SharedArena, allocator: Allocator, place: tuple[int, int]
+    ) -> None:
+        spec = (self._spec.make_engine, self._shard, torch.get_num_threads())
         packed, _ = messages.post(spec, arena, allocator)
         epoch, position = place
-        link.tell(
-            "job",
-            {
-                "job": packed,
-                "begin": allocator.end,
-                "keep_pages": self._job.pinned_for is not None,
-                "epoch": epoch,
-                "position": position,
-                "log_level": logger.getEffectiveLevel(),
-            },
-        )
+        settings = {
+            "spec": packed,
+            "begin": allocator.end,
+            "keep_pages": self._spec.pinned_for is not None,
+            "epoch": epoch,
+            "position": position,
+            "log_level": logger.getEffectiveLevel(),
+        }
+        connection.tell("spec", pickle.dumps(settings, 5))
 
     @property
     def pid(self) -> int | None:
         """None before it is started."""
-        return self._link.pid if self._link is not None else None
+        return self._connection.pid if self._connection is not None else None
 
     def tell(self, *order: Any) -> None:
         """Give an order to the process, or to the one there will be."""
-        link = self._link_after(order)
-        if link is not None:
-            link.tell(*order)
+        connection = self._connection_after(order)
+        if connection is not None:
+            connection.tell(*order)
 
     def order(self, *order: Any) -> ConfigError | None:
         """The same, and what the process refuses that with; None also where it is too early for it to say."""
-        link = self._link_after(order)
-        if link is None:
+        connection = self._connection_after(order)
+        if connection is None:
             return None
-        if not link.is_awake:
-            link.tell(*order)
+        if not connection.is_awake:
+            connection.tell(*order)
             return None
-        refused: ConfigError | None = link.ask(*order)
+        refused: ConfigError | None = connection.ask(*order)
         return refused
 
-    def _link_after(self, order: tuple[Any, ...]) -> Link | None:
+    def _connection_after(self, order: tuple[Any, ...]) -> WorkerConnection | None:
         """What to give an order to; None: it is noted down until the process has been told what came before."""
         with self._telling:
             if not self._has_told_early:
                 self._early.append(order)
                 return None
-        return self._link
+        return self._connection
 
     def _ask(self, question: str, *arguments: Any) -> Any:
         """The answer to a question; None if there is none."""
-        return self._link.ask(question, *arguments) if self._link is not None else None
+        return self._connection.ask(question, *arguments) if self._connection is not None else None
 
     # ------------------------------------------------------------------------------------------------- its batches
 
@@ -172,15 +173,15 @@ class WorkerProcess:
     def record(self) -> None:
         """Keep what its workers do from now on."""
         self.tell("record")
-        if self._late is not None:
-            self._late.record()
+        if self._trainer_stages is not None:
+            self._trainer_stages.record()
 
     def recorded(self) -> list[Lane]:
         """What was kept; nothing more is. What the process does not tell, as it has ended, is missing."""
         found: list[Lane] = []
         while (answer := self._ask("recorded", len(found))) is not None and answer[1] is not None:
             found.append(answer[1])
-        return [*joined(found), *(self._late.recorded() if self._late is not None else ())]
+        return [*joined(found), *(self._trainer_stages.recorded() if self._trainer_stages is not None else ())]
 
     def report(self) -> HangReport:
         """Why its next batch is not there yet."""
@@ -194,34 +195,34 @@ class WorkerProcess:
         is in."""
         answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
         self._latest = found = answer or replace(self._latest, stall_s={})
-        late = [] if self._late is None else self._late.rows(time.perf_counter())
+        late = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
         return replace(found, stages=[*found.stages, *late])
 
     @property
     def has_ended(self) -> bool:
         """Whether it was started and is there no more."""
-        return self._link is not None and self._link.has_ended
+        return self._connection is not None and self._connection.has_ended
 
     def death(self) -> WorkerDiedError:
         """What became of it, when it has ended by itself."""
-        assert self._link is not None
-        return self._link.death()
+        assert self._connection is not None
+        return self._connection.death()
 
     # ---------------------------------------------------------------------------------------------------- ending
 
     def begin_closing(self, join_s: float) -> None:
         """Tell it to end, and do not wait for that."""
-        if self._link is not None:
-            self._link.begin_closing(join_s)
+        if self._connection is not None:
+            self._connection.begin_closing(join_s)
 
     def close(self, join_s: float) -> None:
         """End it, by force after `join_s`; batches that were delivered stay valid."""
         self.begin_closing(join_s)  # Ctrl-C may have kept it from hearing of it
-        for message in self._link.close(join_s) if self._link is not None else ():
+        for message in self._connection.close(join_s) if self._connection is not None else ():
             if isinstance(message, messages.LogMessage):
                 relay(message)
         if self._inbox is not None:
             self._inbox.close(join_s)
-        if self._ledger is not None:
-            self._ledger.close()
-        self._inbox = self._ledger = self._found = None  # an error's traceback would keep all of it alive
+        if self._lease_table is not None:
+            self._lease_table.close()
+        self._inbox = self._lease_table = self._found = None  # an error's traceback would keep all of it alive

@@ -34,7 +34,7 @@ class Problems:
         self.problems: list[Problem] = []
         self._settled: set[KeyPath] = set()
 
-    def complain(self, path: KeyPath, message: str, *, line: int | None = None, settles: bool = False) -> None:
+    def error(self, path: KeyPath, message: str, *, line: int | None = None, settles: bool = False) -> None:
         """Add a problem. `settles`: later problems of this key are consequences and are dropped."""
         if path in self._settled:
             return

@@ -32,21 +32,21 @@ M = TypeVar("M", bound=Model)
 
 def load_yaml(path: Path, *, overrides: Mapping[str, Any] | None = None) -> PipelineConfig:
     """The pipeline a YAML file describes. Paths in it are relative to the file. Raises ConfigError."""
-    reader = Problems(path)
+    problems = Problems(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{path}: the pipeline cannot be read: {reason}") from error
-    return _parse(read_yaml(text, reader), reader, path.parent, overrides or {}, expand=True)
+    return _parse(read_yaml(text, problems), problems, path.parent, overrides or {}, expand=True)
 
 
 def parse(
     data: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None, expand: bool = True
 ) -> PipelineConfig:
     """The pipeline a dict describes; paths in it are relative to the working directory. `expand`: put in ${VAR}."""
-    reader = Problems(None)
-    return _parse(_copied(data), reader, Path.cwd(), overrides or {}, expand=expand)
+    problems = Problems(None)
+    return _parse(_copied(data), problems, Path.cwd(), overrides or {}, expand=expand)
 
 
 def _copied(value: Any) -> Any:
@@ -55,55 +55,55 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if type(value) is list else value
 
 
-def _parse(data: Any, reader: Problems, base: Path, overrides: Mapping[str, Any], *, expand: bool) -> PipelineConfig:
+def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, Any], *, expand: bool) -> PipelineConfig:
     if not isinstance(data, dict):
-        reader.raise_problems()
+        problems.raise_problems()
         found = "nothing" if data is None else type(data).__name__
-        reader.complain((), f"a pipeline is a mapping with at least `source` and `stages`, this is {found}")
-        reader.raise_problems()
-    _apply_overrides(data, escape(overrides) if expand else overrides, reader)
+        problems.error((), f"a pipeline is a mapping with at least `source` and `stages`, this is {found}")
+        problems.raise_problems()
+    _apply_overrides(data, escape(overrides) if expand else overrides, problems)
     if expand:
-        data = expand_variables(data, (), reader)
+        data = expand_variables(data, (), problems)
     for key in data:
         if not isinstance(key, str):
-            if reader.file is None:  # else it was complained of where it stands
-                reader.complain((), f"the key {key!r} is not text")
+            if problems.file is None:  # else it was complained of where it stands
+                problems.error((), f"the key {key!r} is not text")
         elif key not in _SECTIONS:
-            reader.complain((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
+            problems.error((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
     if data.get("version", 1) != 1 or isinstance(data.get("version"), bool):
-        reader.complain(("version",), f"this loaderkit reads version 1, not {data['version']!r}")
+        problems.error(("version",), f"this loaderkit reads version 1, not {data['version']!r}")
     if not isinstance(data.get("name", ""), str):
-        reader.complain(("name",), f"expected text, not {data['name']!r}")
-    source = _parse_source(data, reader, base)
-    stages = _parse_stages(data, reader)
-    order = _parse_section(OrderArgs, data, "order", reader)
-    prefetch = _parse_section(PrefetchArgs, data, "prefetch", reader)
-    errors = _parse_section(ErrorsArgs, data, "errors", reader)
-    output = _parse_output(data, reader)
+        problems.error(("name",), f"expected text, not {data['name']!r}")
+    source = _parse_source(data, problems, base)
+    stages = _parse_stages(data, problems)
+    order = _parse_section(OrderArgs, data, "order", problems)
+    prefetch = _parse_section(PrefetchArgs, data, "prefetch", problems)
+    errors = _parse_section(ErrorsArgs, data, "errors", problems)
+    output = _parse_output(data, problems)
     if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
-        check_structure(source, stages, order, reader)
-    reader.raise_problems()
+        check_structure(source, stages, order, problems)
+    problems.raise_problems()
     assert source is not None
     assert order is not None
     assert prefetch is not None
     assert errors is not None
     if errors.quarantine is not None:
         errors = errors.model_copy(update={"quarantine": str(base.absolute() / Path(errors.quarantine).expanduser())})
-    name = data.get("name", reader.file.stem if reader.file is not None else "pipeline")
+    name = data.get("name", problems.file.stem if problems.file is not None else "pipeline")
     return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output)
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> None:
+def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -> None:
     if not isinstance(overrides, Mapping):
-        reader.complain((), f"overrides are a mapping such as {{'stages.batch.size': 32}}, not {overrides!r}")
+        problems.error((), f"overrides are a mapping such as {{'stages.batch.size': 32}}, not {overrides!r}")
         return
     for dotted, value in overrides.items():
         if not isinstance(dotted, str):
-            reader.complain((), f"override {dotted!r}: a dotted key is text, such as 'stages.batch.size'")
+            problems.error((), f"override {dotted!r}: a dotted key is text, such as 'stages.batch.size'")
             continue
         section, *rest = dotted.split(".")
         if section not in _SECTIONS:
-            reader.complain((), f"override {dotted!r}: unknown key {section!r}; {nearest(section, _SECTIONS)}")
+            problems.error((), f"override {dotted!r}: unknown key {section!r}; {nearest(section, _SECTIONS)}")
             continue
         if section == "source" and rest == ["url"] and isinstance(value, str):
             value = _absolute_url(value, Path.cwd())  # noqa: PLW2901 - from the caller's place, not the file's
@@ -115,11 +115,11 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, reader: Problems) -> 
             stage = _stage_arguments(data.get("stages"), rest[0])
             if stage is None:
                 names = [name for name, _ in stage_names(data.get("stages"))]
-                reader.complain((), f"override {dotted!r}: no stage is called {rest[0]!r}; {nearest(rest[0], names)}")
+                problems.error((), f"override {dotted!r}: no stage is called {rest[0]!r}; {nearest(rest[0], names)}")
                 continue
             target, parts = stage, rest[1:]
             if not parts:
-                reader.complain((), f"override {dotted!r}: name one of the stage's arguments, as in {dotted}.workers")
+                problems.error((), f"override {dotted!r}: name one of the stage's arguments, as in {dotted}.workers")
                 continue
         for part in parts[:-1]:
             if not isinstance(target.get(part), dict):
@@ -156,33 +156,33 @@ def _stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
     return None
 
 
-def _parse_source(data: dict[str, Any], reader: Problems, base: Path) -> SourceArgs | None:
+def _parse_source(data: dict[str, Any], problems: Problems, base: Path) -> SourceArgs | None:
     raw = data.get("source")
     if not isinstance(raw, dict):
         said = "is missing" if "source" not in data else f"is {raw!r}"
-        reader.complain(
+        problems.error(
             ("source",), f"`source` {said}: expected a mapping with `kind` ({', '.join(SOURCES)}) and where to read"
         )
         return None
     kind = raw.get("kind")
     if not isinstance(kind, str) or kind not in SOURCES:
         text = "`kind` is missing" if "kind" not in raw else f"unknown kind {kind!r}"
-        reader.complain(("source", "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
+        problems.error(("source", "kind"), f"{text}; {nearest(str(kind), SOURCES)}")
         return None
-    parsed = _validate(SOURCES[kind].args, raw, ("source",), reader)
+    parsed = _validate(SOURCES[kind].args, raw, ("source",), problems)
     url = getattr(parsed, "url", None)
     if parsed is not None and url is not None:
         try:
             parsed = parsed.model_copy(update={"url": _absolute_url(url, base)})
         except RuntimeError as error:  # ~somebody
-            reader.complain(("source", "url"), f"{url!r}: {error}")
+            problems.error(("source", "url"), f"{url!r}: {error}")
     cache = getattr(parsed, "cache", None)
     if parsed is not None and cache is not None and cache.dir is not None:
         try:
             folder = os.path.normpath(base.absolute() / Path(cache.dir).expanduser())
             parsed = parsed.model_copy(update={"cache": cache.model_copy(update={"dir": folder})})
         except RuntimeError as error:  # ~somebody
-            reader.complain(("source", "cache", "dir"), f"{cache.dir!r}: {error}")
+            problems.error(("source", "cache", "dir"), f"{cache.dir!r}: {error}")
     return parsed
 
 
@@ -192,21 +192,21 @@ def _absolute_url(url: str, base: Path) -> str:
     return os.path.normpath(base.absolute() / Path(url).expanduser())
 
 
-def _parse_section(model: type[M], data: dict[str, Any], key: str, reader: Problems) -> M | None:
+def _parse_section(model: type[M], data: dict[str, Any], key: str, problems: Problems) -> M | None:
     raw = data.get(key)
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
-        reader.complain((key,), f"expected a mapping with {', '.join(model.model_fields)}, not {raw!r}")
+        problems.error((key,), f"expected a mapping with {', '.join(model.model_fields)}, not {raw!r}")
         return None
-    return _validate(model, raw, (key,), reader)
+    return _validate(model, raw, (key,), problems)
 
 
-def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, ...]:
+def _parse_stages(data: dict[str, Any], problems: Problems) -> tuple[StageConfig, ...]:
     raw = data.get("stages")
     if not isinstance(raw, list) or not raw:
         said = "is missing" if "stages" not in data else "is empty" if raw == [] else f"is {raw!r}"
-        reader.complain(("stages",), f"`stages` {said}: expected a list that begins with `read` and has a `batch`")
+        problems.error(("stages",), f"`stages` {said}: expected a list that begins with `read` and has a `batch`")
         return ()
     stages: list[StageConfig] = []
     seen: set[str] = set()
@@ -219,23 +219,23 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
         else:
             kind, arguments = item, {}
         if not isinstance(kind, str):
-            reader.complain(path, f"a stage is a name, or one name with its arguments, not {item!r}")
+            problems.error(path, f"a stage is a name, or one name with its arguments, not {item!r}")
             continue
         if kind not in STAGES:
-            reader.complain(path, f"unknown stage {kind!r}; {nearest(kind, STAGES)}")
+            problems.error(path, f"unknown stage {kind!r}; {nearest(kind, STAGES)}")
             continue
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):
             own = [name for name in STAGES[kind].args.model_fields if name not in StageArgs.model_fields]
-            reader.complain((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
+            problems.error((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
             arguments = None
-        args = None if arguments is None else _validate(STAGES[kind].args, arguments, (*path, kind), reader)
+        args = None if arguments is None else _validate(STAGES[kind].args, arguments, (*path, kind), problems)
         if args is None:  # complained of; it still counts for what may stand where
             args = STAGES[kind].args.model_construct()
         name = names[number]
         if name in seen:
-            reader.complain(path, f"two stages are called {name!r}: give one of them another `name`")
+            problems.error(path, f"two stages are called {name!r}: give one of them another `name`")
         seen.add(name)
         if args.name == default_names[number]:
             args = args.model_copy(update={"name": None})
@@ -243,42 +243,42 @@ def _parse_stages(data: dict[str, Any], reader: Problems) -> tuple[StageConfig, 
     return tuple(stages)
 
 
-def _parse_output(data: dict[str, Any], reader: Problems) -> tuple[str, ...] | None:
+def _parse_output(data: dict[str, Any], problems: Problems) -> tuple[str, ...] | None:
     raw = data.get("output")
     if raw is None:
         return None
     if isinstance(raw, (list, tuple)) and raw and all(isinstance(name, str) for name in raw):
         return tuple(raw)
-    reader.complain(("output",), f"expected a list of fields, or null, not {raw!r}")
+    problems.error(("output",), f"expected a list of fields, or null, not {raw!r}")
     return None
 
 
-def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, reader: Problems) -> M | None:
+def _validate(model: type[M], raw: dict[str, Any], path: KeyPath, problems: Problems) -> M | None:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        if _restore_texts(raw, error, path, reader):
-            return _validate(model, raw, path, reader)
-        _complain_of(error, model, raw, path, reader)
+        if _restore_texts(raw, error, path, problems):
+            return _validate(model, raw, path, problems)
+        _add_validation_errors(error, model, raw, path, problems)
         return None
 
 
-def _complain_of(
-    error: ValidationError, model: type[Model], raw: dict[str, Any], path: KeyPath, reader: Problems
+def _add_validation_errors(
+    error: ValidationError, model: type[Model], raw: dict[str, Any], path: KeyPath, problems: Problems
 ) -> None:
     expected: dict[KeyPath, list[str]] = {}
     for item in error.errors(include_url=False):
         loc = item["loc"]
         inner, _ = _follow(raw, loc)
         if not loc:  # of the model as a whole: a sentence of its own
-            reader.complain(path, item["msg"].removeprefix("Value error, "))
+            problems.error(path, item["msg"].removeprefix("Value error, "))
         elif item["type"] == "extra_forbidden":
             known = _model_at(model, inner[:-1]).model_fields
-            reader.complain((*path, *inner), f"unknown key {inner[-1]!r}; {nearest(str(inner[-1]), known)}")
+            problems.error((*path, *inner), f"unknown key {inner[-1]!r}; {nearest(str(inner[-1]), known)}")
         elif item["type"] == "missing" and isinstance(loc[-1], str):
             field = _model_at(model, inner).model_fields.get(loc[-1])
             meaning = f": {field.description}" if field is not None and field.description else ""
-            reader.complain((*path, *inner), f"{loc[-1]!r} is missing{meaning}")
+            problems.error((*path, *inner), f"{loc[-1]!r} is missing{meaning}")
         elif item["type"] == "missing":  # from a list of a fixed length: the last one tells it
             expected[inner] = [text for text in expected.get(inner, []) if not text.startswith("a list of")]
             expected[inner].append(f"a list of {int(loc[-1]) + 1} items")
@@ -288,15 +288,15 @@ def _complain_of(
             if text not in texts:
                 texts.append(text)
     for inner, texts in expected.items():
-        reader.complain((*path, *inner), say_unmet(texts, _follow(raw, inner)[1]))
+        problems.error((*path, *inner), say_unmet(texts, _follow(raw, inner)[1]))
 
 
-def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, reader: Problems) -> bool:
+def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, problems: Problems) -> bool:
     """Put back the text of variables that look like numbers and stand where text is expected; whether there were any."""
     found = False
     for item in error.errors(include_url=False):
         inner, value = _follow(raw, item["loc"])
-        text = reader.texts.get((*path, *inner))
+        text = problems.texts.get((*path, *inner))
         if item["type"] == "string_type" and text is not None and value != text:
             *parents, last = inner
             _, owner = _follow(raw, tuple(parents))

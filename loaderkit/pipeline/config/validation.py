@@ -9,83 +9,83 @@ from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit.pipeline.config.model import OrderArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
-from loaderkit.stages.base import Complain, StageConfig
+from loaderkit.stages.base import AddError, StageConfig
 
 
 def check_structure(
-    source: SourceArgs, stages: tuple[StageConfig, ...], order: OrderArgs | None, reader: Problems
+    source: SourceArgs, stages: tuple[StageConfig, ...], order: OrderArgs | None, problems: Problems
 ) -> None:
-    """Complain of stages that are missing, on the wrong side of `batch`, or fed with what they cannot take."""
+    """Add errors for stages that are missing, on the wrong side of `batch`, or fed with what they cannot take."""
     if not stages:
         return
     kinds = [stage.kind for stage in stages]
-    complain = _complainer(stages, reader)
+    add_error = _error_adder(stages, problems)
     if kinds[0] != "read":
         if "read" in kinds:
-            complain(kinds.index("read"), "`read` must be the first stage")
+            add_error(kinds.index("read"), "`read` must be the first stage")
         else:
-            complain(0, "the first stage must be `read`, which is missing")
+            add_error(0, "the first stage must be `read`, which is missing")
     source_kind = next(kind for kind in SOURCES.values() if type(source) is kind.args)
     if source_kind.gives == "tensors":
-        _check_restore(kinds, complain)
+        _check_restore(kinds, add_error)
         return
     if "batch" not in kinds:
-        complain(len(kinds) - 1, "no `batch` stage: samples must be gathered into batches, e.g. `- batch: {size: 64}`")
+        add_error(len(kinds) - 1, "no `batch` stage: samples must be gathered into batches, e.g. `- batch: {size: 64}`")
         return
-    _check_places(kinds, complain)
-    _check_fields(source_kind, source, stages, complain)
-    check_neighbours(stages, reader)
+    _check_places(kinds, add_error)
+    _check_fields(source_kind, source, stages, add_error)
+    check_neighbours(stages, problems)
     if order is not None and order.shuffle == "block" and source_kind.gives == "items":
-        reader.complain(
+        problems.error(
             ("order", "shuffle"),
             "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
             "use global or none",
         )
 
 
-def _complainer(stages: tuple[StageConfig, ...], reader: Problems) -> Complain:
-    def complain(number: int, message: str, argument: str | None = None) -> None:
+def _error_adder(stages: tuple[StageConfig, ...], problems: Problems) -> AddError:
+    def add_error(number: int, message: str, argument: str | None = None) -> None:
         path: KeyPath = ("stages", number)
-        reader.complain(path if argument is None else (*path, stages[number].kind, argument), message)
+        problems.error(path if argument is None else (*path, stages[number].kind, argument), message)
 
-    return complain
+    return add_error
 
 
-def check_neighbours(stages: tuple[StageConfig, ...], reader: Problems) -> None:
-    """Complain of stages that cannot do what they were asked for with those around them."""
-    complain = _complainer(stages, reader)
+def check_neighbours(stages: tuple[StageConfig, ...], problems: Problems) -> None:
+    """Add errors for stages that cannot do what they were asked for with those around them."""
+    add_error = _error_adder(stages, problems)
     for number, stage in enumerate(stages):
         check = STAGES[stage.kind].check
         if check is not None:
-            check(stages, number, STAGES, complain)
+            check(stages, number, STAGES, add_error)
 
 
-def _check_places(kinds: list[str], complain: Complain) -> None:
+def _check_places(kinds: list[str], add_error: AddError) -> None:
     border = kinds.index("batch")
     for number, name in enumerate(kinds):
         kind = STAGES[name]
         if kind.is_single and kinds.index(name) != number:
-            complain(number, f"a second `{name}`: a pipeline has one")
+            add_error(number, f"a second `{name}`: a pipeline has one")
         elif kind.scope == "batch" and number < border:
-            complain(number, f"`{name}` acts on batches: put it after `batch`")
+            add_error(number, f"`{name}` acts on batches: put it after `batch`")
         elif kind.scope == "sample" and number > border:
-            complain(number, f"`{name}` acts on single samples: put it before `batch`")
+            add_error(number, f"`{name}` acts on single samples: put it before `batch`")
 
 
-def _check_restore(kinds: list[str], complain: Complain) -> None:
+def _check_restore(kinds: list[str], add_error: AddError) -> None:
     """The tensors of a checkpoint are read, and maybe sent to a GPU: that is all."""
     for number, kind in enumerate(kinds):
         if not STAGES[kind].takes_tensors:
-            complain(
+            add_error(
                 number,
                 f"`{kind}` acts on samples: of a checkpoint there are tensors, and `read` and `transfer` for them",
             )
         elif kinds.index(kind) != number:
-            complain(number, f"a second `{kind}`: a pipeline has one")
+            add_error(number, f"a second `{kind}`: a pipeline has one")
 
 
 def _check_fields(
-    source_kind: SourceKind, source: SourceArgs, stages: tuple[StageConfig, ...], complain: Complain
+    source_kind: SourceKind, source: SourceArgs, stages: tuple[StageConfig, ...], add_error: AddError
 ) -> None:
     """Image stages need images, as far as the description tells what the fields are."""
     fields = source_kind.fields(source)
@@ -100,19 +100,19 @@ def _check_fields(
         elif kind.needs_images:
             named = getattr(stage.args, "fields", None)
             if is_encoded:
-                complain(number, f"`{stage.kind}` needs images, and these are still encoded: put `decode` before")
+                add_error(number, f"`{stage.kind}` needs images, and these are still encoded: put `decode` before")
             elif fields is not None:
-                _check_images(number, stage.kind, named, fields, complain)
+                _check_images(number, stage.kind, named, fields, add_error)
 
 
 def _check_images(
-    number: int, kind: str, named: tuple[str, ...] | None, fields: Mapping[str, str], complain: Complain
+    number: int, kind: str, named: tuple[str, ...] | None, fields: Mapping[str, str], add_error: AddError
 ) -> None:
     for name in named or ():
         if name not in fields:
-            complain(number, f"`{kind}` names the field {name!r}; {nearest(name, fields)}")
+            add_error(number, f"`{kind}` names the field {name!r}; {nearest(name, fields)}")
         elif fields[name] != "image":
-            complain(number, f"`{kind}` acts on images, and {name!r} is {fields[name]}")
+            add_error(number, f"`{kind}` acts on images, and {name!r} is {fields[name]}")
     if named is None and "image" not in fields.values():
         listed = ", ".join(f"{name} ({what})" for name, what in fields.items())
-        complain(number, f"`{kind}` acts on images, and there is none: the fields are {listed}")
+        add_error(number, f"`{kind}` acts on images, and there is none: the fields are {listed}")

@@ -72,22 +72,22 @@ def to_yaml(value: Any, *, flow: bool | None = None, width: int = 100) -> str:
     return file.getvalue()
 
 
-def read_yaml(text: str, reader: Problems) -> Any:
-    """The value of a pipeline file. `reader` learns the line of each key, and the errors; None if it is not YAML."""
+def read_yaml(text: str, problems: Problems) -> Any:
+    """The value of a pipeline file. `problems` gets the line of each key and the errors; None if it is not YAML."""
     yaml = _yaml()
     try:
         constructor, _ = yaml.get_constructor_parser(text)
         root = constructor.composer.get_single_node()
-        return None if root is None else _Values(constructor, reader).build(root, ())
+        return None if root is None else _Values(constructor, problems).build(root, ())
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        reader.complain((), f"not valid YAML: {error.reason} ({chr(error.character)!r})", line=line)
+        problems.error((), f"not valid YAML: {error.reason} ({chr(error.character)!r})", line=line)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
-        reader.complain((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
+        problems.error((), f"not valid YAML: {problem}", line=mark.line + 1 if mark is not None else None)
     except RecursionError:
-        reader.complain((), "not valid YAML: nested too deeply", line=yaml.reader.line + 1)
+        problems.error((), "not valid YAML: nested too deeply", line=yaml.reader.line + 1)
     return None
 
 
@@ -95,16 +95,16 @@ class _Values:
     """Builds values from nodes and counts them. An alias counts each time, so that a small file cannot ask for much memory:
     ruamel.yaml's own constructors expand merges of merges before anything could be counted."""
 
-    def __init__(self, constructor: Any, reader: Problems) -> None:
+    def __init__(self, constructor: Any, problems: Problems) -> None:
         self._constructor = constructor
-        self._reader = reader
+        self._problems = problems
         self._num_values = 0
 
     def build(self, node: Node, path: KeyPath) -> Any:
         self._num_values += 1 + len(node.value) // _CHARACTERS_A_VALUE
         if self._num_values > _MAX_VALUES or len(path) > _MAX_DEPTH:
             raise YAMLError(f"more than {_MAX_VALUES} values: aliases that repeat one another?")
-        self._reader.lines.setdefault(path, node.start_mark.line + 1)
+        self._problems.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         if isinstance(node, SequenceNode):
@@ -122,11 +122,11 @@ class _Values:
             line = key_node.start_mark.line + 1
             key = self.build(key_node, (*path, ""))
             if not isinstance(key, str):
-                self._reader.complain(path, f"the key {key!r} is not text", line=line)
+                self._problems.error(path, f"the key {key!r} is not text", line=line)
                 continue
-            self._reader.lines[(*path, key)] = line
+            self._problems.lines[(*path, key)] = line
             if key in mapping:
-                self._reader.complain((*path, key), "this key stands here twice", line=line)
+                self._problems.error((*path, key), "this key stands here twice", line=line)
             mapping[key] = self.build(value_node, (*path, key))
         return inherited | mapping
 
@@ -147,18 +147,18 @@ class _Values:
             raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
 
-def expand_variables(value: Any, path: KeyPath, reader: Problems) -> Any:
+def expand_variables(value: Any, path: KeyPath, problems: Problems) -> Any:
     """Replace environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself."""
     if isinstance(value, str):
-        return _expand_text(value, path, reader)
+        return _expand_text(value, path, problems)
     if isinstance(value, dict):
-        return {key: expand_variables(item, (*path, key), reader) for key, item in value.items()}
+        return {key: expand_variables(item, (*path, key), problems) for key, item in value.items()}
     if isinstance(value, list):
-        return [expand_variables(item, (*path, number), reader) for number, item in enumerate(value)]
+        return [expand_variables(item, (*path, number), problems) for number, item in enumerate(value)]
     return value
 
 
-def _expand_text(text: str, path: KeyPath, reader: Problems) -> Any:
+def _expand_text(text: str, path: KeyPath, problems: Problems) -> Any:
     missing: list[str] = []
 
     def replacement(match: re.Match[str]) -> str:
@@ -174,11 +174,11 @@ def _expand_text(text: str, path: KeyPath, reader: Problems) -> Any:
     if missing:
         hint = f"set it, or write ${{{missing[0]}:-default}}"
         message = f"the environment has no variable {' and no '.join(missing)}: {hint}"
-        reader.complain(path, message, settles=True)
+        problems.error(path, message, settles=True)
     if not _VARIABLE.fullmatch(text) or not _WORD.fullmatch(expanded):
         return expanded
     # A value that is one variable and nothing else is a number or a truth value where one is expected.
-    reader.texts[path] = expanded
+    problems.texts[path] = expanded
     try:
         value = from_yaml(expanded)
     except YAML_ERRORS:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loaderkit.stages.base import Complain, StageConfig, StageKind
+from loaderkit.stages.base import AddError, StageConfig, StageKind
 from loaderkit.stages.image.ops import Adjust
 
 
 def check_decode(
-    stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], complain: Complain
+    stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
-    """Complain of what `decode`, the stage at `number`, cannot do with the stages behind it."""
-    _check_scaled(stages, number, kinds, complain)
+    """Add errors for what `decode`, the stage at `number`, cannot do with the stages behind it."""
+    _check_scaled(stages, number, kinds, add_error)
     if getattr(stages[number].args, "device", "cpu") != "cpu":
-        _check_dali(stages, number, kinds, complain)
+        _check_dali(stages, number, kinds, add_error)
 
 
 def _check_scaled(
-    stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], complain: Complain
+    stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
     """An image that was decoded smaller must be shrunk to its final size before another stage sees it."""
     if not getattr(stages[number].args, "scaled", False):
@@ -35,22 +35,24 @@ def _check_scaled(
         why = f"`{following.kind}` has to act on all images, and it names `fields`"
     else:
         return
-    complain(number, f"`scaled: true` decodes images smaller: {why}", "scaled")
+    add_error(number, f"`scaled: true` decodes images smaller: {why}", "scaled")
 
 
-def _check_dali(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], complain: Complain) -> None:
+def _check_dali(
+    stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
+) -> None:
     """DALI must be able to do what the stages up to `batch` do."""
     decode = stages[number].args
     for name in ("scaled", "masks", "exif_orientation"):
         if getattr(decode, name):
-            complain(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
+            add_error(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
     is_whole = True
     for place, stage in enumerate(stages[number + 1 :], number + 1):
         kind = kinds[stage.kind]
         if kind.scope == "boundary":
             return
         if is_whole and kind.ops is not None and not kind.shrinks and Adjust in kind.ops(stage.args).kinds:
-            complain(
+            add_error(
                 place,
                 f"`{stage.kind}` of whole images may take gigabytes inside DALI: put it behind what crops or resizes them, or "
                 "use `decode: {device: cpu}`",
@@ -58,28 +60,30 @@ def _check_dali(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, 
         is_whole = is_whole and not kind.shrinks
         if kind.ops is None:
             hint = "put it after `batch`, or " if kind.scope == "either" else ""
-            complain(place, f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`")
+            add_error(place, f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`")
             continue
-        _check_dali_arguments(stage, place, getattr(decode, "fields", None), complain)
+        _check_dali_arguments(stage, place, getattr(decode, "fields", None), add_error)
 
 
-def _check_dali_arguments(stage: StageConfig, number: int, decoded: tuple[str, ...] | None, complain: Complain) -> None:
+def _check_dali_arguments(
+    stage: StageConfig, number: int, decoded: tuple[str, ...] | None, add_error: AddError
+) -> None:
     instead = "`decode: {device: cpu}`"
     interpolation, named = getattr(stage.args, "interpolation", None), getattr(stage.args, "fields", None)
     if interpolation == "nearest":
-        complain(
+        add_error(
             number,
             f"nearest takes other pixels inside DALI: use bilinear or bicubic, or {instead}",
             "interpolation",
         )
     if interpolation == "bicubic" and not getattr(stage.args, "antialias", True):
-        complain(
+        add_error(
             number, f"bicubic without it is another filter inside DALI: leave it on, or use {instead}", "antialias"
         )
     if stage.args.workers != "auto":
-        complain(number, f"`{stage.kind}` runs inside `decode` here: say there how many", "workers")
+        add_error(number, f"`{stage.kind}` runs inside `decode` here: say there how many", "workers")
     if named is not None and set(named) != set(decoded or ()):
-        complain(
+        add_error(
             number,
             f"DALI does the same to all images that it decodes: name {list(named)} in `decode` as well, or use {instead}",
             "fields",

@@ -126,12 +126,12 @@ class Renderer:
     def __call__(self, chunk: SampleChunk) -> None:
         """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails. Raises StageError where
         DALI has no memory, or the GPU fails."""
-        chunk.place = None
+        chunk.current = None
         for field, jobs in self._jobs(chunk).items():
             self._render(chunk, field, jobs)
         for place, sample in enumerate(chunk.samples):
             if sample is not None:
-                chunk.place = place
+                chunk.current = place
                 self._on_the_cpu(chunk, place, sample)
 
     def close(self) -> None:

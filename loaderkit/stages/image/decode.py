@@ -194,7 +194,7 @@ class Decoder:
         """All of what could not be had in part; returns how long that took, in s."""
         sample = chunk.samples[place]
         assert sample is not None
-        chunk.place = place
+        chunk.current = place
         begin_s = perf_counter()
         try:
             sample[piece.field] = self._whole(piece.data, piece.field, piece.size, piece.step, piece.memory)

@@ -219,23 +219,23 @@ class TestMemory:
             stream = iter(loader)
             next(stream)
             (host,) = cast(Any, loader._executors.executor)._processes
-            ledger = host._ledger
+            lease_table = host._lease_table
             for _ in range(100_000):  # never lent: the other process is told of them in `BatchSender.released`
-                ledger._ended.put(1 << 30)
+                lease_table._ended.put(1 << 30)
             told: list[tuple[Any, ...]] = []
             sizes: list[int] = []
-            tell = host._link.tell
+            tell = host._connection.tell
 
             def note(name: str, numbers: list[int]) -> None:
                 told.append((name, len(numbers)))
                 sizes.append(len(pickle.dumps((name, numbers), 5)))
                 tell(name, [number for number in numbers if number < 1 << 30])
 
-            host._link.tell = note
+            host._connection.tell = note
             for _ in stream:
                 pass
             assert sum(count for _, count in told) >= 100_000
-            assert max(sizes) < host._link._control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+            assert max(sizes) < host._connection._control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
 
     def test_memory_is_used_again(self) -> None:
         with build(numbers(), **{"prefetch.batches": 2}) as loader:

@@ -104,18 +104,19 @@ class TestDeaths:
             pid = host.pid
             os.kill(pid, signal.SIGSTOP)
             asking = threading.Thread(
-                target=lambda: [host._link.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)], daemon=True
+                target=lambda: [host._connection.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)],
+                daemon=True,
             )
             asking.start()
             asking.join(60)
             is_asking = asking.is_alive()
             os.kill(pid, signal.SIGCONT)
             assert not is_asking
-            wait_for(lambda: host._link.ask("stats", None, None) is not None)
+            wait_for(lambda: host._connection.ask("stats", None, None) is not None)
             os.kill(pid, signal.SIGSTOP)
             while True:  # no room at all: the same end
                 try:
-                    host._link._control.send(pickle.dumps(("released", [])), socket.MSG_DONTWAIT)
+                    host._connection._control.send(pickle.dumps(("released", [])), socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     break
             loader._executors.stop(join_s=0.1)

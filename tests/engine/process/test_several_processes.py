@@ -23,7 +23,7 @@ from loaderkit.engine.metrics.concurrency import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats, merged
-from loaderkit.engine.process.connection import Link
+from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
 from loaderkit.pipeline.batch_plan import BatchPlan
 from loaderkit.pipeline.engine_factory import make_batch_plan
@@ -85,7 +85,7 @@ class TestDealing:
             for plan in (whole, *shares):
                 begins_at = plan.begins_at(*where)
                 plan.seek(*where)
-                assert plan.place == begins_at
+                assert plan.next_position == begins_at
             for number in range(num_batches):
                 assert opened(shares[number % num_processes]) == opened(whole)
 
@@ -104,11 +104,11 @@ class TestDealing:
         if schedule.num_batches() == 0:
             return
         epoch, position = 4, min(start, size)
-        expected = schedule.place_after(epoch, position, count)
+        expected = schedule.next_position_after(epoch, position, count)
         for _ in range(count):
-            epoch, position = schedule.place_after(epoch, position, 0)
+            epoch, position = schedule.next_position_after(epoch, position, 0)
             position = schedule.position_after(position, 1)
-        assert schedule.place_after(epoch, position, 0) == expected
+        assert schedule.next_position_after(epoch, position, 0) == expected
 
     @given(total=st.integers(1, 50), num_processes=st.integers(1, 9))
     def test_shares_make_up_the_whole(self, total: int, num_processes: int) -> None:
@@ -361,7 +361,7 @@ class TestDeaths:
             assert not is_running(second)
 
     def test_one_that_cannot_be_started_ends_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Refusing(Link):
+        class Refusing(WorkerConnection):
             def __init__(self, *arguments: Any) -> None:
                 if started:
                     raise OSError(11, "Resource temporarily unavailable")
@@ -369,7 +369,7 @@ class TestDeaths:
                 started.append(self.pid)
 
         started: list[int] = []
-        monkeypatch.setattr("loaderkit.engine.process.worker_process.Link", Refusing)
+        monkeypatch.setattr("loaderkit.engine.process.worker_process.WorkerConnection", Refusing)
         with two(numbers()) as loader, pytest.raises(WorkerDiedError, match="could not be started: Resource"):
             next(iter(loader))
         assert not is_running(started[0])

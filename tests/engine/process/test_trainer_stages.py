@@ -41,7 +41,7 @@ def late_engine(
         pools=[["read", "batch"]],
         num_batches=4,
         memory_bytes=2**20,
-        late_stages=[Stage("late", "call", "batch", late)],
+        trainer_stages=[Stage("late", "call", "batch", late)],
         pinned_for=pinned_for,
     )
     return ProcessEngine(job, num_processes=num_processes, schedule=plan.schedule, timeout_s=60)

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from loaderkit._internal.cgroups import idle_so_far_s
 from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
+from loaderkit.engine.autotune.solo_gate import SoloGate
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.host import host_stats
@@ -39,11 +40,11 @@ class WorkerPool:
         states: WorkerStates,
         clock: Clock,
         *,
-        takes_turns: bool = True,
+        tries_one_worker: bool = True,
     ) -> None:
         """`stages`: all there are."""
         self.number = number
-        self._takes_turns = takes_turns
+        self._tries_one_worker = tries_one_worker
         self.plan = plan
         self.sample_stages = [(number, stages[number].run) for number in plan.sample_stages]
         self.batch_stages = [(number, stages[number].run) for number in plan.batch_stages]
@@ -52,21 +53,22 @@ class WorkerPool:
         self.padding = next((number for number in before_last if stages[number].kind == "batch"), None)
         self.num_workers = plan.num_workers  # that are wanted; others rest
         self.buffer: Buffer[Chunk | WorkItem] | None = Buffer(2 * plan.num_workers, states) if number else None
-        self.probe = ContentionProbe([stage.name for stage in stages], clock)
+        self.gate = SoloGate()
+        self.probe = ContentionProbe([stage.name for stage in stages], self.gate, clock)
         self.worker_clocks: list[WorkerClock] = []
         self.threads: list[threading.Thread] = []
 
     def one_works(self) -> bool:
         """True if only one worker takes chunks at present."""
-        return self.num_workers == 1 or self.probe.one_at_a_time
+        return self.num_workers == 1 or self.gate.is_solo
 
     def begin(self, worker_clock: WorkerClock) -> Ticket | None:
-        """A worker begins with a chunk."""
-        return self.probe.begin(worker_clock) if self.num_workers > 1 and self._takes_turns else None
+        """A worker begins with a chunk. Returns what `end` needs."""
+        return self.probe.begin(worker_clock) if self.num_workers > 1 and self._tries_one_worker else None
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
-        """It is done with it."""
-        if ticket is not None or (self.num_workers > 1 and self._takes_turns):
+        """The worker is done with it."""
+        if ticket is not None or (self.num_workers > 1 and self._tries_one_worker):
             self.probe.end(ticket, num_samples)
 
 
@@ -79,19 +81,19 @@ class Engine(ABC):
         stages: Sequence[Stage],
         pools: Sequence[PoolPlan],
         *,
-        takes_turns: bool = True,
+        tries_one_worker: bool = True,
         clock: Clock = time.perf_counter,
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`takes_turns`: try whether one worker alone is faster; not where no stage holds the GIL, and workers are off the CPU
-        because they wait for a store. `counters`: what the store has done."""
+        """`tries_one_worker`: the contention probe may let one worker work alone; False where no stage holds the GIL, and
+        workers are off the CPU because they wait for a store. `counters`: what the store has done."""
         self.plan = plan
         self.stages = stages
         self.states = WorkerStates(len(stages))
         self.clock = clock
         self.counters = counters
         self.pools = [
-            WorkerPool(number, pool, stages, self.states, clock, takes_turns=takes_turns)
+            WorkerPool(number, pool, stages, self.states, clock, tries_one_worker=tries_one_worker)
             for number, pool in enumerate(pools)
         ]
         self._stage_names = [stage.name for stage in stages]

@@ -36,12 +36,12 @@ class ThreadEngine(Engine):
         *,
         timeout_s: float,
         raises: bool = False,
-        takes_turns: bool = True,
+        tries_one_worker: bool = True,
         clock: Clock = time.perf_counter,
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """`raises`: a wait longer than `timeout_s` is an error, and not only reported. The rest: of every `Engine`."""
-        super().__init__(plan, stages, pools, takes_turns=takes_turns, clock=clock, counters=counters)
+        super().__init__(plan, stages, pools, tries_one_worker=tries_one_worker, clock=clock, counters=counters)
         self._timeout_s = timeout_s
         self._raises = raises
         self.scheduler = Scheduler(
@@ -189,7 +189,7 @@ class ThreadEngine(Engine):
         for pool in self.pools:
             if pool.buffer is not None:
                 pool.buffer.close()
-            pool.probe.close()
+            pool.gate.close()
         with self._sizing:
             self._is_closed = True
             self._resized.notify_all()
@@ -241,7 +241,7 @@ class ThreadEngine(Engine):
                 if not worker_clock.is_wanted:
                     self._rest(pool, worker_clock)
                 if pool.num_workers > 1:
-                    pool.probe.wait(worker_clock, self.states.idle, self.scheduler.wake_worker)
+                    pool.gate.wait(worker_clock, self.states.idle, self.scheduler.wake_worker)
                 item = self.scheduler.work.take(worker_clock) if pool.buffer is None else pool.buffer.get(worker_clock)
                 if item is not None:
                     self._process(pool, worker_clock, item)
@@ -256,7 +256,7 @@ class ThreadEngine(Engine):
     def _rest(self, pool: WorkerPool, worker_clock: WorkerClock) -> None:
         """Return when this worker is wanted again, or nothing more will come."""
         worker_clock.enter(self.states.idle)
-        pool.probe.leave(worker_clock)
+        pool.gate.leave(worker_clock)
         with self._sizing:
             while not worker_clock.is_wanted and not self._is_closed:
                 self._resized.wait()

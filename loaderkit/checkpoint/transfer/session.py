@@ -169,7 +169,7 @@ class TransferSession:
                 pools,
                 timeout_s=timeout_s,
                 raises=raises,
-                takes_turns=False,
+                tries_one_worker=False,
                 clock=clock,
                 counters=counters,
             )

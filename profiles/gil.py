@@ -2,8 +2,8 @@
 
     python -m profiles.gil [--rounds 7] [--milliseconds 5] [--step 0] [--out profiles/results]
 
-All loaders live at once, and take turns: in each round every one of them delivers the same number of batches, after what it
-had read ahead was taken from it. Speeds are told as ratios to `executor: thread` in the same round.
+All loaders live at once. In each round each of them delivers the same number of batches, after those that it had read ahead
+were taken uncounted. Speeds are ratios to `executor: thread` in the same round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AHEAD = 4
 
 
 class Empty:
-    """A data set that costs nothing."""
+    """A data set whose items cost nothing."""
 
     def __len__(self) -> int:
         return 100_000
@@ -42,7 +42,7 @@ class Empty:
 
 
 def compute(sample: dict[str, Any], loops: int) -> None:
-    """Pure Python that never lets go of the lock of its own accord."""
+    """Compute in Python, without ever giving up the GIL."""
     total = 0
     for number in range(loops):
         total += number & 7
@@ -50,7 +50,7 @@ def compute(sample: dict[str, Any], loops: int) -> None:
 
 
 def loops_for(seconds: float) -> int:
-    """How often the loop above goes round in so many seconds, while nothing else runs."""
+    """The loops that `compute` does in `seconds` while nothing else runs."""
     loops = 10_000
     times = []
     for _ in range(20):
@@ -60,9 +60,9 @@ def loops_for(seconds: float) -> int:
     return int(loops * seconds / min(times))
 
 
-def turn(batches: Any, loops_in_step: int) -> float:
-    """Samples a second over one turn."""
-    time.sleep(0.5)  # for the one before to fill up what it reads ahead
+def measure(batches: Any, loops_in_step: int) -> float:
+    """Samples/s over one round."""
+    time.sleep(0.5)  # the loader before fills up its queue meanwhile
     for _ in range(AHEAD + 1):
         next(batches)
     begin = time.perf_counter()
@@ -97,15 +97,13 @@ def main() -> None:
             next(streams[name])
         for _ in range(options.rounds):
             for name, batches in streams.items():
-                speeds[name].append(turn(batches, loops_in_step))
-    ratios = {name: [a / b for a, b in zip(found, speeds["thread"], strict=True)] for name, found in speeds.items()}
-    best = {
-        name: max(found) / max(speeds["thread"]) for name, found in speeds.items()
-    }  # where others use the CPUs, too
+                speeds[name].append(measure(batches, loops_in_step))
+    ratios = {name: [a / b for a, b in zip(rates, speeds["thread"], strict=True)] for name, rates in speeds.items()}
+    best = {name: max(rates) / max(speeds["thread"]) for name, rates in speeds.items()}  # the least disturbed rounds
     lines = ["| | samples a second, to `thread` (least to most) | best round to best round |", "|---|---|---|"]
     lines += [
-        f"| {name} | {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f}) | {best[name]:.2f} |"
-        for name, found in ratios.items()
+        f"| {name} | {statistics.median(rates):.2f} ({min(rates):.2f} to {max(rates):.2f}) | {best[name]:.2f} |"
+        for name, rates in ratios.items()
     ]
     print("\n".join(lines))
     if options.out is not None:

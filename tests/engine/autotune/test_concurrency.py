@@ -105,8 +105,8 @@ def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
 
 
 def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
-    """One does a score of them while the other waits for the GIL with one: nearly all chunks have waited for nothing. But
-    they take longer than one worker's do that is alone."""
+    """One worker does a score of them while the other waits for the GIL with one: nearly all chunks have waited for nothing,
+    but take longer than those of a worker alone."""
     machine = Machine()
     num_scores = 0
     while not is_solo(machine):
@@ -193,7 +193,7 @@ def test_waiting_for_a_store_is_tried_once_and_given_up() -> None:
         assert not is_solo(machine)
 
 
-def test_how_many_there_were_side_by_side() -> None:
+def test_the_result_tells_how_many_workers_overlapped() -> None:
     machine = Machine()
     machine.until_tried(1.0, 0.1)
     for _ in range(NUM_CHUNKS):
@@ -262,7 +262,7 @@ def test_a_trial_that_plainly_loses_is_short_and_comes_more_seldom() -> None:
     assert pauses[1:] == [PATIENCE, 2 * PATIENCE, 4 * PATIENCE]
 
 
-def test_what_each_does_for_itself_one_alone_does_half_of() -> None:
+def test_two_workers_at_their_own_pace_do_twice_as_much_as_one() -> None:
     machine = Machine()
     machine.until_tried(1.0, 0.1)
     while is_solo(machine):
@@ -323,7 +323,7 @@ def test_what_only_one_can_do_at_a_time_one_alone_does_as_fast(every: int) -> No
 
 
 def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None:
-    """They are off the CPU for most of the time, but one alone would be no better off."""
+    """They are off the CPU for most of the time, but one alone would not be faster."""
     machine = Machine()
     for _ in range(3 * PATIENCE):
         machine.overlapping(1.0, 0.4, 0.55)
@@ -331,8 +331,8 @@ def test_workers_kept_from_their_cpus_by_other_programs_are_left_alone() -> None
     assert machine.probe.trial.waiting_share == pytest.approx(1 - 0.4 / 0.45)
 
 
-def test_that_the_lock_is_held_is_told_by_how_often_it_is_taken() -> None:
-    """On a busy machine not every time shows it; and who holds it for a moment, as a decoder does, has it now and then."""
+def test_how_often_the_gil_is_taken_tells_that_it_is_held() -> None:
+    """On a busy machine not every answer shows it, and a decoder, which holds the GIL for moments, has it now and then."""
     machine = Machine()
     machine.is_gil_taken = [True, True, False, True, True, True, False, True]
     for _ in range(PATIENCE // 2):
@@ -346,14 +346,14 @@ def test_that_the_lock_is_held_is_told_by_how_often_it_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("taken", "tries"), [([True, False, False, False], False), ([True, False], True)])
-def test_a_lock_that_is_taken_is_reason_enough_to_try_one_alone(taken: list[bool], tries: bool) -> None:
+def test_a_gil_that_is_taken_is_reason_enough_to_try_one_alone(taken: list[bool], tries: bool) -> None:
     machine = Machine()
     machine.is_gil_taken = taken
     machine.until_tried(0.01, 0.95)
     assert is_solo(machine) is tries
 
 
-def test_the_lock_is_asked_for_also_where_chunks_are_short() -> None:
+def test_the_gil_is_asked_for_also_where_chunks_are_short() -> None:
     machine = Machine()
     machine.is_gil_taken = [True]
     for _ in range(window_of(0.001)):
@@ -362,7 +362,7 @@ def test_the_lock_is_asked_for_also_where_chunks_are_short() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.03, 0.01, 0.001, 0.0003])
-def test_the_lock_is_asked_for_seldom(seconds: float) -> None:
+def test_the_gil_is_asked_for_seldom(seconds: float) -> None:
     """Ten times a second, but for the first second."""
     machine = Machine()
     for _ in range(round(10 / seconds)):
@@ -371,4 +371,4 @@ def test_the_lock_is_asked_for_seldom(seconds: float) -> None:
     num_asked = machine.num_asked
     for _ in range(math.ceil(0.5 / seconds)):
         machine.work(seconds)
-    assert machine.num_asked == num_asked, "a worker alone has nobody to wait for"
+    assert machine.num_asked == num_asked, "a worker alone waits for no other"

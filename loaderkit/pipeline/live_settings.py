@@ -13,7 +13,8 @@ from typing import Any
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.units import parse_bytes
-from loaderkit.engine.autotune.tuner import TunedSetting, Tuner
+from loaderkit.engine.autotune.tuned_setting import TunedSetting
+from loaderkit.engine.autotune.tuner import Tuner
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from loaderkit.engine.autotune.tuner import Move, TunedSetting, Tuner
+from loaderkit.engine.autotune.tuned_setting import Move, TunedSetting
+from loaderkit.engine.autotune.tuner import Tuner
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats

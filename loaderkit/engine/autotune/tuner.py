@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from loaderkit.engine.autotune.tuned_setting import Decision, Move, TunedSetting
 from loaderkit.engine.metrics.stalls import MEMORY, WAKEUP
 from loaderkit.engine.metrics.stats import Stats
-
-LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 _STALLED = 0.03  # share of the time waiting above which a change is worth a trial
 _CALM = 0.01  # share of the time waiting below which training is the limit
@@ -60,57 +59,6 @@ class TunerWindow(NamedTuple):
     busy: Mapping[str, float]  # by setting (all workers, for the number of batches): those that were busy, on average
     computing: Mapping[str, float]  # by setting: share of that time on a CPU
     blocked: Mapping[str, float]  # by setting: share of the workers' time without room
-
-
-@dataclass
-class TunedSetting:
-    """One number that the tuner changes: the workers that `stages` share, or without stages the batches ahead.
-    It is a multiple of `unit`, the number of processes, each of which has as many."""
-
-    name: str
-    stages: tuple[str, ...]
-    value: int
-    most: int = LADDER[-1]
-    unit: int = 1
-
-    @property
-    def _ladder(self) -> list[int]:
-        return [self.unit * rung for rung in LADDER]
-
-    def rung(self, num_steps: int) -> int:
-        """The value `num_steps` rungs of the ladder up or down, within bounds."""
-        top = min(self.most // self.unit * self.unit, self._ladder[-1])
-        values = sorted({*(value for value in self._ladder if value <= top), self.value, top or self.value})
-        place = values.index(self.value) + num_steps
-        return values[max(0, min(place, len(values) - 1))]
-
-    def enough_for(self, workers: float) -> int:
-        """The lowest rung with at least `workers`, or the value as it is."""
-        return min((value for value in self._ladder if value >= workers and value <= self.value), default=self.value)
-
-
-@dataclass
-class Decision:
-    """A change that was tried, why, and what came of it."""
-
-    at_s: float  # since the first wait for a batch
-    knob: str
-    before: int
-    after: int
-    reason: str
-    kept: bool | None = None  # None: not known yet
-    effect: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-class Move(NamedTuple):
-    """A change to be made now."""
-
-    setting: TunedSetting
-    before: int
-    value: int
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from loaderkit._internal.cgroups import num_cpus
-from loaderkit.engine.autotune.tuner import LADDER
+from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig

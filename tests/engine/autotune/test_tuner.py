@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workloads import BATCH, Simulation, Workload
 
-from loaderkit.engine.autotune.tuner import LADDER
+from loaderkit.engine.autotune.tuned_setting import LADDER
 
 
 def best(simulation: Simulation) -> float:

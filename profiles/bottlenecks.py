@@ -27,7 +27,7 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.engine.metrics import Stats
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
-from loaderkit.stages.slowed import Slowdown, stretched
+from loaderkit.stages.slowed import Slowdown, slowed
 
 NUM_OBJECTS = 400
 BATCH = 8
@@ -292,7 +292,7 @@ def _replace_transfer(plan: ExecutionPlan, run: Any) -> None:
     for number, stage in enumerate(plan.compiled.stages):
         if stage.kind == "transfer":
             slow = replace(stage, run=lambda batch, context: run(batch))
-            plan.compiled.stages[number] = stretched(slow, plan.slowdown)
+            plan.compiled.stages[number] = slowed(slow, plan.slowdown)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text files written in one piece, and known to be writable before the work that fills them."""
+"""Writes text files atomically, and checks beforehand that they can be written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Create or replace a file: readers see the old text or the new one, also after a crash. A link stays one, and
-    the file keeps its permissions."""
+    """Create or replace a file: readers see the old text or the new one, even after a crash. Links and permissions are kept."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -25,8 +24,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Why `write_atomically` would fail here, as far as can be known beforehand; None: nothing speaks against it. It is tried:
-    a file is made beside it, and removed."""
+    """Why `write_atomically` would fail, or None; found out by creating and removing a file beside it."""
     path = path.resolve()
     if path.is_dir():
         return f"{path} is a folder"

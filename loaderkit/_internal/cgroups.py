@@ -17,7 +17,7 @@ _MEMORY_FILES = (  # limit, use, and in memory.stat the cached pages of files; v
 
 
 def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
-    """Where the kernel keeps the limits and counters of this process's cgroup and those around it, innermost first."""
+    """The folders of this process's cgroup and of its ancestors, innermost first."""
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -28,7 +28,7 @@ def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
             continue
         mounted = root / "sys/fs/cgroup" / (controller if controllers else "")
         folder = mounted / group.lstrip("/")
-        yield from (place for place in (folder, *folder.parents) if place.is_relative_to(mounted))
+        yield from (ancestor for ancestor in (folder, *folder.parents) if ancestor.is_relative_to(mounted))
 
 
 def num_cpus() -> int:
@@ -54,14 +54,14 @@ def _quota_of(folder: Path) -> tuple[int, int]:
         return 0, 0
 
 
-@cache  # to look takes twice as long as all the rest
+@cache  # this takes two thirds of the time of `idle_so_far_s`
 def _has_quota() -> bool:
     return num_cpus() < len(os.sched_getaffinity(0))
 
 
 def idle_so_far_s() -> float | None:
-    """Seconds for which the CPUs this process may use have had nothing to run, added up; None if the kernel does not tell, or
-    if a quota keeps the process from using them."""
+    """Idle seconds, summed over the CPUs that this process may use; None if the kernel does not tell, or a quota limits the
+    process."""
     if _has_quota():
         return None
     available = os.sched_getaffinity(0)
@@ -75,8 +75,8 @@ def idle_so_far_s() -> float | None:
 
 
 def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:
-    """Bytes that can still be allocated before the system kills a process, and who sets that limit: the machine or a cgroup.
-    None if the kernel does not tell."""
+    """Bytes that can be allocated before the system kills a process (None if the kernel does not tell), and what sets that
+    limit: the machine or a cgroup."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
@@ -87,8 +87,8 @@ def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:
     for folder in cgroup_folders("memory", root):
         if (left := _free_in(folder)) is not None:
             limits[f"this process's cgroup ({folder})"] = left
-    whose = min(limits, key=limits.__getitem__)
-    return limits[whose], whose
+    tightest = min(limits, key=limits.__getitem__)
+    return limits[tightest], tightest
 
 
 def _free_in(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""The device that a configuration names."""
+"""Resolves the device that a config names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """The device meant by auto, cpu, cuda or cuda:N. Raises RuntimeError, saying what there is, if it is missing."""
+    """The torch device of auto, cpu, cuda or cuda:N. Raises RuntimeError, naming the devices present, if it is missing."""
     if wanted == "cpu":
-        return torch.device("cpu")  # without a look at CUDA, which would load the driver
+        return torch.device("cpu")  # without querying CUDA, which would load the driver
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto" and not num_devices:
         return torch.device("cpu")
@@ -17,6 +17,6 @@ def resolve_device(wanted: str) -> torch.device:
     if number >= num_devices:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise RuntimeError(
-            f"device {wanted!r} was asked for, but torch {torch.__version__}, {built}, sees {num_devices}"
+            f"device {wanted!r} was requested, but torch {torch.__version__}, {built}, sees {num_devices}"
         )
     return torch.device("cuda", number)

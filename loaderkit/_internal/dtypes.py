@@ -1,4 +1,4 @@
-"""Types of numbers by torch's names, in NumPy's terms."""
+"""Maps torch's dtype names to NumPy, and tells the dtype that values share."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ _SHARED_DTYPES = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64",
 
 
 def type_in_numpy(dtype: str) -> np.dtype[Any] | None:
-    """NumPy's type of the numbers that torch calls so, which it calls the same; None for those it lacks."""
+    """NumPy's dtype of the same name; None for those that only torch has."""
     return np.dtype(dtype) if dtype in _SHARED_DTYPES else None
 
 
 def tensor_over(memory: torch.Tensor, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A tensor from the first byte of `memory` on, by torch's name of its dtype. To autograd it is no view of that, so it may
-    be changed in place as any other."""
+    """A tensor from the first byte of `memory` on. To autograd it is no view, so it may be changed in place."""
     tensor = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
     return tensor.set_(memory.untyped_storage(), 0, shape, strides)
 
 
 def num_bytes_of(dtype: str) -> int:
-    """The bytes of one number of a type, by torch's name."""
-    known = type_in_numpy(dtype)
-    size: int = getattr(torch, dtype).itemsize if known is None else known.itemsize
+    """The item size in bytes of a dtype, by torch's name."""
+    numpy_dtype = type_in_numpy(dtype)
+    size: int = getattr(torch, dtype).itemsize if numpy_dtype is None else numpy_dtype.itemsize
     return size
 
 
 def type_of_all(values: list[Any]) -> type | None:
-    """The type of all values; None where they are of several, or there are none."""
+    """The common type of all values; None if there are several types or no values."""
     types = {*map(type, values)}
     return types.pop() if len(types) == 1 else None
 

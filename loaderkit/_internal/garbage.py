@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept from looking through objects that are only being made."""
+"""Pauses Python's cyclic garbage collector while many objects are created."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _is_paused = False  # by this module, anywhere in the process
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Turn the collector off for a function that makes many objects at once; usable as a decorator.
+    """Turn the collector off for a function that creates many objects; usable as a decorator.
 
     The collector takes two fifths of the CPU time of restoring 10,000 small tensors, and has nothing to free there.
     """
-    global _is_paused  # noqa: PLW0603 - a fork's child must know
+    global _is_paused  # noqa: PLW0603 - read after a fork
     was_on = gc.isenabled()
     try:
         if was_on:
@@ -30,7 +30,7 @@ def collector_off() -> Iterator[None]:
 
 
 def _resume() -> None:
-    """In a fork's child the thread that would turn the collector on again does not exist."""
+    """Resume in a forked child, which lacks the thread that would do it."""
     if _is_paused:
         gc.enable()
 

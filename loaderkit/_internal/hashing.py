@@ -1,4 +1,4 @@
-"""XXH3, the hash of checksums: by the library's Python functions, or by its C function, where code in C can call that."""
+"""The address of XXH3, the hash of checksums, for C code that hashes without Python."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PROBE = bytes(range(256)) * 4
 
 @cache
 def address_of_hash() -> int | None:
-    """Where `uint64_t XXH3_64bits(const void *data, size_t length)` lies, for code in C that reads and hashes without Python in
-    between; None where the library shows no such function, or one that gives other hashes."""
+    """The address of `uint64_t XXH3_64bits(const void *data, size_t length)`; None if the library does not export it, or its
+    hashes differ."""
     try:
         library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         function = (
             getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
-        )  # the first asks what the CPU can
+        )  # the first uses the CPU's vector instructions
     except (ImportError, OSError, AttributeError, TypeError):
         return None
     function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)

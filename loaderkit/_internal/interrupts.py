@@ -1,9 +1,8 @@
-"""Descriptors that Ctrl-C does not lose.
+"""Opens file descriptors so that Ctrl-C does not leak them.
 
-The interpreter raises KeyboardInterrupt as soon as a call has returned. What it returned has no name yet and is dropped: an
-object then closes what it owns, but the number that `os.open` returns just stays open. Within functions written in C there is
-no such moment, so it is those, `map` with `next` or `extend`, that pass the number on to who looks after it. It is the same
-with locks: see docs/decisions/0019-ctrl-c.md.
+KeyboardInterrupt can be raised between the return of a call and the assignment of its result. An object dropped there closes
+what it owns, but a descriptor from `os.open` stays open. Functions written in C are not interrupted, so `map` with `next` or
+`extend` hands the descriptor to its owner. The same holds for locks: see docs/decisions/0019-ctrl-c.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
-    """A descriptor, closed at the end; as `os.open`, and it is not inherited. Raises OSError."""
+    """A descriptor as from `os.open`, not inherited, and closed at the end. Raises OSError."""
     descriptors: list[int] = []
     try:
         descriptors.extend(map(os.open, (path,), (flags | os.O_CLOEXEC,), (mode,)))
@@ -28,6 +27,5 @@ def opened(path: str, flags: int, mode: int = 0o666) -> Iterator[int]:
 
 
 def owned(make: Callable[..., int], *arguments: Any) -> io.FileIO:
-    """The file with the descriptor that `make(*arguments)` returns, which is closed with it. `make` is a function written in C,
-    and what it opens no directory."""
+    """A file that owns the descriptor returned by `make(*arguments)`. `make` is written in C and opens no directory."""
     return next(map(io.FileIO, map(make, *((argument,) for argument in arguments)), ("r+",)))

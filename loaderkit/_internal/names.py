@@ -1,4 +1,4 @@
-"""Objects by name: "package.module:name"."""
+"""Imports objects by name: "package.module:name"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public names of packages whose modules are imported when a name is first used."""
+"""Imports the modules of a package's public names on first use."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`: name -> the object of that name in its module, which may cost the import of torch."""
+    """A package's `__getattr__`: it imports the module of a name, which may import torch, and returns the object."""
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(import_module(homes[name]), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
 
     return get

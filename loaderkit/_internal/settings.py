@@ -1,7 +1,7 @@
-"""The base of everything that may stand in a YAML file: strict, frozen, and with units.
+"""The base of all settings in a YAML file: strict, frozen, and with units.
 
-Each source and each stage declares its own arguments as a model derived from these, next to its code; `config.py` puts
-them together and turns their complaints into one `ConfigError`.
+Each source and each stage declares its arguments as a model derived from `Model`, next to its code; `pipeline/config` combines
+them and turns all their errors into one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Duration = Annotated[
 
 
 class Model(BaseModel):
-    """A frozen part of a configuration: no unknown keys, no silent conversions ("3" is not 3, 1 is not true)."""
+    """A frozen section of a config: no unknown keys, no silent conversions ("3" is not 3, 1 is not true)."""
 
     model_config = ConfigDict(
         frozen=True,

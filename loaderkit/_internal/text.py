@@ -1,4 +1,4 @@
-"""Values of files as text for messages."""
+"""Shows values from files in messages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 
 def short_repr(value: Any) -> str:
-    """A value from a file, for a message: short whatever it is. (`repr` of a few lists within lists can fill all memory, and
-    of a long number it fails.)"""
+    """A short text for a value from a file. (`repr` of nested lists can fill all memory, and fails for a long number.)"""
     if isinstance(value, (str, bytes)):
         return repr(value[:100])
     if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**100):

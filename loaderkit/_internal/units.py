@@ -1,4 +1,4 @@
-"""Sizes and durations: read from text, and written as text."""
+"""Parses and formats sizes and durations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def say_seconds(seconds: float) -> str:
-    """A duration for people."""
+    """A duration for messages and reports."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"
@@ -49,7 +49,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def say_bytes(num_bytes: int) -> str:
-    """A size for messages, with its unit: never too small a number for what was meant."""
+    """A size for messages, with its unit, rounded up."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= 10 * factor:
             return f"{-(-num_bytes // factor)} {unit}"
@@ -57,7 +57,7 @@ def say_bytes(num_bytes: int) -> str:
 
 
 def say_size(num_bytes: float) -> str:
-    """A size for people, in units of 1000, as speeds are told."""
+    """A size for reports, in decimal units, like speeds."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f} {unit}"

@@ -1,3 +1,3 @@
-"""Which loaderkit this is."""
+"""The version of loaderkit."""
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import BatchWork
-from loaderkit.stages.batch import pad, put_together
+from loaderkit.stages.batch import pad, stack_rows
 from loaderkit.stages.slots import Slots
 
 
@@ -61,7 +61,7 @@ class BatchAssembler:
             values = work_item.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
             if spec.kind == "rendered":
-                batch[name] = put_together(kept)
+                batch[name] = stack_rows(kept)
             elif spec.kind == "pad":
                 batch[name], batch[f"{name}_sizes"] = pad(kept, shape.pad_value)
             else:

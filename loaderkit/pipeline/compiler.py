@@ -24,7 +24,7 @@ from loaderkit.stages.base import FieldSpec, StageConfig, image_fields
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
-from loaderkit.stages.slowed import stretched
+from loaderkit.stages.slowed import slowed
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.dali_lowering import DaliLowering
@@ -120,7 +120,7 @@ def compile_stages(plan: ExecutionPlan) -> CompiledStages:
     )
     stages = _compile(context, lowering)
     if plan.slowdown is not None:
-        stages = [stretched(stage, plan.slowdown) for stage in stages]
+        stages = [slowed(stage, plan.slowdown) for stage in stages]
     pools = plan_pools(stages, plan.num_workers)
     return CompiledStages(
         config,
@@ -191,7 +191,7 @@ def _read_ahead(plan: ExecutionPlan) -> ReadAheadConnector | None:
     forecast = Forecast(source, plan.order(), plan.schedule, num_epochs=config.order.epochs, bounds=bounds, shard=shard)
     return ReadAheadConnector(
         connector,
-        forecast.pieces,
+        forecast.slices,
         memory_bytes=shard.num_bytes(args.read_ahead.memory),
         num_requests=shard.num_workers(args.read_ahead.requests),
         # Far enough for the next window of blocks, or for some seconds of small files; never much of the epoch after this.

@@ -1,4 +1,4 @@
-"""Which sample comes when, on which rank: pure arithmetic and its saved state."""
+"""The order of samples and their division among ranks: pure arithmetic, and its saved state."""
 
 from loaderkit.sampling.random import uniforms
 from loaderkit.sampling.schedule import BatchSampler

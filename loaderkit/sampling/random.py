@@ -1,8 +1,8 @@
-"""Arithmetic that stands in for lists and generators: keyed bijections and keyed random numbers.
+"""Keyed random numbers: keys, uniform draws and generators.
 
-Both are pure functions of integers, vectorised with NumPy, and need no memory of what came before. Changing any constant
-here changes the order of every data set and the augmentation of every sample, and so breaks saved states: the test
-vectors in `tests/sampling/test_random.py` are frozen.
+They are pure functions of integers, vectorised with NumPy, without state. Changing any constant here changes the order of
+every data set and the augmentation of every sample, and so breaks saved states: the test vectors in
+`tests/sampling/test_random.py` are frozen.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def key_of(*parts: int | str) -> int:
 def uniforms(key: int, indices: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:
     """Uniform numbers in [0, 1): float64 [len(indices), num_draws], row i a function of (key, indices[i]) alone.
 
-    Draw j of sample i is output j of SplitMix64 seeded with a mix of the key and i, so it does not matter in which order
-    or in what company samples are drawn.
+    Draw j of sample i is output j of SplitMix64 seeded with a mix of the key and i, so it depends neither on the order of the
+    samples nor on the other samples of the call.
     """
     seeds = indices.astype(np.uint64)
     seeds *= GOLDEN

@@ -1,4 +1,4 @@
-"""Which sample comes at which position, and which positions a rank's batches hold: arithmetic, never a list.
+"""The sample at each position of an epoch, and the positions of each rank's batches, computed instead of listed.
 
 An epoch is a permutation of the samples. Position p of epoch e is a pure function of (seed, e, p), so it is the same for
 every world size, batch size, number of workers and restart, and a saved state is a few integers.
@@ -47,10 +47,10 @@ class GlobalOrder:
 class BlockOrder:
     """`shuffle: block`: blocks of neighbouring samples in random order, mixed inside a sliding window.
 
-    Blocks are permuted and dealt to `lanes` by place mod lanes; inside a lane, consecutive groups of `window` blocks are
-    mixed by one bijection each; position p belongs to lane p mod lanes. As lanes hold unequal numbers of samples, the
-    surplus at the end of the longer lanes fills, in order, the places left at the end of the shorter ones. Memory is
-    proportional to the number of blocks.
+    Blocks are permuted, and the n-th goes to lane n mod `lanes`; inside a lane, consecutive groups of `window` blocks are mixed
+    by one bijection each; position p belongs to lane p mod `lanes`. As lanes hold unequal numbers of samples, the surplus of
+    the longer lanes fills, in order, the slots left at the end of the shorter ones. Memory is proportional to the number of
+    blocks.
     """
 
     def __init__(self, bounds: Int64, seed: int, *, window: int, lanes: int) -> None:
@@ -62,38 +62,38 @@ class BlockOrder:
 
     @property
     def num_lanes(self) -> int:
-        """Into how many lanes the blocks are dealt."""
+        """The number of lanes that the blocks are dealt to."""
         return self._lanes
 
     @property
     def window(self) -> int:
-        """How many blocks of a lane are mixed together."""
+        """The number of blocks of a lane that are mixed together."""
         return self._window
 
     def lanes_of_blocks(self, epoch: int) -> Int64:
-        """The lane of every block in an epoch: int64 [blocks]. A block's samples have positions p with p mod lanes = lane, but
-        for the surplus that evens out the lanes at the end."""
+        """The lane of every block in an epoch: int64 [blocks]. A block's samples have positions p with p mod lanes = lane,
+        except for the surplus that evens out the lanes."""
         num_blocks = len(self._bounds) - 1
         lanes = np.empty(num_blocks, np.int64)
-        places = np.arange(num_blocks, dtype=np.int64)
-        lanes[Bijection(num_blocks, key_of("blocks", self._seed, epoch))(places)] = places % self._lanes
+        numbers = np.arange(num_blocks, dtype=np.int64)
+        lanes[Bijection(num_blocks, key_of("blocks", self._seed, epoch))(numbers)] = numbers % self._lanes
         return lanes
 
     def indices(self, epoch: int, positions: Int64) -> Int64:
         layout = self._layouts.get(epoch)
         if layout is None:
             layout = _Layout.of_epoch(self._bounds, self._seed, epoch, self._window, self._lanes)
-            # Prefetching reads two epochs at once around their border.
+            # Prefetching reads two epochs at once around their boundary.
             self._layouts = {e: kept for e, kept in self._layouts.items() if e == epoch - 1}
             self._layouts[epoch] = layout
         return layout.indices(positions)
 
 
 class _Layout(NamedTuple):
-    """One epoch of a block order: every sample has a *rank*, its place when the lanes are laid end to end.
+    """One epoch of a block order. A sample's *rank* is its index in the concatenation of the lanes.
 
     block_starts, first_samples: int64 [blocks], by rank. group_starts: int64 [groups + 1]. lane_starts: [lanes + 1].
-    deficit_starts and surplus_starts: [lanes + 1], numbering the places that are short and the samples left over.
+    deficit_starts and surplus_starts: [lanes + 1], the cumulated numbers of missing and of surplus samples of the lanes.
     """
 
     block_starts: Int64
@@ -101,16 +101,16 @@ class _Layout(NamedTuple):
     group_starts: Int64
     group_keys: NDArray[np.uint64]
     lane_starts: Int64
-    num_places: Int64
+    num_slots: Int64
     deficit_starts: Int64
     surplus_starts: Int64
 
     @classmethod
     def of_epoch(cls, bounds: Int64, seed: int, epoch: int, window: int, lanes: int) -> _Layout:
         num_blocks = len(bounds) - 1
-        places = np.arange(num_blocks, dtype=np.int64)
-        shuffled = Bijection(num_blocks, key_of("blocks", seed, epoch))(places)
-        lane, row = places % lanes, places // lanes
+        numbers = np.arange(num_blocks, dtype=np.int64)
+        shuffled = Bijection(num_blocks, key_of("blocks", seed, epoch))(numbers)
+        lane, row = numbers % lanes, numbers // lanes
         by_lane = np.lexsort((row, lane))
         blocks, lane, group = shuffled[by_lane], lane[by_lane], row[by_lane] // window
         ends = np.cumsum(bounds[blocks + 1] - bounds[blocks])
@@ -122,16 +122,16 @@ class _Layout(NamedTuple):
         group_keys = mix(np.arange(num_groups, dtype=np.uint64) + np.uint64(key_of("groups", seed, epoch)))
         lane_starts = np.append(block_starts, ends[-1])[np.searchsorted(lane, np.arange(lanes + 1))]
         lengths = np.diff(lane_starts)
-        num_places = (ends[-1] - np.arange(lanes) + lanes - 1) // lanes
+        num_slots = (ends[-1] - np.arange(lanes) + lanes - 1) // lanes
         return cls(
             block_starts=block_starts,
             first_samples=bounds[blocks],
             group_starts=group_starts,
             group_keys=group_keys,
             lane_starts=lane_starts,
-            num_places=num_places,
-            deficit_starts=np.concatenate(([0], np.cumsum(np.maximum(num_places - lengths, 0)))),
-            surplus_starts=np.concatenate(([0], np.cumsum(np.maximum(lengths - num_places, 0)))),
+            num_slots=num_slots,
+            deficit_starts=np.concatenate(([0], np.cumsum(np.maximum(num_slots - lengths, 0)))),
+            surplus_starts=np.concatenate(([0], np.cumsum(np.maximum(lengths - num_slots, 0)))),
         )
 
     def indices(self, positions: Int64) -> Int64:
@@ -141,15 +141,20 @@ class _Layout(NamedTuple):
         return samples.reshape(positions.shape)
 
     def _ranks(self, positions: Int64) -> Int64:
-        lanes = len(self.num_places)
-        lane, place = positions % lanes, positions // lanes
-        ranks: Int64 = self.lane_starts[lane] + place
+        lanes = len(self.num_slots)
+        lane, row = positions % lanes, positions // lanes
+        ranks: Int64 = self.lane_starts[lane] + row
         short = np.flatnonzero(ranks >= self.lane_starts[lane + 1])
         if short.size:
             lengths = np.diff(self.lane_starts)
-            number = self.deficit_starts[lane[short]] + place[short] - lengths[lane[short]]
-            giver = np.searchsorted(self.surplus_starts, number, side="right") - 1
-            ranks[short] = self.lane_starts[giver] + self.num_places[giver] + number - self.surplus_starts[giver]
+            number = self.deficit_starts[lane[short]] + row[short] - lengths[lane[short]]
+            surplus_lane = np.searchsorted(self.surplus_starts, number, side="right") - 1
+            ranks[short] = (
+                self.lane_starts[surplus_lane]
+                + self.num_slots[surplus_lane]
+                + number
+                - self.surplus_starts[surplus_lane]
+            )
         return ranks
 
     def _mixed(self, ranks: Int64) -> Int64:
@@ -161,7 +166,7 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """Which positions of an epoch one rank's batches hold, from any global position on.
+    """The positions of an epoch that one rank's batches hold, from any global position on.
 
     Position p goes to rank p mod world_size. Dropping, every rank has floor(left / (batch_size world_size)) batches; else
     every rank has ceil(left / world_size) samples, and positions past the end are marked as wrapped.
@@ -196,7 +201,7 @@ class BatchSampler:
         return min(self.num_samples, start + num_batches * self.batch_size * self.world_size)
 
     def next_position_after(self, epoch: int, position: int, num_batches: int) -> tuple[int, int]:
-        """(epoch, global position) at which the batch begins that is `num_batches` behind the next one of `position`."""
+        """(epoch, global position) at which the batch begins that comes `num_batches` after the one at `position`."""
         num_later = num_batches - self.num_batches(position)
         if num_later < 0:
             return epoch, self.position_after(position, num_batches)

@@ -1,7 +1,7 @@
-"""What one of several processes that load is to do.
+"""The share of one of several loading processes.
 
-Every process is told the whole: where to go on, and how much of everything there is for all of them. It takes its share by
-arithmetic, so nothing has to be agreed upon while they work.
+Every process gets the whole: the position to continue from, and the totals of all resources. It computes its share, so the
+processes need no communication.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 
 class Shard(NamedTuple):
-    """Process `number` of `of`. It makes the batches number, number + of, ..., counted from where all were told to continue."""
+    """Process `number` of `of`; it makes the batches number, number + of, ..., counted from the common position."""
 
     number: int = 0
     of: int = 1
 
     def num_batches(self, total: int) -> int:
-        """How many of the batches that may be open at once; at least one."""
+        """Its share of the batches in flight; at least one."""
         return max(1, total // self.of + (self.number < total % self.of))
 
     def num_bytes(self, total: int) -> int:
-        """How much of the memory."""
+        """Its share of the memory."""
         return total // self.of
 
     def num_workers(self, total: int) -> int:
-        """How many of the workers: as many as all others, or batches would wait for the process that has fewer."""
+        """Its share of the workers, rounded up: an equal number in each process, so that none is slower."""
         return -(-total // self.of)
 
 
 WHOLE = Shard()
-"""That of one process, or of none."""
+"""The share of a single process."""

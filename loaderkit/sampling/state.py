@@ -14,7 +14,7 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class State:
-    """Where training stands: `position` samples of `epoch` have been delivered, counted over all ranks."""
+    """The position of training: `position` samples of `epoch` have been delivered, counted over all ranks."""
 
     epoch: int
     position: int
@@ -63,6 +63,6 @@ class State:
             differences.append(f"position: the state has {self.position}, the data set only {num_samples} samples")
         if differences:
             raise StateError(
-                "this state belongs to another data set or pipeline, and going on from it would repeat or skip samples; "
+                "this state belongs to another data set or pipeline, and resuming from it would repeat or skip samples; "
                 "it differs in " + "; ".join(differences)
             )

@@ -1,4 +1,4 @@
-"""Which samples there are, and where their bytes lie: one module a source, which declares its arguments and its kind."""
+"""Sources list the samples and locate their bytes: one module a source, with its arguments and its kind."""
 
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.sources.base import ItemSource, RecordSource, Source, SourceKind

@@ -1,7 +1,7 @@
 """`kind: array`: one file of fixed-size records, `.npy` or raw, whose samples are its records, or windows of them.
 
-Where a sample lies is arithmetic: sample i begins at data_start + i * record bytes, and is `window` records long. So a file
-of any size takes no memory but for the boundaries of blocks.
+A sample's range is computed: sample i begins at data_start + i * record bytes, and is `window` records long. So a file of any
+size takes no memory except for the boundaries of blocks.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class ArrayArgs(StoreArgs):
             description="the file: .npy, or raw records (with `dtype`)",
         ),
     ]
-    dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file knows it")
+    dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file states it")
     shape: Annotated[
         tuple[PositiveInt, ...] | None,
         BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
     ] = Field(None, description="of one record of a raw file; default: [], single numbers")
     window: PositiveInt | None = Field(
-        None, description="samples are all windows of so many neighbouring records, [window, ...]; default: the records"
+        None,
+        description="samples are all windows of this many consecutive records, [window, ...]; default: the records",
     )
-    field: str = Field("data", min_length=1, description="what the batch calls it")
+    field: str = Field("data", min_length=1, description="its name in the batch")
 
     @model_validator(mode="after")
     def _is_one_file(self) -> ArrayArgs:
@@ -60,22 +61,20 @@ class ArrayArgs(StoreArgs):
             )
         if self.dtype is None and not self.is_npy:
             raise ValueError(
-                f"`dtype` is missing: {self.key!r} is no .npy file, so say what its numbers are (dtype: uint16)"
+                f"`dtype` is missing: {self.key!r} is no .npy file, so give the type of its numbers (dtype: uint16)"
             )
         if self.field.startswith("__"):
-            raise ValueError(
-                f"`field` {self.field!r}: names that begin with two underscores belong to the batch itself"
-            )
+            raise ValueError(f"`field` {self.field!r}: names that begin with two underscores are reserved")
         return self
 
     @property
     def root(self) -> str:
-        """Where the connector starts: the file's folder."""
+        """The connector's root: the file's folder."""
         return self.url[: self.url.rfind("/") + 1] or "."
 
     @property
     def key(self) -> str:
-        """The file, below `root`."""
+        """The file's key below `root`."""
         return self.url[self.url.rfind("/") + 1 :]
 
     @property
@@ -105,7 +104,7 @@ class ArraySource:
         self._num_records = self._counted()
         self._size = self._num_samples()
         window = (args.window,) if args.window is not None else ()
-        # As arrays: to make one of each number takes longer than to multiply and to add.
+        # As arrays: converting the numbers takes longer than to multiply and to add.
         self._stride, self._first = np.array(self._record_bytes), np.array(self._data_start)
         self.records = Records(args.field, dtype, (*window, *shape), is_swapped, self._record_bytes * prod(window))
 
@@ -126,35 +125,35 @@ class ArraySource:
 
     @property
     def file(self) -> ObjectInfo:
-        """The file, as it was when this source was made."""
+        """The file, as it was when this source was opened."""
         return self._info
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first byte of every sample in the file: int64 [n]."""
-        found: NDArray[np.int64] = indices * self._stride + self._first
-        return found
+        starts: NDArray[np.int64] = indices * self._stride + self._first
+        return starts
 
     def ranges(self, index: int) -> list[FieldRange]:
         """The bytes of the record or window, as they lie in the file."""
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
         start = self._data_start + index * self._record_bytes
-        place = ByteRange(self._info.key, start, self.records.num_bytes, self._info.etag)
-        return [FieldRange(self.records.field, "raw", place)]
+        byte_range = ByteRange(self._info.key, start, self.records.num_bytes, self._info.etag)
+        return [FieldRange(self.records.field, "raw", byte_range)]
 
     def constants(self, index: int) -> Sample:
         """Nothing is known of a sample without reading it."""
         return {}
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
-        """Equal runs of samples, as many as cut the records into about `block_bytes`: int64 [number of runs + 1].
+        """Equal runs of samples of about `block_bytes` each: int64 [number of runs + 1].
 
-        Windows count with the bytes between their beginnings: neighbours share the rest.
+        A window counts as one record, as it shares the rest with its neighbours.
         """
         num_runs = max(1, min(self._size, round(self._size * self._record_bytes / block_bytes)))
         each, rest = divmod(self._size, num_runs)
-        places = np.arange(num_runs + 1, dtype=np.int64)
-        return places * each + np.minimum(places, rest)
+        numbers = np.arange(num_runs + 1, dtype=np.int64)
+        return numbers * each + np.minimum(numbers, rest)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from type, shape, window, number of samples and size of the file."""
@@ -165,7 +164,7 @@ class ArraySource:
     # ------------------------------------------------------------------------------------------------- building
 
     def _of_npy(self) -> tuple[str, bool, tuple[int, ...], int]:
-        """Type, whether its bytes are swapped, shape of a record, and where the first begins."""
+        """Type, whether its bytes are swapped, a record's shape, and the offset of the first record."""
         try:
             read = partial(self._connector.read_into, self._info.key, etag=self._info.etag)
             header = read_npy_header(read, self._info.size)
@@ -173,12 +172,12 @@ class ArraySource:
         except FormatError as error:
             raise FormatError(f"{self._name}: {error}") from None
         dtype, shape = header.dtype.name, header.shape[1:]
-        for name, said, found in (("dtype", self._args.dtype, dtype), ("shape", self._args.shape, shape)):
-            if said is not None and said != found:
-                shown = [list(value) if isinstance(value, tuple) else value for value in (said, found)]
+        for name, configured, actual in (("dtype", self._args.dtype, dtype), ("shape", self._args.shape, shape)):
+            if configured is not None and configured != actual:
+                shown = [list(value) if isinstance(value, tuple) else value for value in (configured, actual)]
                 raise ConfigError(
                     f"source.{name}: {shown[0]} is not what {self._name} holds, which is {shown[1]} by its header: "
-                    f"leave `{name}` out, .npy files know it"
+                    f"leave `{name}` out, an .npy file states it"
                 )
         return dtype, not header.dtype.isnative, shape, header.data_start
 
@@ -186,26 +185,26 @@ class ArraySource:
         """Raise `FormatError` unless the array can be read record by record."""
         dtype, shape = header.dtype, header.shape
         if dtype.name not in _IN_NUMPY:
-            what = "structured records" if dtype.names else f"{dtype.name} values"
+            problem = "structured records" if dtype.names else f"{dtype.name} values"
             raise FormatError(
-                f"it holds {what} ({str(dtype)[:200]}), for which torch has no type: save it as numbers of a type among "
+                f"it holds {problem} ({str(dtype)[:200]}), for which torch has no type: save it as numbers of a type among "
                 f"{', '.join(sorted(_IN_NUMPY))}" + (", one array a field" if dtype.names else "")
             )
         if not shape or not prod(shape):
-            what = "a single number" if not shape else f"an array of shape {list(shape)}, which is empty"
-            raise FormatError(f"it holds {what}: the records are what its first index counts, and there must be some")
+            problem = "a single number" if not shape else f"an array of shape {list(shape)}, which is empty"
+            raise FormatError(f"it holds {problem}: its records are counted by the first index, and there must be some")
         if not header.is_c_order:
             raise FormatError(
-                "its array lies in Fortran order, so that a record is spread over the whole file: save it again with "
+                "its array is in Fortran order, so a record is spread over the whole file: save it again with "
                 "np.save(path, np.ascontiguousarray(array))"
             )
         whole = header.data_start + header.num_bytes
         if whole != self._info.size:
-            what = (
+            problem = (
                 "truncated" if self._info.size < whole else "longer than its header says (several arrays in one file?)"
             )
             raise FormatError(
-                f"it is {what}: {dtype.name} {list(shape)} ends at byte {whole}, the file at {self._info.size}; write it again"
+                f"it is {problem}: {dtype.name} {list(shape)} ends at byte {whole}, the file at {self._info.size}"
             )
 
     def _of_raw(self) -> tuple[str, bool, tuple[int, ...], int]:
@@ -213,8 +212,8 @@ class ArraySource:
         self._connector.read_into(self._info.key, 0, memoryview(begin), etag=self._info.etag)
         if begin == b"\x93NUMPY":
             raise ConfigError(
-                f"source.url: {self._name} begins as .npy files do, and read raw its header would become samples: "
-                "call it .npy, and leave `dtype` out"
+                f"source.url: {self._name} begins like an .npy file, and its header would be read as samples: "
+                "name it .npy, and leave `dtype` out"
             )
         assert self._args.dtype is not None
         return self._args.dtype, sys.byteorder != "little", self._args.shape or (), 0
@@ -224,7 +223,7 @@ class ArraySource:
         if rest:
             raise FormatError(
                 f"{self._name} has {self._info.size} bytes, which is no multiple of a record's {self._record_bytes} "
-                f"({self._args.dtype} {list(self._args.shape or ())}): it is cut short, or `dtype` or `shape` are others"
+                f"({self._args.dtype} {list(self._args.shape or ())}): it is truncated, or `dtype` or `shape` is wrong"
             )
         return num_records
 
@@ -232,7 +231,7 @@ class ArraySource:
         window = self._args.window or 1
         if window > self._num_records:
             raise ConfigError(
-                f"source.window: {window} records are more than the {self._num_records} that {self._name} has: "
+                f"source.window: {window} records are more than the {self._num_records} of {self._name}: "
                 "there is not one window; make it smaller"
             )
         num_samples = self._num_records - window + 1

@@ -1,4 +1,4 @@
-"""The contract of sources: what each of them offers, and the records it gives."""
+"""The contract of sources: the calls every source has, and the records they return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Table(NamedTuple):
 
     fields: tuple[tuple[str, str], ...]  # (field, extension)
     ranges: Ranges
-    constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading, one value a sample
+    constants: Mapping[str, list[Any]] = MappingProxyType({})  # the fields known without reading: one value per sample
 
 
 class Source(Protocol):
@@ -67,25 +67,25 @@ class Source(Protocol):
 
 
 class ItemSource(Protocol):
-    """What a `Source` must have instead of `ranges` when its samples are Python objects, not bytes."""
+    """What a `Source` of Python objects has instead of `ranges`."""
 
     dataset: Any
-    """Where they are: dataset[index]."""
+    """The object with the items: dataset[index]."""
 
     def items(self, indices: list[int]) -> list[Any] | None:
-        """Several of them in one call; None if that cannot be had, or failed."""
+        """Several items in one call; None if the object has no such call, or it failed."""
 
     def sample(self, item: Any) -> Sample:
         """The fields of an item; a fresh dict. Raises ValueError."""
 
     def columns(self, items: list[Any]) -> dict[str, list[Any]] | None:
-        """The same of several items, field by field; None if they have to be looked at one by one."""
+        """The fields of several items, column by column; None if they need to be taken one by one."""
 
 
 class Records(NamedTuple):
-    """Samples of one size that lie in one object: the batch's field they are, and what one of them is.
+    """Samples of one size in one object: the field they become, and the type and shape of one of them.
 
-    `dtype` is torch's name; `is_swapped`: the bytes of its numbers are in the other order than this machine's.
+    `dtype` is torch's name; `is_swapped` is True if its byte order is not this machine's.
     """
 
     field: str
@@ -96,39 +96,39 @@ class Records(NamedTuple):
 
 
 class RecordSource(Protocol):
-    """What a `Source` has besides when all its samples are `Records`, so that a chunk of them can be read at once."""
+    """What a `Source` whose samples are `Records` has besides, so that a chunk of them is read at once."""
 
     records: Records
 
     @property
     def file(self) -> ObjectInfo:
-        """Where they lie, as it was when they were numbered."""
+        """The object that holds them, as it was when the source was opened."""
 
     def starts(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first byte of every sample: int64 [n]."""
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
-        """The keys of many samples at once; any source may have this."""
+        """The keys of several samples; any source may have this."""
 
 
-def _nothing(args: Any) -> None:
+def _none(args: Any) -> None:
     return None
 
 
 @dataclass(frozen=True)
 class SourceKind:
-    """A kind of source: its arguments, how it is opened, and what the arguments alone tell of its samples.
+    """A kind of source: its arguments, how it is opened, and what its arguments alone tell of the samples.
 
-    `gives` says what `read` is to do: read byte ranges of fields, read `Records`, or take items, which are Python objects. A
-    checkpoint gives tensors, which are no samples: it has no `open`.
+    `gives` tells what the stage `read` does: read the byte ranges of fields, read `Records`, or take items (Python objects). A
+    checkpoint gives tensors instead of samples and has no `open`.
     """
 
     args: type[SourceArgs]
     gives: Literal["ranges", "records", "items", "tensors"]
     open: Callable[[Any, Connector | None], Source] | None = None  # (args, connector) -> the samples, listed
     root: Callable[[Any], str] | None = None  # the URL at which the connector starts; None: there is no connector
-    fields: Callable[[Any], Mapping[str, str] | None] = _nothing  # field -> image, text, ...; None: only the data tells
+    fields: Callable[[Any], Mapping[str, str] | None] = _none  # field -> image, text, ...; None: only the data tells
     reopen: Callable[[Any, int], Callable[[], Source] | None] = lambda args, size: None
-    """(args, number of samples) -> how a loading process opens it; None: it is sent there as it is."""
+    """(args, number of samples) -> how a loading process opens it; None: the source is pickled."""
     objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
-    """Key -> what the user gave for it, which loading processes are sent."""
+    """Key -> object that the user gave for it and that is pickled to loading processes."""

@@ -29,7 +29,9 @@ class DatasetArgs(SourceArgs):
     """A Python object with `__len__` and `__getitem__`."""
 
     kind: Literal["dataset"] = "dataset"
-    object: Any = Field(description='"package.module:name" of the object or of a function that makes it, or the object')
+    object: Any = Field(
+        description='"package.module:name" of the object or of a function that returns it, or the object'
+    )
     args: dict[str, Any] = Field({}, description="keyword arguments, if `object` names a function or class")
     fields: Annotated[
         tuple[str, ...] | None, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -56,7 +58,7 @@ class DatasetArgs(SourceArgs):
     @classmethod
     def _differ(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if value is not None and len(set(value)) < len(value):
-            raise ValueError("names that differ, as each is a field of its own")
+            raise ValueError("distinct names, as each is one field")
         return value
 
     @field_serializer("object")
@@ -70,34 +72,34 @@ class DatasetArgs(SourceArgs):
 
 
 def open_object(args: DatasetArgs) -> Any:
-    """The object itself: imported, and called if it is a function or class. Raises `ConfigError`."""
+    """The data set object: imported, and called if it is a function or class. Raises `ConfigError`."""
     if not isinstance(args.object, str):
         return args.object
     try:
-        found: Any = import_named(args.object)
+        dataset: Any = import_named(args.object)
     except USER_ERRORS as error:
         raise ConfigError(
             f"source.object: {args.object!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    is_ready = hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, type)
+    is_ready = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, type)
     if is_ready and args.args:
         raise ConfigError(
-            f"source.args: {args.object!r} is a ready {type(found).__name__}, so nobody would get the arguments "
+            f"source.args: {args.object!r} is a {type(dataset).__name__}, not a function, so nothing takes the arguments "
             f"{', '.join(args.args)}: leave them out, or name a function that takes them"
         )
-    if not is_ready and callable(found):
+    if not is_ready and callable(dataset):
         try:
-            found = ending_forks(found)(**args.args)
+            dataset = ending_forks(dataset)(**args.args)
         except USER_ERRORS as error:
             given = ", ".join(f"{name}={value!r}" for name, value in args.args.items())
             raise ConfigError(
                 f"source.object: {args.object!r}, called with ({given}), failed: {type(error).__name__}: {error}"
             ) from error
-    if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
-            f"source.object: {args.object!r} gives {type(found).__name__}, which has no __len__ and __getitem__"
+            f"source.object: {args.object!r} gives {type(dataset).__name__}, which has no __len__ and __getitem__"
         )
-    return found
+    return dataset
 
 
 def _size_of(dataset: Any) -> int:
@@ -106,15 +108,15 @@ def _size_of(dataset: Any) -> int:
     except USER_ERRORS as error:
         raise ConfigError(
             f"source.object: len() of the {type(dataset).__qualname__} failed ({type(error).__name__}: {error}): a data set "
-            "has to know how many items it has, a whole number"
+            "needs a length, an integer"
         ) from error
 
 
-_SINGLE = {np.ndarray, int, float, bytes}  # most items: to ask for bases of their types takes longer
+_SINGLE = {np.ndarray, int, float, bytes}  # common types: isinstance() would take longer
 
 
 class DatasetSource:
-    """The items of an object, numbered as it numbers them. Implements `Source` and `ItemSource`."""
+    """The items of an object, by its own indices. Implements `Source` and `ItemSource`."""
 
     def __init__(self, dataset: Any, args: DatasetArgs) -> None:
         self.dataset = dataset
@@ -143,14 +145,14 @@ class DatasetSource:
         return self._name
 
     def items(self, indices: list[int]) -> list[Any] | None:
-        """What `__getitems__` gives, if the object has it, as torch's DataLoader asks for a batch."""
+        """The result of `__getitems__`, which torch's DataLoader calls too; None if the object lacks it."""
         if self._get_many is None:
             return None
         try:
-            found = ending_forks(self._get_many)(indices)
-            return found if isinstance(found, list) and len(found) == len(indices) else None
+            items = ending_forks(self._get_many)(indices)
+            return items if isinstance(items, list) and len(items) == len(indices) else None
         except USER_ERRORS:
-            return None  # one of them is bad: asked one by one they say which
+            return None  # one item is bad; taken one by one they tell which
 
     def sample(self, item: Any) -> Sample:
         if isinstance(item, dict):
@@ -186,7 +188,7 @@ class DatasetSource:
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
         raise SourceError(
-            "order.shuffle: block needs a source that knows where its samples' bytes lie (files, tar, array); "
+            "order.shuffle: block needs a source with byte ranges (files, tar, array); "
             "use global or none with a data set object"
         )
 
@@ -199,7 +201,7 @@ def _open(args: DatasetArgs, connector: Connector | None) -> DatasetSource:
 
 
 def _reopen(args: DatasetArgs, num_items: int) -> Callable[[], Source] | None:
-    """A data set that was described by name is made again by that name: it may hold open files."""
+    """A data set given by name is opened again by that name in each process, as it may hold open files."""
     return partial(_opened_again, args, num_items) if isinstance(args.object, str) else None
 
 
@@ -207,8 +209,8 @@ def _opened_again(args: DatasetArgs, num_items: int) -> DatasetSource:
     source = _open(args, None)
     if len(source) != num_items:
         raise SourceError(
-            f"source.object: {args.object!r} gave {num_items} items in the trainer's process and {len(source)} "
-            "in the one that loads, so batches would not be those of the epoch: make it give the same every time"
+            f"source.object: {args.object!r} has {num_items} items in the trainer's process and {len(source)} in the "
+            "loading process, so the batches would be others: make it return the same items every time"
         )
     return source
 

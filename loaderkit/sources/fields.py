@@ -1,4 +1,4 @@
-"""Which files are samples, and which extension fills which field."""
+"""Settings that choose files, and the mapping from extensions to fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Include = Annotated[
     Field(min_length=1),
     AfterValidator(_checked_patterns),
 ]
-"""Which objects belong to a source: a pattern or a list of them; see `Patterns`."""
+"""The objects that belong to a source: a pattern or a list of them; see `Patterns`."""
 
 
 def _checked_fields(value: dict[str, str]) -> dict[str, str]:
@@ -53,10 +53,10 @@ Fields = Annotated[dict[str, str], Field(min_length=1), AfterValidator(_checked_
 
 
 class FieldMap:
-    """Which field an extension (lower case, without the leading dot) belongs to.
+    """Maps extensions (lower case, without the leading dot) to fields.
 
-    With `fields` None image extensions belong to `image`, those in `defaults` to the field given there, and every
-    other one to a field of its own name.
+    With `fields` None image extensions belong to `image`, those in `defaults` to the field given there, and any other to the
+    field of the same name.
     """
 
     def __init__(self, fields: Mapping[str, str] | None, defaults: Mapping[str, str] | None = None) -> None:
@@ -69,11 +69,11 @@ class FieldMap:
                 self._fields |= dict.fromkeys(_split_extensions(listed), name)
 
     def field_of(self, extension: str) -> str | None:
-        """The field; None if `fields` was given and has none for it."""
+        """The extension's field; None if `fields` was given and has none."""
         return self._fields.get(extension, extension if self.names is None else None)
 
     def split_key(self, key: str) -> tuple[str, str] | None:
-        """Field and extension by the end of a file's name: of "a.seg.png", "seg.png" if a field has it, else "png".
+        """Field and extension of a file name; of "a.seg.png" the extension is "seg.png" if a field has it, else "png".
 
         None if the name has no extension, or one that no field has.
         """
@@ -91,12 +91,12 @@ class FieldMap:
 
 
 def described_fields(fields: Mapping[str, str]) -> dict[str, str] | None:
-    """Field -> what its extensions say it holds: an image, text, a number, ...; None if only the data can tell."""
+    """Field -> its content (image, text, a number, ...) by its extensions; None if only the data can tell."""
     return _unless_archived({name: _content_of(_split_extensions(listed)) for name, listed in fields.items()})
 
 
 def included_fields(include: str | tuple[str, ...]) -> dict[str, str] | None:
-    """The same of the fields of the files that patterns include; None if a pattern names no single extension."""
+    """The same for the files that patterns include; None if a pattern does not end in one extension."""
     patterns = (include,) if isinstance(include, str) else include
     extensions = [pattern.rpartition(".")[2].lower() for pattern in patterns if "." in pattern]
     if len(extensions) != len(patterns) or not all(extension.isalnum() for extension in extensions):
@@ -125,5 +125,5 @@ def _content_of(extensions: list[str]) -> str:
 
 
 def _unless_archived(fields: dict[str, str]) -> dict[str, str] | None:
-    """None if one of the fields is an archive, whose own fields are known when it is read."""
+    """None if one of the fields is an archive, whose arrays are known only when it is read."""
     return None if "several arrays" in fields.values() else fields

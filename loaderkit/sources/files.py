@@ -1,4 +1,4 @@
-"""Samples that are files: one file, one sample, and if wanted the class from the folder it lies in."""
+"""`kind: files`: each file is a sample, with its folder's name as the class if configured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FilesArgs(StoreArgs):
     url: Annotated[str, Field(min_length=1, description="the folder: a path, file:// or memory://")]
     include: Include = Field("**/*", description="which files, relative to url: globs with **, and braces")
     label: Literal["parent", "none"] = Field(
-        "none", description="parent: the class is the place of the file's folder in the sorted folder names"
+        "none", description="parent: the class is the index of the file's folder in the sorted folder names"
     )
     fields: Fields | None = Field(
         None, description="field -> extensions, as in {image: 'jpg;png'}; default: images are `image`"
@@ -39,7 +39,7 @@ class FilesArgs(StoreArgs):
     @model_validator(mode="after")
     def _label_has_one_origin(self) -> FilesArgs:
         if self.label == "parent" and self.fields and "label" in self.fields:
-            raise ValueError("`label: parent` and a field called label: which of the two is the label?")
+            raise ValueError("`label: parent` and a field named label exclude each other: remove one of them")
         return self
 
 
@@ -60,7 +60,7 @@ class FilesSource:
         self._field_map = FieldMap(args.fields)
         self._num_seen = 0
         self._folders: dict[str, int] = {}
-        self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), as they come
+        self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), in order of first use
         folder_ids = array("q")
         self._listing = Listing(self._chosen(folder_ids))
         if not len(self._listing):
@@ -68,8 +68,8 @@ class FilesSource:
         self.classes = None
         if args.label == "parent":
             self.classes = sorted(self._folders)
-            place = {name: number for number, name in enumerate(self.classes)}
-            renumbered = np.array([place[name] for name in self._folders], np.int64)
+            class_of = {name: number for number, name in enumerate(self.classes)}
+            renumbered = np.array([class_of[name] for name in self._folders], np.int64)
             self._labels = renumbered[np.array(folder_ids, np.int64)].astype(np.int32)
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class FilesSource:
         return self._listing.keys[index]
 
     def origin(self, index: int) -> str:
-        """The same: a file is its own origin."""
+        """The same as the key: a file is its own origin."""
         return self._listing.keys[index]
 
     def ranges(self, index: int) -> list[FieldRange]:
@@ -112,42 +112,42 @@ class FilesSource:
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from keys, sizes and classes."""
-        found = blake2b(self._listing.keys.digest(), digest_size=8)
-        found.update(self._listing.sizes.astype("<i8").tobytes())
-        found.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
-        return found.hexdigest()
+        digest = blake2b(self._listing.keys.digest(), digest_size=8)
+        digest.update(self._listing.sizes.astype("<i8").tobytes())
+        digest.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
     def _chosen(self, folder_ids: array[int]) -> Iterator[ObjectInfo]:
-        """The files that are samples; notes every matching file's folder, and the samples' in `folder_ids`."""
+        """The files that are samples; records the folder of every matching file, and those of samples in `folder_ids`."""
         num_chosen = 0
         for info in self._connector.list(self._patterns.prefix):
             self._num_seen += 1
             if not self._patterns.matches(info.key):
                 continue
-            is_wanted = self._args.limit is None or num_chosen < self._args.limit
-            if not is_wanted and self._args.label == "none":
+            is_sample = self._args.limit is None or num_chosen < self._args.limit
+            if not is_sample and self._args.label == "none":
                 return
-            found = self._field_of(info.key)
+            field_and_extension = self._field_of(info.key)
             if self._args.label == "parent":
                 folder = self._folders.setdefault(self._folder_of(info.key), len(self._folders))
-                if is_wanted:
+                if is_sample:
                     folder_ids.append(folder)
-            if is_wanted:
+            if is_sample:
                 num_chosen += 1
-                self._extensions.setdefault(found)
+                self._extensions.setdefault(field_and_extension)
                 yield info
 
     def _field_of(self, key: str) -> tuple[str, str]:
-        found = self._field_map.split_key(key)
-        if found is None:
+        field_and_extension = self._field_map.split_key(key)
+        if field_and_extension is None:
             fields = self._args.fields
-            why = (
+            reason = (
                 f"none of the fields {fields} has its extension" if fields else "it has no extension to name its field"
             )
             raise SourceError(
-                f"{self._connector.describe(key)} matches `include`, but {why}; narrow `include` or widen `fields`"
+                f"{self._connector.describe(key)} matches `include`, but {reason}; narrow `include` or widen `fields`"
             )
-        return found
+        return field_and_extension
 
     def _folder_of(self, key: str) -> str:
         folder = key.rpartition("/")[0].rpartition("/")[2]

@@ -1,10 +1,10 @@
-"""What a rank is going to read, in the order in which it will be wanted, in pieces worth a request each.
+"""The ranges that a rank will read, in order of first need, coalesced into slices worth a request each.
 
-    positions ──> samples ──> of a block that is this rank's: the block, once      ──> pieces by first need
-                          └─> others: their ranges, neighbours together (coalesce)
+    positions ──> samples ──> of a block that this rank owns: the block, once ──> slices by first need
+                          └─> others: their ranges, coalesced
 
-The order is arithmetic, so the future is known: nothing is guessed, and two ranks whose lanes differ never fetch one another's
-blocks, but for the few samples that even out the lanes at the end of an epoch; those are fetched singly.
+The order is computed, so the future is known and never guessed. Two ranks with different lanes never fetch the same blocks,
+except for the few samples that even out the lanes at the end of an epoch; those are fetched singly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from loaderkit.errors import SourceError
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, SamplePermutation
 from loaderkit.sources.base import Source
 
-_MOST_SAMPLES = 4096  # looked at at a time
-_TOGETHER = 256  # consecutive samples among which neighbours are looked for
+_MOST_SAMPLES = 4096  # planned at a time
+_NUM_COALESCED = 256  # consecutive samples whose ranges are coalesced
 _MOST_BYTES = 8 << 20
 
 
 class Forecast:
-    """The pieces that one rank wants, epoch after epoch."""
+    """The slices that one rank needs, epoch after epoch."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Forecast:
         bounds: NDArray[np.int64] | None = None,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
-        """`bounds`: the first sample of every block and, last, their number, if `order` is a `BlockOrder`. `shard`: of so many
-        processes which one this is; they make the batches in turns."""
+        """`bounds` are the first sample of every block and, last, the number of samples, for a `BlockOrder`. `shard` is (rank,
+        world size) of this loading process; batches are dealt round-robin."""
         self._source = source
         self._order = order
         self._schedule = schedule
@@ -56,26 +56,26 @@ class Forecast:
 
     @property
     def window(self) -> int:
-        """About so many samples of the rank after a block's first comes its last; 0 if there are no blocks."""
+        """The approximate distance, in the rank's samples, from a block's first to its last sample; 0 without blocks."""
         return self._window
 
-    def pieces(self, epoch: int, position: int) -> Iterator[RangeSlice]:
-        """All pieces from global `position` of `epoch` on, by the sample that wants them first."""
-        number = 0  # of samples before
-        num_batches = 0  # before, those of the other processes included
+    def slices(self, epoch: int, position: int) -> Iterator[RangeSlice]:
+        """All slices from global `position` of `epoch` on, by the first sample that needs them."""
+        num_samples = 0  # of the rank, before these
+        num_batches = 0  # before these, in all processes
         while self._num_epochs is None or epoch < self._num_epochs:
             if self._schedule.num_batches() == 0:
                 return
-            for together in self._positions(position):
-                positions = self._mine(together, num_batches)
-                num_batches += -(-len(together) // self._schedule.batch_size)
+            for group in self._positions(position):
+                positions = self._mine(group, num_batches)
+                num_batches += -(-len(group) // self._schedule.batch_size)
                 indices = self._order.indices(epoch, positions % self._schedule.num_samples)
-                yield from self._of_samples(epoch, positions, indices, number)
-                number += len(indices)
+                yield from self._of_samples(epoch, positions, indices, num_samples)
+                num_samples += len(indices)
             self._emitted = None
             epoch, position = epoch + 1, 0
 
-    _emitted: NDArray[np.bool_] | None = None  # the blocks of the epoch that were given already
+    _emitted: NDArray[np.bool_] | None = None  # the blocks of the epoch that were emitted already
     _owned: NDArray[np.bool_] | None = None
 
     def _positions(self, start: int) -> Iterator[NDArray[np.int64]]:
@@ -86,7 +86,7 @@ class Forecast:
             yield schedule.positions(start, first, min(step, num_batches - first))
 
     def _mine(self, positions: NDArray[np.int64], num_before: int) -> NDArray[np.int64]:
-        """Those in this process's batches; `num_before` batches came before these."""
+        """The positions in this process's batches; `num_before` batches came before them."""
         if self._of == 1:
             return positions
         batches = num_before + np.arange(len(positions), dtype=np.int64) // self._schedule.batch_size
@@ -96,50 +96,53 @@ class Forecast:
     def _of_samples(
         self, epoch: int, positions: NDArray[np.int64], indices: NDArray[np.int64], number: int
     ) -> list[RangeSlice]:
-        pieces: list[RangeSlice] = []
+        slices: list[RangeSlice] = []
         rest = np.arange(len(indices), dtype=np.int64)
         if self._bounds is not None:
             blocks = np.searchsorted(self._bounds, indices, "right") - 1
             is_owned = self._owned_blocks(epoch)[blocks]
-            pieces = self._of_blocks(blocks, rest[is_owned], number)
+            slices = self._of_blocks(blocks, rest[is_owned], number)
             rest = rest[~is_owned]
-        for first in range(0, len(rest), _TOGETHER):
-            some = rest[first : first + _TOGETHER]
-            pieces += coalesce(self._wanted(indices[some], (some + number).tolist()), most_bytes=_MOST_BYTES)
-        return sorted(pieces, key=lambda piece: piece.first)
+        for first in range(0, len(rest), _NUM_COALESCED):
+            some = rest[first : first + _NUM_COALESCED]
+            slices += coalesce(self._wanted(indices[some], (some + number).tolist()), most_bytes=_MOST_BYTES)
+        return sorted(slices, key=lambda range_slice: range_slice.first)
 
     def _owned_blocks(self, epoch: int) -> NDArray[np.bool_]:
-        """bool [blocks]: of which this rank reads at least every second sample, so that they are worth a request each."""
+        """bool [blocks]: the blocks of which this rank reads at least half of the samples, which makes them worth a request."""
         if self._emitted is None or self._owned is None:
             assert isinstance(self._order, BlockOrder)
             assert self._bounds is not None
             schedule = self._schedule
             self._emitted = np.zeros(len(self._bounds) - 1, np.bool_)
-            # Position p is of lane p mod lanes and of rank p mod W: they meet where p mod both is the same.
+            # Position p is in lane p mod lanes and on rank p mod W, so the two agree modulo their gcd.
             common = gcd(schedule.world_size, self._order.num_lanes)
-            # Of several processes each wants some samples of every block: they are fetched one by one, none of them twice.
+            # Each of several processes needs some samples of every block: fetched singly, none is fetched twice.
             is_worth_it = self._of == 1 and 2 * common >= schedule.world_size
             self._owned = (self._order.lanes_of_blocks(epoch) % common == schedule.rank % common) & is_worth_it
         return self._owned
 
-    def _of_blocks(self, blocks: NDArray[np.int64], places: NDArray[np.int64], number: int) -> list[RangeSlice]:
-        """The blocks that these samples begin; those of which a sample came before are fetched already."""
+    def _of_blocks(self, blocks: NDArray[np.int64], positions: NDArray[np.int64], number: int) -> list[RangeSlice]:
+        """The blocks of these samples that were not emitted before."""
         assert self._emitted is not None
         assert self._bounds is not None
-        found, firsts = np.unique(blocks[places], return_index=True)
-        pieces: list[RangeSlice] = []
-        for block, first in zip(found.tolist(), firsts.tolist(), strict=True):
+        distinct, firsts = np.unique(blocks[positions], return_index=True)
+        slices: list[RangeSlice] = []
+        for block, first in zip(distinct.tolist(), firsts.tolist(), strict=True):
             if self._emitted[block]:
                 continue
             self._emitted[block] = True
             lo, hi = int(self._bounds[block]), int(self._bounds[block + 1])
-            at = number + int(places[first])
-            inside = self._wanted(np.arange(lo, hi, dtype=np.int64), [at] * (hi - lo))
-            pieces += [piece._replace(last=at + 2 * self._window) for piece in coalesce(inside, most_bytes=1 << 62)]
-        return pieces
+            first_sample = number + int(positions[first])
+            inside = self._wanted(np.arange(lo, hi, dtype=np.int64), [first_sample] * (hi - lo))
+            slices += [
+                range_slice._replace(last=first_sample + 2 * self._window)
+                for range_slice in coalesce(inside, most_bytes=1 << 62)
+            ]
+        return slices
 
     def _wanted(self, indices: NDArray[np.int64], numbers: list[int]) -> list[RangeRequest]:
-        """The ranges of samples that stand at `numbers` of the rank's order."""
+        """The ranges of samples with the indices `numbers` in the rank's order."""
         if self._record_bytes is not None:
             file, starts = self._source.file, self._source.starts(indices)  # type: ignore[attr-defined]
             return [
@@ -153,11 +156,11 @@ class Forecast:
             num_fields = max(1, len(table.fields))
             owners = [number for number in numbers for _ in range(num_fields)]
             return list(map(RangeRequest, ranges.keys, ranges.starts, ranges.lengths, ranges.etags, owners))
-        found: list[RangeRequest] = []
+        distinct: list[RangeRequest] = []
         for index, number in zip(indices.tolist(), numbers, strict=True):
             try:
                 parts = self._source.ranges(index)
-            except SourceError:  # it lacks a field, which `read` is going to say
+            except SourceError:  # a field is missing; `read` raises the error
                 continue
-            found += [RangeRequest(*part.range, number) for part in parts]
-        return found
+            distinct += [RangeRequest(*part.range, number) for part in parts]
+        return distinct

@@ -1,4 +1,4 @@
-"""What a source keeps about its samples: which keys are wanted, compact tables, fields by extension, blocks."""
+"""Compact tables of strings and of listed objects, and the cutting of samples into blocks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from numpy.typing import NDArray
 from loaderkit import native
 from loaderkit.connectors.base import ObjectInfo
 
-# ---------------------------------------------------------------------------------------------------- tables
-
 
 class StringTable:
-    """Immutable strings in one piece of memory: their UTF-8 bytes and 8 bytes each (a `str` in a list takes 57 more).
+    """Immutable strings in one buffer: their UTF-8 bytes and 8 bytes each (a `str` in a list takes 57 more).
 
-    Lone surrogates, which stand for file names that are not UTF-8, keep their place.
+    Lone surrogates, which stand for bytes of file names that are not UTF-8, are kept.
     """
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
@@ -32,7 +30,7 @@ class StringTable:
 
     @classmethod
     def packed(cls, data: bytes, ends: NDArray[np.int64]) -> StringTable:
-        """The table of the strings that lie one behind another in `data` and end at `ends` (int64 [n])."""
+        """The table of strings concatenated in `data` that end at `ends` (int64 [n])."""
         table = cls()
         table._data, table._ends = data, ends
         return table
@@ -53,17 +51,17 @@ class StringTable:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, place: int) -> str:
+    def __getitem__(self, index: int) -> str:
         num = len(self._ends)
-        if not -num <= place < num:
-            raise IndexError(f"string {place} of {num}")
-        place %= num
-        start = int(self._ends[place - 1]) if place else 0
-        return self._data[start : int(self._ends[place])].decode("utf-8", "surrogateescape")
+        if not -num <= index < num:
+            raise IndexError(f"string {index} of {num}")
+        index %= num
+        start = int(self._ends[index - 1]) if index else 0
+        return self._data[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
 
-    def take(self, places: NDArray[np.int64]) -> list[str]:
-        """The strings at several places (0 to len - 1), in a tenth of the time of one by one."""
-        return native.texts(self._data, self._ends, np.ascontiguousarray(places, np.int64))
+    def take(self, indices: NDArray[np.int64]) -> list[str]:
+        """The strings at several indices (0 to len - 1), in a tenth of the time of one by one."""
+        return native.texts(self._data, self._ends, np.ascontiguousarray(indices, np.int64))
 
     def __iter__(self) -> Iterator[str]:
         start = 0
@@ -73,13 +71,13 @@ class StringTable:
 
     def digest(self) -> bytes:
         """16 bytes that differ, for all practical purposes, when any string or the order differs."""
-        found = blake2b(self._ends.astype("<i8").tobytes(), digest_size=16)
-        found.update(self._data)
-        return found.digest()
+        digest = blake2b(self._ends.astype("<i8").tobytes(), digest_size=16)
+        digest.update(self._data)
+        return digest.digest()
 
 
 def numbered(indices: NDArray[np.int64]) -> list[str]:
-    """The keys of samples that have numbers instead: "0", "1", ... for int64 [n], none below 0."""
+    """The keys of samples that are keyed by number: "0", "1", ... for int64 [n], none below 0."""
     return list(map(repr, indices.tolist()))
 
 
@@ -103,8 +101,8 @@ class Listing:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, place: int) -> ObjectInfo:
-        return ObjectInfo(self.keys[place], int(self.sizes[place]), self.etags[place])
+    def __getitem__(self, index: int) -> ObjectInfo:
+        return ObjectInfo(self.keys[index], int(self.sizes[index]), self.etags[index])
 
 
 def cut_blocks(
@@ -133,9 +131,3 @@ def cut_blocks(
     is_first[1:] = part[1:] != part[:-1]
     is_first[firsts] = True
     return np.append(np.flatnonzero(is_first), num_samples).astype(np.int64)
-
-
-# -------------------------------------------------------------------------------------------------- patterns
-
-
-# ---------------------------------------------------------------------------------------- fields by extension

@@ -13,7 +13,7 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?|([A-Za-z])\.\.([A-Za-z]
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """What a shell makes of "{a,b}", "{000..099}" (zeros kept), "{0..8..2}" and "{a..f}", also nested, in its order.
+    """The shell's expansion of "{a,b}", "{000..099}" (zeros kept), "{0..8..2}" and "{a..f}", also nested, in its order.
 
     Braces with neither a comma nor a range stay as they are. Raises ValueError beyond a million results.
     """
@@ -34,13 +34,13 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _first_braces(pattern: str) -> tuple[int, int]:
-    """The places of the first brace that is closed again and of its partner; -1 when there is none."""
+    """The indices of the first closed pair of braces; -1 if there is none."""
     for start in range(len(pattern)):
         depth = 0
-        for place in range(start, len(pattern) if pattern[start] == "{" else start):
-            depth += {"{": 1, "}": -1}.get(pattern[place], 0)
+        for index in range(start, len(pattern) if pattern[start] == "{" else start):
+            depth += {"{": 1, "}": -1}.get(pattern[index], 0)
             if depth == 0:
-                return start, place
+                return start, index
     return -1, -1
 
 
@@ -84,7 +84,7 @@ class Patterns:
         self._globs = {text: re.compile(_regex(text), re.DOTALL) for text in expanded if text not in self._literals}
         self._order = list(expanded)
         heads = [re.split(r"[*?\[]", text, maxsplit=1)[0] for text in expanded]
-        # All heads start with what the least and the greatest have in common.
+        # The common prefix of the least and the greatest head is that of all.
         low, high = min(heads), max(heads)
         same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
         self.prefix = low[:same]
@@ -93,29 +93,29 @@ class Patterns:
         return ", ".join(map(repr, self.written))
 
     def matches(self, key: str) -> bool:
-        """Whether any pattern matches the whole key."""
+        """True if any pattern matches the whole key."""
         return key in self._literals or any(glob.fullmatch(key) for glob in self._globs.values())
 
     @property
     def names(self) -> list[str] | None:
-        """All that can match, braces expanded, in the order in which it was written; None if there are wildcards."""
+        """All names that can match, with braces expanded, in the order given; None if there are wildcards."""
         return None if self._globs else self._order
 
     def without_match(self, keys: Iterable[str]) -> list[str]:
-        """The patterns, braces expanded, that match none of `keys`, in the order in which they were written."""
-        found = set(keys)
+        """The patterns, with braces expanded, that match none of `keys`, in the order given."""
+        existing = set(keys)
         return [
             text
             for text in self._order
-            if not (text in found if text in self._literals else any(map(self._globs[text].fullmatch, found)))
+            if not (text in existing if text in self._literals else any(map(self._globs[text].fullmatch, existing)))
         ]
 
 
 def _regex(pattern: str) -> str:
     parts = pattern.split("/")
     regex = ""
-    for place, part in enumerate(parts):
-        is_last = place == len(parts) - 1
+    for index, part in enumerate(parts):
+        is_last = index == len(parts) - 1
         if part == "**":
             regex += r"(?:(?!\.)[^/]+/)*" + (r"(?!\.)[^/]+" if is_last else "")
             continue

@@ -1,6 +1,6 @@
-"""Samples in tar archives, grouped as WebDataset does: members that share a name up to its first dot are one sample.
+"""`kind: tar`: samples in archives, grouped as in WebDataset: members that share a name up to its first dot are one sample.
 
-shards (listing) -> their indexes (a few at a time) -> `_group`: one pass over the names of a shard, in C if they are plain
+shards (listing) -> their indexes (a few at a time) -> `_group`: one pass over the names of a shard, in C if they are regular
     -> arrays: starts, sizes and extension of all members, first member of every sample, first sample of every shard
 """
 
@@ -32,10 +32,10 @@ from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, loa
 from loaderkit.sources.listing import StringTable, cut_blocks
 from loaderkit.sources.patterns import Patterns
 
-# WebDataset's own description of an archive, anywhere below a folder `__...__` or `__...` at the top.
+# Names of WebDataset's metadata: a file, or anything below a folder, named `__...__` at the top of the archive.
 _META = re.compile(r"__[^/]*__($|/)")
 _NUM_THREADS = 4
-_NUM_REMOTE_THREADS = 32  # which wait for the store, not for a CPU
+_NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 _MAX_NAMED = 20
 
 
@@ -59,7 +59,7 @@ class TarArgs(StoreArgs):
 
     @property
     def root(self) -> str:
-        """Where the connector starts: `url`, or its directory when it names archives itself."""
+        """The connector's root: `url`, or its directory if it names archives."""
         if not self.url.endswith(".tar"):
             return self.url
         directory = self.url[: self.url.rfind("/") + 1]
@@ -67,63 +67,62 @@ class TarArgs(StoreArgs):
 
     @property
     def shards(self) -> str | tuple[str, ...]:
-        """Which archives below `root`."""
+        """The patterns of archives below `root`."""
         return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".tar") else self.include
 
 
 class _Samples(NamedTuple):
-    """The samples of one archive: members a sample, the members' places in the archive, their extensions' numbers."""
+    """The samples of one archive: members per sample, and of each member its index in the archive and its extension's id."""
 
     keys: StringTable
     counts: NDArray[np.int64]
-    places: NDArray[np.int64]
+    members: NDArray[np.int64]
     extensions: NDArray[np.int32]
 
     def head(self, num: int) -> _Samples:
         counts = self.counts[:num]
         num_members = int(counts.sum())
-        return _Samples(self.keys.head(num), counts, self.places[:num_members], self.extensions[:num_members])
+        return _Samples(self.keys.head(num), counts, self.members[:num_members], self.extensions[:num_members])
 
 
 class TarSource:
-    """The samples of all matching archives: archives by the UTF-8 bytes of their keys, samples as they lie in them.
+    """The samples of all matching archives: archives by the UTF-8 bytes of their keys, samples in archive order.
 
-    `connector` holds the archives below `args.root`; `load` gives the members of one, from any of a few threads.
-    A key is the member's name up to the first dot of its base name. `num_ignored` counts the members that can belong to
-    no sample: hidden ones, and those without an extension. Raises `SourceError` if an archive that was named is
-    missing, there is no sample, a key comes back later in its archive, or two members of a sample are the same field;
-    and what `load` raises.
+    `connector` reads below `args.root`; `load` returns the members of one archive, and is called from several threads.
+    A key is the member's name up to the first dot of its base name. `num_ignored` counts the members that belong to no sample:
+    hidden ones, and those without an extension. Raises `SourceError` if a named archive is missing, there is no sample, the
+    members of a sample are not adjacent, or two members of a sample are the same field; and what `load` raises.
     """
 
     classes: list[str] | None = None
-    index_s = 0.0  # the time to read or build the indexes, of all the time to list the source
+    index_s = 0.0  # the time to read or build the indexes
 
     def __init__(self, connector: Connector, args: TarArgs, load: Callable[[ObjectInfo], TarIndex]) -> None:
         self._connector = connector
         self._args = args
         self._field_map = FieldMap(args.fields, {"cls": "label"})
-        self._shards = self._found_shards()
+        self._shards = self._list_shards()
         self._shard_keys = [info.key for info in self._shards]
         self._shard_etags = [info.etag for info in self._shards]
         self._extension_ids: dict[str, int] = {}
         self.num_ignored = 0
         self._collect(load)
         self._extensions = list(self._extension_ids)
-        self._fields = [self._field_map.field_of(extension) for extension in self._extensions]  # by extension's number
+        self._fields = [self._field_map.field_of(extension) for extension in self._extensions]  # by extension id
         self._check_fields()
-        self._alike = self._find_alike()
+        self._layout = self._common_layout()
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
     @property
     def num_members(self) -> int:
-        """Members of all samples, wanted or not."""
+        """The members of all samples, including those of no field."""
         return len(self._starts)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the wanted members of all samples."""
+        """The bytes of the members that are fields, of all samples."""
         return int(self._sample_sizes.sum())
 
     def key(self, index: int) -> str:
@@ -135,12 +134,12 @@ class TarSource:
         return self._shards[self._shard_of(index)].key
 
     def ranges(self, index: int) -> list[FieldRange]:
-        """One range a wanted field: in the order of `fields` if given, else as the members lie in the archive.
+        """One range per field: in the order of `fields` if given, else in archive order.
 
         Raises `SourceError` if the sample lacks a field.
         """
         shard = self._shards[self._shard_of(index)]
-        found: dict[str, FieldRange] = {}
+        ranges: dict[str, FieldRange] = {}
         members = self._members_of(index)
         extension_ids = self._member_extensions[members].tolist()
         for extension_id, start, size in zip(
@@ -148,12 +147,12 @@ class TarSource:
         ):
             field = self._fields[extension_id]
             if field is not None:
-                place = ByteRange(shard.key, start, size, shard.etag)
-                found[field] = FieldRange(field, self._extensions[extension_id], place)
+                byte_range = ByteRange(shard.key, start, size, shard.etag)
+                ranges[field] = FieldRange(field, self._extensions[extension_id], byte_range)
         if self._field_map.names is None:
-            return list(found.values())
+            return list(ranges.values())
         try:
-            return [found[name] for name in self._field_map.names]
+            return [ranges[name] for name in self._field_map.names]
         except KeyError as error:
             wanted = (self._args.fields or {})[error.args[0]]
             raise SourceError(
@@ -162,10 +161,10 @@ class TarSource:
             ) from None
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
-        """The members of several samples, if all samples of the source consist of the same extensions in one order."""
-        if self._alike is None:
+        """The ranges of several samples, if all samples have the same extensions in the same order."""
+        if self._layout is None:
             return None
-        offsets, fields = self._alike
+        offsets, fields = self._layout
         num_members = len(self._starts) // len(self)
         shards = self._shard_firsts, self._shard_keys, self._shard_etags
         return Table(fields, Ranges(*native.members(indices, offsets, num_members, self._starts, self._sizes, *shards)))
@@ -179,40 +178,40 @@ class TarSource:
         return {}
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
-        """Runs of samples whose wanted fields take about `block_bytes`, never across an archive: int64 [runs + 1]."""
+        """Runs of samples whose fields take about `block_bytes`, never across an archive: int64 [runs + 1]."""
         return cut_blocks(self._sample_sizes, block_bytes, self._shard_firsts)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from the archives' and samples' keys and the sizes and extensions of all members."""
-        found = blake2b(StringTable(info.key for info in self._shards).digest(), digest_size=8)
-        found.update(self._keys.digest())
+        digest = blake2b(StringTable(info.key for info in self._shards).digest(), digest_size=8)
+        digest.update(self._keys.digest())
         for numbers in (self._shard_firsts, self._firsts, self._sizes, self._member_extensions):
-            found.update(numbers.astype("<i8").tobytes())
-        found.update("\0".join(self._extensions).encode("utf-8", "surrogateescape"))
-        return found.hexdigest()
+            digest.update(numbers.astype("<i8").tobytes())
+        digest.update("\0".join(self._extensions).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
     # ------------------------------------------------------------------------------------------------- building
 
-    def _found_shards(self) -> list[ObjectInfo]:
+    def _list_shards(self) -> list[ObjectInfo]:
         patterns = Patterns(self._args.shards)
         try:
             infos = [info for info in self._connector.list(patterns.prefix) if patterns.matches(info.key)]
-        except AccessDeniedError:  # to list a bucket is a right of its own
+        except AccessDeniedError:  # listing a bucket needs a separate permission
             if patterns.names is None:
                 raise
-            infos = self._by_name(patterns.names)
+            infos = self._stat_all(patterns.names)
         missing = patterns.without_match(info.key for info in infos)
-        if missing and not infos and patterns.names is not None:  # most web servers list nothing
-            infos = self._by_name(patterns.names)
+        if missing and not infos and patterns.names is not None:  # most web servers do not list
+            infos = self._stat_all(patterns.names)
             missing = patterns.without_match(info.key for info in infos)
         if missing:
             named = ", ".join(map(repr, missing[:_MAX_NAMED]))
             more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-            raise SourceError(f"nothing below {self._args.root!r} is called {named}{more}; {self._what_is_there()}")
+            raise SourceError(f"nothing below {self._args.root!r} is called {named}{more}; {self._describe_existing()}")
         return infos
 
-    def _by_name(self, names: list[str]) -> list[ObjectInfo]:
-        """Those of the archives that are there, asked for one by one."""
+    def _stat_all(self, names: list[str]) -> list[ObjectInfo]:
+        """The existing ones of the named archives, by one `stat` each."""
 
         def stat(name: str) -> ObjectInfo | None:
             try:
@@ -224,11 +223,11 @@ class TarSource:
             infos = [*filter(None, pool.map(stat, names))]
         return sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
 
-    def _what_is_there(self) -> str:
+    def _describe_existing(self) -> str:
         try:
             others = [info.key for info in islice(self._connector.list(""), 3)]
         except AccessDeniedError:
-            return "what is there may not be listed"
+            return "the objects below it cannot be listed"
         return f"there are {', '.join(map(repr, others))} ..." if others else "there is no object at all"
 
     @property
@@ -236,19 +235,19 @@ class TarSource:
         return _NUM_REMOTE_THREADS if traits_of(self._connector).is_remote else _NUM_THREADS
 
     def _loaded(self, load: Callable[[ObjectInfo], TarIndex]) -> Iterator[tuple[ObjectInfo, TarIndex]]:
-        """All archives with their indexes, a few loaded ahead."""
+        """All archives with their indexes; a few are loaded ahead."""
         infos, num_threads = self._shards, self._num_threads
         with ThreadPoolExecutor(num_threads, thread_name_prefix="loaderkit-index") as pool:
-            for place in range(0, len(infos), 4 * num_threads):
-                some = infos[place : place + 4 * num_threads]
-                yield from zip(some, pool.map(load, some), strict=True)
+            for first in range(0, len(infos), 4 * num_threads):
+                batch = infos[first : first + 4 * num_threads]
+                yield from zip(batch, pool.map(load, batch), strict=True)
 
     def _collect(self, load: Callable[[ObjectInfo], TarIndex]) -> None:
-        """Group the members of all archives (up to `limit` samples) and lay the result out in arrays."""
+        """Group the members of all archives (up to `limit` samples) and store the result in arrays."""
         limit = self._args.limit
         num = 0
         shard_firsts: list[int] = []
-        found: list[_Samples] = []
+        groups: list[_Samples] = []
         starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for info, index in self._loaded(load):
             samples = self._group(info, index)
@@ -256,52 +255,52 @@ class TarSource:
                 samples = samples.head(limit - num)
             shard_firsts.append(num)
             num += len(samples.keys)
-            found.append(samples)
-            starts.append(index.starts[samples.places])
-            sizes.append(index.sizes[samples.places])
+            groups.append(samples)
+            starts.append(index.starts[samples.members])
+            sizes.append(index.sizes[samples.members])
             if num == limit:
                 break
         if not num:
             raise SourceError(
-                f"the {len(self._shards)} archives below {self._args.root!r} hold no sample ({self.num_ignored} "
-                "members are hidden or have no extension); a sample's members are called <key>.<extension>"
+                f"the {len(self._shards)} archives below {self._args.root!r} have no sample ({self.num_ignored} "
+                "members are hidden or have no extension); a sample's members are named <key>.<extension>"
             )
-        self._keys = StringTable.joined(samples.keys for samples in found)
+        self._keys = StringTable.joined(samples.keys for samples in groups)
         self._starts = np.concatenate(starts)
         self._sizes = np.concatenate(sizes)
-        self._member_extensions = np.concatenate([samples.extensions for samples in found])
-        self._firsts = np.cumsum(np.concatenate([[0], *(samples.counts for samples in found)]), dtype=np.int64)
+        self._member_extensions = np.concatenate([samples.extensions for samples in groups])
+        self._firsts = np.cumsum(np.concatenate([[0], *(samples.counts for samples in groups)]), dtype=np.int64)
         self._shard_firsts = np.array(shard_firsts, np.int64)
-        self._shard_starts = shard_firsts  # the same as a list, in which a search is ten times as fast
+        self._shard_starts = shard_firsts  # as a list, which `bisect` searches ten times as fast
 
     def _group(self, info: ObjectInfo, index: TarIndex) -> _Samples:
         """The samples of one archive. Extensions are numbered in `_extension_ids`."""
-        plain = native.group_names(index.packed_names, len(index))
-        if plain is None:
-            return self._group_with_care(info, index)
-        keys, ends, counts, places, extensions, names, num_ignored, are_ascending = plain
-        found = StringTable.packed(keys, np.frombuffer(ends, np.int64))
-        if not are_ascending and len({*found.take(np.arange(len(found)))}) < len(found):
-            return self._group_with_care(info, index)  # which says what comes back
+        grouped = native.group_names(index.packed_names, len(index))
+        if grouped is None:
+            return self._group_by_name(info, index)
+        keys, ends, counts, members, extensions, names, num_ignored, are_ascending = grouped
+        table = StringTable.packed(keys, np.frombuffer(ends, np.int64))
+        if not are_ascending and len({*table.take(np.arange(len(table)))}) < len(table):
+            return self._group_by_name(info, index)  # it raises the error
         self.num_ignored += num_ignored
         ids = np.array([self._extension_id(name) for name in names], np.int32)
         return _Samples(
-            found,
+            table,
             np.frombuffer(counts, np.int64),
-            np.frombuffer(places, np.int64),
+            np.frombuffer(members, np.int64),
             ids[np.frombuffer(extensions, np.int32)],
         )
 
     def _extension_id(self, extension: str) -> int:
         return self._extension_ids.setdefault(extension, len(self._extension_ids))
 
-    def _group_with_care(self, info: ObjectInfo, index: TarIndex) -> _Samples:
-        """The same name by name, for all that is unusual. Raises `SourceError`."""
+    def _group_by_name(self, info: ObjectInfo, index: TarIndex) -> _Samples:
+        """`_group` name by name, for irregular archives. Raises `SourceError`."""
         counts: dict[str, int] = {}  # by key
-        places, ids = array("q"), array("i")
-        last = ""  # the key of the sample the latest member belongs to, with its dot
+        members, ids = array("q"), array("i")
+        last = ""  # the key of the latest member's sample, with its dot
         seen: set[int] = set()  # its extensions
-        for place, name in enumerate(index.names()):
+        for number, name in enumerate(index.names()):
             if last and name.startswith(last) and "/" not in name[len(last) :]:
                 extension = name[len(last) :].lower()
             else:
@@ -320,20 +319,20 @@ class TarSource:
             if extension_id in seen:
                 self._fail_as_twice(info, last[:-1], extension)
             seen.add(extension_id)
-            places.append(place)
+            members.append(number)
             ids.append(extension_id)
             counts[last[:-1]] += 1
         return _Samples(
             StringTable(counts),
             np.array([*counts.values()], np.int64),
-            np.array(places, np.int64),
+            np.array(members, np.int64),
             np.array(ids, np.int32),
         )
 
     def _fail_as_scattered(self, info: ObjectInfo, key: str, name: str) -> NoReturn:
         raise SourceError(
-            f"{self._connector.describe(info.key)}: sample {key!r} comes back with {name!r} after others; "
-            "its members must lie together: create the archive with its members sorted by name (tar --sort=name)"
+            f"{self._connector.describe(info.key)}: sample {key!r} continues with {name!r} after other samples; "
+            "a sample's members must be adjacent: create the archive with its members sorted by name (tar --sort=name)"
         )
 
     def _fail_as_twice(self, info: ObjectInfo, key: str, extension: str) -> NoReturn:
@@ -343,7 +342,7 @@ class TarSource:
         )
 
     def _check_fields(self) -> None:
-        """Compute the samples' sizes, and raise if two members of one are the same field."""
+        """Compute the samples' sizes, and raise if two members of one sample are the same field."""
         sample_of = np.repeat(np.arange(len(self)), np.diff(self._firsts))
         names = list(dict.fromkeys(name for name in self._fields if name is not None))
         numbers = {name: number for number, name in enumerate(names)}
@@ -353,7 +352,7 @@ class TarSource:
         bytes_before = np.concatenate([[0], np.cumsum(np.where(is_wanted, self._sizes, 0))])
         self._sample_sizes = np.diff(bytes_before[self._firsts])
         pairs = (sample_of * max(1, len(names)) + field_of)[is_wanted]
-        ordered = np.sort(pairs, kind="stable")  # nearly in order: a seventh of the time
+        ordered = np.sort(pairs, kind="stable")  # nearly in order, so a stable sort takes a seventh of the time
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice):
             index, field_id = divmod(int(twice[0]), len(names))
@@ -365,8 +364,8 @@ class TarSource:
                 "extension is which field"
             )
 
-    def _find_alike(self) -> tuple[NDArray[np.int64], tuple[tuple[str, str], ...]] | None:
-        """Where the wanted members lie among those of a sample, and their fields, if that is so for all samples."""
+    def _common_layout(self) -> tuple[NDArray[np.int64], tuple[tuple[str, str], ...]] | None:
+        """The fields' indices among a sample's members, and the fields, if they are the same for all samples."""
         num_members = len(self._extensions_of(0))
         if len(self._sizes) != num_members * len(self) or (np.diff(self._firsts) != num_members).any():
             return None
@@ -374,21 +373,21 @@ class TarSource:
         if (rows != rows[0]).any():
             return None
         try:
-            found = self.ranges(0)
+            ranges = self.ranges(0)
         except SourceError:
             return None
         extensions = self._extensions_of(0)
-        offsets = np.array([extensions.index(extension) for _, extension, _ in found], np.int64)
-        return offsets, tuple((field, extension) for field, extension, _ in found)
+        offsets = np.array([extensions.index(extension) for _, extension, _ in ranges], np.int64)
+        return offsets, tuple((field, extension) for field, extension, _ in ranges)
 
     def _shard_of(self, index: int) -> int:
-        return bisect_right(self._shard_starts, self._place(index)) - 1
+        return bisect_right(self._shard_starts, self._checked(index)) - 1
 
     def _members_of(self, index: int) -> slice:
-        place = self._place(index)
-        return slice(int(self._firsts[place]), int(self._firsts[place + 1]))
+        number = self._checked(index)
+        return slice(int(self._firsts[number]), int(self._firsts[number + 1]))
 
-    def _place(self, index: int) -> int:
+    def _checked(self, index: int) -> int:
         num = len(self._firsts) - 1
         if not -num <= index < num:
             raise IndexError(f"sample {index} of {num}")
@@ -399,7 +398,7 @@ class TarSource:
 
 
 class _Timed:
-    """A function that several threads may call at once; `seconds` is the time in which at least one call was running."""
+    """A function for concurrent calls; `seconds` is the time during which at least one of them ran."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""What every stage takes, and the values that samples hold between two stages."""
+"""The contract of stages: common arguments, kinds, the values samples hold between stages, and the work on batches."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class StageArgs(Model):
-    """What every stage takes."""
+    """The arguments of every stage."""
 
     name: str | None = Field(
         None,
         min_length=1,
         pattern=r"^[A-Za-z_][\w-]*$",
-        description="default: its kind; a second one of a kind is kind-2",
+        description="default: its kind; a second stage of a kind is kind-2",
     )
     workers: PositiveInt | Literal["auto"] = Field(
-        "auto", description="threads of its own, or auto: share the automatic pool with its neighbours"
+        "auto", description="dedicated threads, or auto: share the automatic pool with adjacent stages"
     )
 
 
@@ -40,7 +40,7 @@ FieldNames = Annotated[
     Annotated[tuple[str, ...], Field(min_length=1)] | None,
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
-"""Which fields a stage acts on; None: every field it fits."""
+"""The fields a stage acts on; None: all fields of the right type."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StageConfig:
 
 
 class AddError(Protocol):
-    """Notes what is wrong with the stage at `number`, and with which of its arguments, if it is one."""
+    """Reports a problem of the stage at index `number`, or of one of its arguments."""
 
     def __call__(self, number: int, message: str, argument: str | None = None) -> None: ...
 
@@ -75,10 +75,10 @@ Scope = Literal["sample", "boundary", "batch", "either"]
 
 @dataclass(frozen=True)
 class StageKind:
-    """A kind of stage: its arguments, on which side of `batch` it may stand, and how it is compiled.
+    """A kind of stage: its arguments, whether it comes before or after `batch`, and how it is compiled.
 
-    `make(args)` gives a function of one sample, its draws and memory to reuse, for `runner.each_sample`. A kind that is none
-    has `compile` instead, which gives a stage of the scope in which it runs.
+    `make(args)` returns a function of one sample, its draws and memory to reuse, for `runner.each_sample`. Other kinds have
+    `compile`, which returns the stage.
     """
 
     args: type[StageArgs]
@@ -86,26 +86,26 @@ class StageKind:
     make: Callable[[Any], Callable[..., Any]] | None = None
     compile: Callable[[StageConfig, CompileContext], Stage] | None = None
     check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
-    """(all stages, which of them this is, the kinds, what adds an error): does it fit the others?"""
-    num_draws: int = 0  # random numbers for each sample
-    ops: Callable[[Any], ImageOps] | None = None  # what it does to an image, as arithmetic; for `decode` before it
+    """(all stages, this one's index, the kinds, `add_error`): reports what does not fit the other stages."""
+    num_draws: int = 0  # uniform random numbers per sample
+    ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for a preceding `decode`
     needs_images: bool = False
-    is_single: bool = False  # a pipeline has one
-    decodes: bool = False  # behind it fields are no bytes any more
-    shrinks: bool = False  # images are cut or resized, and behind it seldom large
-    is_pointwise: bool = False  # every pixel by itself: a resize may come after it as well as before
-    runs_user_code: bool = False  # it may keep what it is given, and make anything of it
-    takes_tensors: bool = False  # it acts on the tensors of a checkpoint, too
-    stream: Callable[[Any], Stream | None] | None = None  # the stream on which it brings batches to a GPU, if it does
-    keeps_values: Callable[[Any], bool] = lambda args: False  # it may as well run after `normalize`
+    is_single: bool = False  # at most one in a pipeline
+    decodes: bool = False  # fields after it are no longer encoded bytes
+    shrinks: bool = False  # images are cropped or resized, so seldom large after it
+    is_pointwise: bool = False  # acts on each pixel alone, so it commutes with a resize
+    runs_user_code: bool = False  # it may keep its input, and return anything
+    takes_tensors: bool = False  # it also acts on the tensors of a checkpoint
+    stream: Callable[[Any], Stream | None] | None = None  # its stream, if it copies batches to a GPU
+    keeps_values: Callable[[Any], bool] = lambda args: False  # it commutes with `normalize`
     slot_dtype: Callable[[Any], str | None] = lambda args: None
-    """The type of the images that it writes into their slots, chunk by chunk, right behind `batch`; None: it cannot."""
+    """The dtype of the images that it can write into their slots directly after `batch`; None: it cannot."""
     objects: Callable[[Any], Mapping[str, Any]] = lambda args: {}
-    """Key -> what the user gave for it, which loading processes are sent."""
+    """Key -> object that the user gave for it and that is pickled to loading processes."""
 
 
 class Encoded(NamedTuple):
-    """The bytes of one field before `decode`, and the extension that says what they are ("jpg", "cls", "seg.png")."""
+    """The bytes of one field before `decode`, and the extension that names their format ("jpg", "cls", "seg.png")."""
 
     data: memoryview
     extension: str
@@ -114,9 +114,9 @@ class Encoded(NamedTuple):
 class Image(NamedTuple):
     """A decoded image: uint8 [H, W, C], C = 3, or 1 when `mask` (labels: resized by nearest, never normalised).
 
-    With `whole` = (height, width) it was not decoded in full: smaller, if `reduction` is N > 1, so that a pixel stands for
-    N x N; and a piece only, whose first pixel is `origin` = (row, column) of the pixels there would be. `box` = (top, left,
-    height, width) of the whole is what the piece was made for: the next stage will take that, and no more.
+    With `whole` = (height, width) it was not decoded in full. With `reduction` = N > 1 a pixel stands for N x N. A partial
+    image begins at `origin` = (row, column) of the (reduced) whole, and covers `box` = (top, left, height, width) of the
+    whole, which is all that the next stage needs.
     """
 
     pixels: NDArray[np.uint8]
@@ -133,31 +133,31 @@ class Image(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A field whose value, of `num_bytes`, stands in its slot already: `read` wrote it there, and `batch` need not."""
+    """A field of `num_bytes` that `read` has written into its slot already."""
 
     num_bytes: int
 
 
 class GpuDecoded(NamedTuple):
-    """An image that is a row of a tensor [n, C, H, W], of its whole chunk if it can be, by a stage that works on chunks."""
+    """An image that is a row of a tensor [n, C, H, W], usually of its whole chunk."""
 
     tensor: torch.Tensor
     row: int
 
 
 class FieldGroup(NamedTuple):
-    """What one field's bytes hold when that is several fields: name -> `Encoded`, `InPlace` or value. `decode` opens it."""
+    """Several fields from the bytes of one (an .npz file): name -> `Encoded`, `InPlace` or value. `decode` unpacks it."""
 
     fields: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """What one field of a batch looks like. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides
-    how slots are filled.
+    """The layout of one field of a batch. `shape` is one sample's, with `pad` and `ragged` the example's; `kind` decides how
+    slots are filled.
 
-    slab: fixed shape and dtype, written into memory given in advance. list: any Python values. pad, ragged: tensors
-    of differing shapes, padded to the batch's largest or handed over as a list. rendered: rows of tensors that a stage made.
+    slab: fixed shape and dtype, written into preallocated memory. list: any Python values. pad, ragged: tensors of differing
+    shapes, padded to the batch's largest or delivered as a list. rendered: rows of tensors from a stage.
     """
 
     kind: Literal["slab", "list", "pad", "ragged", "rendered"]
@@ -165,11 +165,11 @@ class FieldSpec:
     dtype: str | None = None  # torch's name
     image: bool = False
     example_key: str = ""
-    num_bytes: int = 0  # of one sample, where it lies in no slab: what the first one took
+    num_bytes: int = 0  # of the first sample, for a field outside the slab
 
 
 class SampleFailure(NamedTuple):
-    """A bad sample: what the quarantine file and the statistics need to know."""
+    """A bad sample, as the quarantine file and the statistics record it."""
 
     slot: int
     sample: int
@@ -178,13 +178,13 @@ class SampleFailure(NamedTuple):
 
 
 class BatchContext(NamedTuple):
-    """What a batch stage is told of its batch."""
+    """What a batch stage knows of its batch."""
 
     epoch: int
     step: int
     first_position: int
     keys: list[str]
-    images: tuple[str, ...]  # the fields to be normalised
+    images: tuple[str, ...]  # the fields to normalize
 
 
 class BatchWork(WorkItem):
@@ -205,13 +205,13 @@ class BatchWork(WorkItem):
         end: int = 0,
     ) -> None:
         super().__init__(epoch, begin, end, len(positions))
-        self.step = step  # counted from where the epoch was entered
-        self.positions = positions  # global positions, one a slot
+        self.step = step  # counted from the position where the epoch was entered
+        self.positions = positions  # global positions, one per slot
         self.indices = indices  # sample numbers, replaced samples' included
-        self.wrapped = wrapped  # bool [B]: which slots hold a sample read again; None: none
-        self.specs: Mapping[str, FieldSpec] = {}  # what its fields look like
-        self.fields: dict[str, Slots] = {}  # those that lie in a slab
-        self.values: dict[str, list[Any]] = {}  # the other fields, one value a slot
+        self.wrapped = wrapped  # bool [B]: the slots with a repeated sample; None: none
+        self.specs: Mapping[str, FieldSpec] = {}  # the layout of its fields
+        self.fields: dict[str, Slots] = {}  # the fields in the slab
+        self.values: dict[str, list[Any]] = {}  # the other fields, one value per slot
         self.failures = []
 
     def __str__(self) -> str:
@@ -224,8 +224,8 @@ class BatchWork(WorkItem):
 class SampleChunk(Chunk):
     """The samples of some slots of a batch.
 
-    `samples[i]` belongs to slot lo + i and is None once it has failed. A `read` with only `batch` behind it gives `columns`
-    instead, every field's values in one list: no dict a sample.
+    `samples[i]` belongs to slot lo + i and is None once it has failed. A `read` directly before `batch` sets `columns` instead,
+    one list of values per field, which avoids a dict per sample.
     """
 
     __slots__ = ("columns", "draws", "failures", "indices", "samples")
@@ -236,7 +236,7 @@ class SampleChunk(Chunk):
         self.indices = indices  # int64 [hi - lo]
         self.samples: list[Sample | None] = [None] * (hi - lo)
         self.columns: dict[str, list[Any]] | None = None
-        self.failures: dict[int, StageError] = {}  # by place in the chunk
+        self.failures: dict[int, StageError] = {}  # by index in the chunk
         self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]
 
     @property
@@ -253,5 +253,5 @@ class SampleChunk(Chunk):
 
 
 def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
-    """The fields that are images to be normalised (masks are not)."""
+    """The image fields to normalize (masks are not)."""
     return tuple(name for name, spec in specs.items() if spec.image)

@@ -1,7 +1,7 @@
 """`batch`: write the samples of a chunk into the slots of their batch.
 
-What a batch looks like is decided once, from one sample: every tensor, array, image and number has its place in a slab;
-texts, bytes and other objects become lists. A sample that does not fit is an error of that sample, naming both.
+The layout of a batch is derived once, from one sample: tensors, arrays, images and numbers are fields of a slab; texts, bytes
+and other objects become lists. A sample that does not fit is an error that names it and the example.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from loaderkit.stages.values import describe, to_tensor
 class BatchArgs(StageArgs):
     """Gather samples into batches."""
 
-    size: PositiveInt = Field(description="samples a batch")
-    drop_last: bool = Field(False, description="leave out what does not fill a batch on every rank")
+    size: PositiveInt = Field(description="samples per batch")
+    drop_last: bool = Field(False, description="drop samples that do not fill a batch on every rank")
     ragged: Mapping[str, Literal["list", "pad"]] = Field(
-        {}, description="fields whose tensors differ in shape: handed over as a list, or padded to the largest"
+        {}, description="fields whose tensors differ in shape: delivered as a list, or padded to the largest"
     )
-    pad_value: float = Field(0, allow_inf_nan=True, description="what padding is filled with")
+    pad_value: float = Field(0, allow_inf_nan=True, description="the value of the padding")
 
 
 def specs_of(
     sample: Sample, key: str, ragged: Mapping[str, str], image_dtype: str | None = None
 ) -> dict[str, FieldSpec]:
-    """What every field of a batch of such samples looks like. `image_dtype`: that of normalised images."""
+    """The layout of the fields of a batch of such samples. `image_dtype` is that of normalized images."""
     reserved = {"__key__", "__wrapped__", *(f"{name}_sizes" for name, kind in ragged.items() if kind == "pad")}
     if taken := sorted(reserved & sample.keys()):
-        raise ValueError(f"its field {taken[0]!r} has a name that batches need themselves: rename it")
+        raise ValueError(f"its field {taken[0]!r} has a reserved name: rename it")
     for name in ragged:
         if name not in sample:
             raise ValueError(f"`ragged` names {name!r}, but samples have {', '.join(sample)}")
@@ -88,7 +88,7 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
 
 
 def _numbers_in(value: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape and dtype of the tensor that an array or a number would be; None where only torch can say."""
+    """The shape and dtype of the tensor of an array or a number; None if only torch can tell."""
     if isinstance(value, np.ndarray) and type_in_numpy(value.dtype.name) is not None:
         return value.shape, value.dtype.name
     dtype = _NUMBERS.get(type(value))
@@ -96,13 +96,13 @@ def _numbers_in(value: Any) -> tuple[tuple[int, ...], str] | None:
 
 
 def dtype_of(tensor: torch.Tensor) -> str:
-    """Torch's name of the type of its numbers."""
+    """Torch's name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """A number, array, tensor or image as a tensor (int64 for int, float64 for float, as torch's default_collate has
-    it), or TypeError."""
+    """A number, array, tensor or image as a tensor; int64 for int and float64 for float, as in torch's default_collate.
+    Raises TypeError."""
     if isinstance(value, torch.Tensor):
         return value
     if type(value) is Image:
@@ -124,14 +124,14 @@ def as_tensor(value: Any) -> torch.Tensor:
     raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
 
 
-def land(
+def write_samples(
     chunk: SampleChunk,
     specs: Mapping[str, FieldSpec],
     failed: Callable[[SampleChunk, int, Exception], None],
 ) -> None:
-    """Write the chunk's good samples into the slots of its destination; those that do not fit are marked as failed.
+    """Write the chunk's good samples into the slots of its batch; samples that do not fit are marked as failed.
 
-    Images whose slots are float are only checked: `normalize` comes next and writes them there.
+    Images with float slots are only checked, since `normalize` comes next and writes them.
     """
     columns = chunk.columns
     if columns is None:
@@ -140,35 +140,37 @@ def land(
         columns = _columns(chunk.samples, specs)
     elif columns.keys() != specs.keys():
         columns = None
-    left = [name for name in specs if columns is None or not _land_column(columns[name], name, specs[name], chunk)]
-    if left and chunk.columns is not None:
+    remaining = [
+        name for name in specs if columns is None or not _write_column(columns[name], name, specs[name], chunk)
+    ]
+    if remaining and chunk.columns is not None:
         rows = zip(*chunk.columns.values(), strict=True)
         chunk.samples = [dict(zip(chunk.columns, values, strict=True)) for values in rows]
     if columns is None:
         for place, sample in enumerate(chunk.samples):
             if sample is not None and sample.keys() != specs.keys():
                 failed(chunk, place, _different_fields(sample, specs))
-    for name in left:
-        (_land_singly if specs[name].kind == "slab" else _keep)(chunk, name, specs[name], failed)
+    for name in remaining:
+        (_write_each if specs[name].kind == "slab" else _store_values)(chunk, name, specs[name], failed)
 
 
-def _land_column(values: list[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
-    """One field of all samples at once; False if that has to be done one by one."""
+def _write_column(values: list[Any], name: str, spec: FieldSpec, chunk: SampleChunk) -> bool:
+    """Write one field of all samples at once; False if they must be written one by one."""
     if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
         channels, height, width = spec.shape
         return type_of_all(values) is Image and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
-        return _land_together(values, spec, chunk.work_item.fields[name], chunk.lo)
+        return _write_together(values, spec, chunk.work_item.fields[name], chunk.lo)
     if spec.kind == "list" and type_of_all(values) is bytes:
         chunk.work_item.values[name][chunk.lo : chunk.hi] = values
         return True
     return False
 
 
-def _keep(
+def _store_values(
     chunk: SampleChunk, name: str, spec: FieldSpec, failed: Callable[[SampleChunk, int, Exception], None]
 ) -> None:
-    """Values that lie in no slab: texts, bytes, tensors that differ in shape."""
+    """Store values outside the slab: texts, bytes, tensors that differ in shape."""
     values = chunk.work_item.values[name]
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
@@ -179,7 +181,7 @@ def _keep(
 
 
 def _columns(samples: list[Sample | None], specs: Mapping[str, FieldSpec]) -> dict[str, list[Any]] | None:
-    """All samples' values by field; None if one is bad or has other fields, which takes a closer look."""
+    """All samples' values by field; None if a sample is bad or has other fields."""
     good = [sample for sample in samples if sample is not None]
     if len(good) < len(samples) or {*map(len, good)} != {len(specs)}:
         return None
@@ -197,7 +199,7 @@ def _different_fields(sample: Sample, specs: Mapping[str, FieldSpec]) -> ValueEr
     return ValueError(f"{' and '.join(parts)}, unlike sample {example!r}: all samples of a batch have the same fields")
 
 
-def _land_singly(
+def _write_each(
     chunk: SampleChunk,
     name: str,
     spec: FieldSpec,
@@ -207,12 +209,12 @@ def _land_singly(
     for place, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                _land_value(sample[name], name, spec, slots, chunk.lo + place)
+                _write_value(sample[name], name, spec, slots, chunk.lo + place)
             except Exception as error:
                 failed(chunk, place, error)
 
 
-def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
+def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
     if type(value) is InPlace:
         return
     if spec.image and type(value) is Image:
@@ -224,19 +226,19 @@ def _land_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int)
             return
     array = slots.array
     if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:
-        numbers: tuple[tuple[int, ...], str] | None = (value.shape, slots.dtype)  # to ask for its name takes 3 us
+        numbers: tuple[tuple[int, ...], str] | None = (value.shape, slots.dtype)  # `dtype.name` takes 3 us
     else:
         numbers = _numbers_in(value)
     if numbers is None:
-        _land_tensor(value, name, spec, slots, slot)
+        _write_tensor(value, name, spec, slots, slot)
         return
     if spec.image or numbers != (spec.shape, spec.dtype):
         raise ValueError(_misfit(value, name, spec))
     assert array is not None
-    np.copyto(array[slot, ...], value)  # once, however an array lies in memory: swapped, reversed, at odd addresses
+    np.copyto(array[slot, ...], value)  # one copy for any layout: swapped, reversed, unaligned
 
 
-def _land_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
+def _write_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
     try:
         tensor = as_tensor(value)
     except (TypeError, OverflowError, RuntimeError, ValueError) as error:
@@ -249,10 +251,10 @@ def _land_tensor(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
 _SMALL_BYTES = 4096
 
 
-def _land_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
-    """Numbers, small tensors and small arrays of one type at once: a tenth of the time of one assignment a slot.
+def _write_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
+    """Write numbers, small tensors or small arrays of one type at once, in a tenth of the time of one assignment per slot.
 
-    False if they do not fit together: then one by one, to find which of them does not.
+    False if they do not fit: they are then written one by one, to find the misfit.
     """
     kind = type(values[0])
     write = _WRITERS.get(kind)
@@ -289,7 +291,7 @@ def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) ->
     fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
     if fits:
         assert slots.array is not None
-        slots.array[lo : lo + len(values)] = values  # torch's operations begin cold behind a decoder: tenths of a ms
+        slots.array[lo : lo + len(values)] = values  # NumPy, as torch's operations take tenths of a ms after a decoder
     return fits
 
 
@@ -304,15 +306,15 @@ _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, int], bool]] = {
 
 
 def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
-    wanted = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
+    expected = f"{'uint8' if spec.image and spec.kind == 'slab' else spec.dtype} {list(spec.shape)}"
     return (
-        f"its field {name!r} is {describe(value)}, the batch holds {wanted} (from sample {spec.example_key!r}): give all "
-        f"samples one shape and type, or say `ragged: {{{name}: list}}` (or pad) in `batch`"
+        f"its field {name!r} is {describe(value)}, the batch holds {expected} (from sample {spec.example_key!r}): give all "
+        f"samples one shape and type, or set `ragged: {{{name}: list}}` (or pad) in `batch`"
     )
 
 
 def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
-    """The value in memory of its own: what a stage reuses must not reach the user."""
+    """The value in memory that the user may keep: a copy of what stages reuse."""
     if spec.kind == "rendered":
         if (
             type(value) is not GpuDecoded
@@ -332,28 +334,28 @@ def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
         example = f"{spec.dtype} {list(spec.shape)}"
         raise ValueError(
             f"its field {name!r} is {describe(value)} and cannot be padded together with {example} (from sample "
-            f"{spec.example_key!r}): give all samples one type and number of dimensions, or say `ragged: {{{name}: list}}`"
+            f"{spec.example_key!r}): give all samples one type and number of dimensions, or set `ragged: {{{name}: list}}`"
         )
     return tensor.detach().clone()
 
 
-def put_together(rows: list[GpuDecoded]) -> torch.Tensor:
-    """Rows as one tensor [n, ...]: the one they are all rows of, in order, or else a copy."""
+def stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
+    """Rows as one tensor [n, ...]: their common tensor if they are all its rows in order, else a copy."""
     first = rows[0].tensor
     if len(first) == len(rows) and all(row.tensor is first and row.row == place for place, row in enumerate(rows)):
         return first
-    found = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
-    places: dict[int, list[int]] = {}  # by tensor
+    stacked = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+    rows_by_tensor: dict[int, list[int]] = {}  # by id of the tensor
     for place, row in enumerate(rows):
-        places.setdefault(id(row.tensor), []).append(place)
-    for group in places.values():
+        rows_by_tensor.setdefault(id(row.tensor), []).append(place)
+    for group in rows_by_tensor.values():
         tensor = rows[group[0]].tensor.to(first.device)
-        found[group] = tensor[[rows[place].row for place in group]]
-    return found
+        stacked[group] = tensor[[rows[place].row for place in group]]
+    return stacked
 
 
 def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of equal rank and dtype in one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
+    """Tensors of equal rank and dtype padded into one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
     first = tensors[0]
     sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
     padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device=first.device)
@@ -369,14 +371,14 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleChunk], None]:
-    """A chunk stage that writes samples into their slots, and treats bad ones as the config says."""
+    """A chunk stage that writes samples into their slots, and raises, skips or replaces bad ones."""
 
     def fill(chunk: SampleChunk) -> None:
         context.run_before_batch(chunk)
-        land(chunk, chunk.work_item.specs, failed)
+        write_samples(chunk, chunk.work_item.specs, failed)
 
     def run(chunk: SampleChunk) -> None:
-        land(chunk, chunk.work_item.specs, failed)
+        write_samples(chunk, chunk.work_item.specs, failed)
         if not chunk.failures:
             return
         if context.on_bad_sample != "raise":

@@ -1,4 +1,4 @@
-"""`call`: any function of the user's, on a sample before `batch`, on a batch after it.
+"""`call`: a user's function, applied to samples before `batch` or to batches after it.
 
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
@@ -33,14 +33,14 @@ _KEY = "__key__"
 
 
 class CallArgs(StageArgs):
-    """Call a function of your own."""
+    """Call a user's function."""
 
     function: str | Callable[..., Any] = Field(
         description='"package.module:function", or in Python the function itself'
     )
     args: dict[str, Any] = Field({}, description="keyword arguments for every call")
     timeout: Duration | None = Field(
-        None, description="the longest a call may take; then its sample (or batch) has failed, and it is left behind"
+        None, description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned"
     )
 
     @field_validator("function")
@@ -56,11 +56,11 @@ class CallArgs(StageArgs):
             return value
         path = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
         try:
-            found: Any = load_function(path)
+            by_name: Any = load_function(path)
         except (ImportError, AttributeError, ValueError):
-            found = None
-        if found is not value:
-            raise ValueError(f"{value!r} cannot be found again by name: define it at the top level of a module")
+            by_name = None
+        if by_name is not value:
+            raise ValueError(f"{value!r} cannot be imported by its name: define it at the top level of a module")
         return path
 
 
@@ -73,7 +73,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
-    """The function with its arguments, and whether it wants `rng`."""
+    """The function with its arguments bound, and True if it takes `rng`."""
     function = load_function(args.function) if isinstance(args.function, str) else args.function
     try:
         wants_rng = "rng" in inspect.signature(function).parameters
@@ -91,7 +91,7 @@ def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
 def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
     """The sample after the call. Images become tensors for it, and images again after it if they still are."""
     images = {name: value for name, value in sample.items() if type(value) is Image}
-    # Encoded bytes lie in memory that is used again: what a user may keep is a copy.
+    # Encoded bytes lie in reused memory, so the user gets a copy.
     encoded = {name: (bytes(value.data), value) for name, value in sample.items() if type(value) is Encoded}
     given: Sample = {
         **sample,
@@ -144,8 +144,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 def _limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None]:
-    """The function, whether it wants random numbers, and its time limit. With one it is called in another thread, and there
-    on the same stream."""
+    """The function, whether it takes `rng`, and its time limit. With a limit it runs in another thread, on the same stream."""
     try:
         function, wants_rng = bind(args)
     except USER_ERRORS as error:
@@ -158,12 +157,12 @@ def _limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable
 
 
 def _on_batches(function: Callable[..., Any], keys: StageKeys | None) -> Callable[[dict[str, Any], BatchContext], None]:
-    """A batch stage from the function; `keys` only if it wants a generator."""
+    """A batch stage from the function; `keys` is given only if it takes `rng`."""
 
     def run(batch: dict[str, Any], context: BatchContext) -> None:
         rng = generator(keys[context.epoch], context.first_position) if keys is not None else None
         kept: dict[str, Any] = {name: batch[name] for name in ("__key__", "__wrapped__") if name in batch}
-        result = kept | call_on_batch(function, batch, rng)  # which may have dropped them
+        result = kept | call_on_batch(function, batch, rng)  # the function may have dropped them
         batch.clear()
         batch.update(result)
 

@@ -1,4 +1,4 @@
-"""What a stage is compiled with: the pipeline around it, its random numbers, and how its failures are named."""
+"""The context in which a stage is compiled: the pipeline, its random numbers, and the naming of its failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample
 
 
 class Stream(Protocol):
-    """A stream of a GPU, on which batches are copied, and worked on from then on; see `transfer.TransferStream`."""
+    """A GPU stream that copies batches and runs the stages after `transfer`; see `transfer.TransferStream`."""
 
     device: torch.device
 
@@ -44,21 +44,21 @@ class CompileContext:
     stages: tuple[StageConfig, ...]
     kinds: Mapping[str, StageKind]
     stream: Stream | None  # None: batches stay on the CPU
-    early_stream: Stream | None  # the same, for what is done before `transfer`, where that has tensors on a GPU
-    in_slots: StageConfig | None  # the stage behind `batch` that works on slots, chunk by chunk
+    early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
+    in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
 
     @property
     def before_batch(self) -> tuple[StageConfig, ...]:
         """The stages before `batch`."""
-        return self.stages[: self._border]
+        return self.stages[: self._batch_index]
 
     @property
-    def _border(self) -> int:
+    def _batch_index(self) -> int:
         return [stage.kind for stage in self.stages].index("batch")
 
     def behind(self, stage: StageConfig) -> tuple[StageConfig, ...]:
-        """The stages behind this one."""
+        """The stages after this one."""
         return self.stages[[one.name for one in self.stages].index(stage.name) + 1 :]
 
     def kind_of(self, stage: StageConfig) -> StageKind:
@@ -74,14 +74,14 @@ class CompileContext:
         return StageKeys(self.seed, stage.name)
 
     def failed(self, stage: StageConfig) -> FailureNamer:
-        """What marks samples as failed in it."""
+        """The marker of samples that fail in it."""
         return FailureNamer(stage.name, self.source, self._describe)
 
     def _describe(self, origin: str) -> str:
         return self.connector.describe(origin) if self.connector is not None else origin
 
     def run_before_batch(self, chunk: SampleChunk) -> None:
-        """Everything before `batch`, for samples outside the stream: the probe, and replacements."""
+        """Run all stages before `batch`, for samples outside the order: the probe, and replacements."""
         for run in self.sample_runs:
             run(chunk)
 
@@ -102,7 +102,7 @@ class CompileContext:
 def _naming_batches(
     name: str, act: Callable[[dict[str, Any], BatchContext], None], stream: Stream | None
 ) -> Callable[[dict[str, Any], BatchContext], None]:
-    """A batch stage on the stream, whose errors say which batch failed."""
+    """A batch stage on the stream, whose errors name the batch."""
 
     def run(batch: dict[str, Any], context: BatchContext) -> None:
         try:

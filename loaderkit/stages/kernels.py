@@ -1,6 +1,6 @@
-"""Moving values and pixels into slots: through the C module where it was built, else through torch.
+"""Writes pixels into slots and resizes them: by the C module if it was built, else by torch.
 
-Written bytes are the same on both ways, resized ones within a level.
+Written bytes are equal in both, resized ones within one level.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loaderkit.native.fallback import packed
 Pixels = NDArray[np.uint8]
 Factors = tuple[float, ...]
 Part = tuple[float, float, float, float]
-"""(top, left, height, width) in pixels, which need not be whole."""
+"""(top, left, height, width) in pixels, also fractions."""
 
 
 def write_image(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:
@@ -27,14 +27,14 @@ def write_image(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:
 def write_normalized(
     slots: NDArray[np.float32], first: int, images: list[Pixels | None], scale: Factors, shift: Factors
 ) -> None:
-    """Write images, uint8 [H, W, C], into `slots[first]` and those behind it, float32 [C, H, W], as value * scale + shift,
-    each rounded by itself. None leaves its slot alone."""
-    is_fit = all(pixels is None or _is_writable(pixels) for pixels in images)
-    (native if is_fit else fallback).write_normalized(slots, first, images, scale, shift)
+    """Write images, uint8 [H, W, C], into the slots from `slots[first]` on, float32 [C, H, W], as value * scale + shift, each
+    operation rounded. None leaves its slot unchanged."""
+    takes_all = all(pixels is None or _is_writable(pixels) for pixels in images)
+    (native if takes_all else fallback).write_normalized(slots, first, images, scale, shift)
 
 
 def resampled_from(pixels: Pixels) -> Pixels | None:
-    """The pixels as `resample` takes them, with packed rows; None if it cannot: RGB, with the C module, on a CPU with AVX2."""
+    """The pixels with packed rows, as `resample` needs them; None unless they are RGB and the CPU and the C module allow it."""
     if not native.CAN_RESAMPLE or pixels.shape[2] != 3:
         return None
     if _is_packed(pixels):
@@ -44,7 +44,7 @@ def resampled_from(pixels: Pixels) -> Pixels | None:
 
 
 def resample(jobs: list[tuple[Pixels, Pixels, Part | None, bool]]) -> None:
-    """Resize each (target, pixels, part of them, whether to antialias), uint8 [H, W, 3], by the bilinear filter, in one call.
+    """Resize each (target, pixels, part, antialias), uint8 [H, W, 3], by the bilinear filter, in one call.
 
     Within one level of Pillow (antialiased) and torch at usual sizes, in half the time of torch's kernel (100 us from
     300 x 300 to 224 x 224).
@@ -57,5 +57,5 @@ def _is_packed(pixels: Pixels) -> bool:
 
 
 def _is_writable(pixels: Pixels) -> bool:
-    """Whether the C module takes the pixels: packed rows, mirrored or not."""
+    """True if the C module takes the pixels: packed rows, mirrored or not."""
     return pixels.shape[2] == 3 and pixels.strides[1:] in ((3, 1), (-3, 1))

@@ -1,9 +1,9 @@
-"""`read`: bring the bytes of a chunk's samples into memory.
+"""`read`: read the bytes of a chunk's samples into memory.
 
     source.table(indices) ──> Ranges ──> connector.read_many(…) ──> Encoded(view of the chunk's memory, extension)
 
-A source whose samples differ in their fields is asked for each sample's `ranges`, a connector without `read_many` for each
-range. A source of objects has no ranges; its `item(i)` is the sample. Records of one size are read in `records.py`.
+If a source's samples differ in their fields, `ranges` is called per sample; without `read_many` the connector is called per
+range. A source of objects has no ranges; its items are the samples. `read_records.py` reads records of one size.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ class ReadArgs(StageArgs):
 
 SampleErrors = Callable[[SampleChunk, int, BaseException], None]
 Fetch = Callable[[SampleChunk, int, FieldRange], Any]
-"""Reads one field of the sample at a place of a chunk on a way of its own; None if it has to go the ordinary one."""
+"""Reads one field of the sample at an index of a chunk by itself; None if it must be read with the others."""
 
 _ALIGNMENT = 64
 _Names = tuple[tuple[str, str], ...]
-_Brought = tuple[list[Any], Mapping[int, Exception]]
-"""What was read, range by range, and the errors by number of the range."""
+_Values = tuple[list[Any], Mapping[int, Exception]]
+"""The values read, one per range, and the errors by index of the range."""
 
 
 class _Plan:
-    """What is to be read for samples that are asked for one by one: their places, their (field, extension)s, what is known of
-    them without reading, and the ranges in that order."""
+    """The ranges of samples whose fields differ: of each sample its index in the chunk, its (field, extension)s and its
+    constants, and all ranges in that order."""
 
     def __init__(self) -> None:
         self.places: list[int] = []
         self.names: list[_Names] = []
         self.constants: list[Sample] = []
         self.ranges = Ranges([], [], [], [])
-        self.num_bytes = 0  # in all
-        self.fetched: list[tuple[int, str, Any]] = []  # place, field, value: what was read already
+        self.num_bytes = 0  # of all samples
+        self.fetched: list[
+            tuple[int, str, Any]
+        ] = []  # (index in the chunk, field, value) of the fields read by `fetch`
 
     def owners(self) -> list[int]:
-        """The place of the sample that each range belongs to."""
+        """The index in the chunk of each range's sample."""
         return [place for place, names in zip(self.places, self.names, strict=True) for _ in names]
 
-    def fill(self, chunk: SampleChunk, pieces: Iterable[Any]) -> None:
-        """Make samples of the pieces, which come in the order of the ranges."""
-        piece = iter(pieces)
-        for place, names, known in zip(self.places, self.names, self.constants, strict=True):
-            chunk.samples[place] = {field: next(piece) for field, _ in names} | known
+    def fill(self, chunk: SampleChunk, values: Iterable[Any]) -> None:
+        """Build the samples from the values, which are in the order of the ranges."""
+        remaining = iter(values)
+        for place, names, constants in zip(self.places, self.names, self.constants, strict=True):
+            chunk.samples[place] = {field: next(remaining) for field, _ in names} | constants
         for place, field, value in self.fetched:
-            found = chunk.samples[place]
-            if found is not None:
-                found[field] = value
+            sample = chunk.samples[place]
+            if sample is not None:
+                sample[field] = value
 
 
 def read_ranges(
@@ -79,15 +81,15 @@ def read_ranges(
 ) -> Callable[[SampleChunk], int]:
     """A chunk stage that fills `chunk.samples`; it returns the number of bytes read.
 
-    All fields of all samples of a chunk, but for those that `fetch` takes upon itself, lie one behind another in one piece
-    of memory, reused from chunk to chunk. `as_bytes`: nobody decodes them, so copies are handed on.
+    All fields of a chunk's samples, except those that `fetch` reads, lie in one buffer, reused from chunk to chunk. `as_bytes`:
+    no stage decodes them, so samples get copies.
     """
     table_of = getattr(source, "table", None) if fetch is None else None
     bulk = bulk_of(connector)
     read_many = None if bulk.read_many is None else ending_forks(bulk.read_many)
     read_into = ending_forks(connector.read_into)
 
-    def bring(chunk: SampleChunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Brought:
+    def read_all(chunk: SampleChunk, ranges: Ranges, extensions: list[str], owners: Callable[[], list[int]]) -> _Values:
         lengths = ranges.lengths
         sizes = lengths if as_bytes else [-(-n // _ALIGNMENT) * _ALIGNMENT for n in lengths]
         offsets = list(accumulate(sizes, initial=0))
@@ -108,8 +110,8 @@ def read_ranges(
             plan = _one_by_one(source, chunk, failed, fetch)
             extensions = [extension for names in plan.names for _, extension in names]
             ranges, owners, num_bytes = plan.ranges, plan.owners, plan.num_bytes
-            pieces, errors = bring(chunk, ranges, extensions, owners)
-            plan.fill(chunk, pieces)
+            values, errors = read_all(chunk, ranges, extensions, owners)
+            plan.fill(chunk, values)
         else:
             num_samples, num_fields = len(chunk), len(table.fields)
             ranges, num_bytes = table.ranges, sum(table.ranges.lengths)
@@ -118,23 +120,23 @@ def read_ranges(
             def owners() -> list[int]:
                 return [place for place in range(num_samples) for _ in range(num_fields)]
 
-            pieces, errors = bring(chunk, ranges, extensions, owners)
-            columns = {field: pieces[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
+            values, errors = read_all(chunk, ranges, extensions, owners)
+            columns = {field: values[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
             if as_bytes and not errors and chunk.work_item.specs:
                 chunk.columns = columns
             else:
                 chunk.samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return num_bytes - (_note(chunk, ranges, owners(), errors, failed) if errors else 0)
+        return num_bytes - (_mark_failed(chunk, ranges, owners(), errors, failed) if errors else 0)
 
     return run
 
 
-def _note(
+def _mark_failed(
     chunk: SampleChunk, ranges: Ranges, owners: list[int], errors: Mapping[int, Exception], failed: SampleErrors
 ) -> int:
-    """Mark the samples whose ranges could not be read as failed; returns how many bytes those are."""
+    """Mark the samples with failed ranges as failed; returns the number of bytes not read."""
     for number in sorted(errors):
-        if owners[number] not in chunk.failures:  # the first that is wrong is what is said
+        if owners[number] not in chunk.failures:  # a sample's first error is reported
             failed(chunk, owners[number], errors[number])
     return sum(ranges.lengths[number] for number in errors)
 
@@ -144,21 +146,21 @@ def _one_by_one(source: Source, chunk: SampleChunk, failed: SampleErrors, fetch:
     for place, index in enumerate(chunk.indices.tolist()):
         chunk.current = place
         try:
-            found = source.ranges(index)
-            fetched = [(one, fetch(chunk, place, one) if fetch is not None else None) for one in found]
+            field_ranges = source.ranges(index)
+            fetched = [(each, fetch(chunk, place, each) if fetch is not None else None) for each in field_ranges]
         except Exception as error:
             failed(chunk, place, error)
             continue
         plan.places.append(place)
         plan.constants.append(source.constants(index))
-        plan.names.append(tuple((one.field, one.extension) for one, value in fetched if value is None))
-        for one, value in fetched:
-            plan.num_bytes += one.range.length
+        plan.names.append(tuple((each.field, each.extension) for each, value in fetched if value is None))
+        for each, value in fetched:
+            plan.num_bytes += each.range.length
             if value is not None:
-                plan.fetched.append((place, one.field, value))
+                plan.fetched.append((place, each.field, value))
                 continue
             columns: tuple[list[Any], ...] = plan.ranges
-            for column, item in zip(columns, one.range, strict=True):
+            for column, item in zip(columns, each.range, strict=True):
                 column.append(item)
     return plan
 
@@ -172,13 +174,13 @@ def _read_each(
     offsets: list[int],
     view: memoryview,
 ) -> Mapping[int, Exception]:
-    """`read_many` of a connector that has none."""
+    """`read_many` for a connector without it."""
     errors: dict[int, Exception] = {}
     bad: set[int] = set()
     slowest = (0.0, 0)
     for number, (key, start, length, etag) in enumerate(zip(*ranges, strict=True)):
         chunk.current = owners[number]
-        if chunk.current in bad:  # the rest of a bad sample may take a time-out each
+        if chunk.current in bad:  # each further range of a bad sample could take a timeout
             continue
         begin_s = perf_counter()
         try:
@@ -187,7 +189,7 @@ def _read_each(
         except Exception as error:
             errors[number] = error
             bad.add(owners[number])
-            if isinstance(error, STORE_FAILURES):  # the others would take as long to say the same
+            if isinstance(error, STORE_FAILURES):  # the other ranges would take as long to fail alike
                 return errors | dict.fromkeys(range(number + 1, len(owners)), error)
         slowest = max(slowest, (perf_counter() - begin_s, chunk.current))
     chunk.slowest = slowest
@@ -195,7 +197,7 @@ def _read_each(
 
 
 def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Callable[[SampleChunk], int]:
-    """A chunk stage that asks the source for its items. `is_last`: only `batch` follows, and takes columns."""
+    """A chunk stage that takes the source's items. `is_last`: only `batch` follows, which takes columns."""
 
     dataset = source.dataset
     get = ending_forks(getitem)
@@ -215,7 +217,7 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
                     items.append(None)
             chunk.current = None
         if is_last and chunk.work_item.specs and not chunk.failures:
-            with suppress(ValueError):  # said again for the sample it is true of
+            with suppress(ValueError):  # `sample` raises it again for the item concerned
                 chunk.columns = source.columns(items)
         if chunk.columns is None:
             for place, item in enumerate(items):
@@ -237,7 +239,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     assert connector is not None
     interrupt = (
         connector.stop if isinstance(connector, ReadAheadConnector) else None
-    )  # its readers wait for its threads
+    )  # a reader may wait for its threads
     if context.gives == "records":
         source = cast(RecordSource, context.source)
         run = read_records(source, connector, failed, is_last=is_last, reuse=context.may_reuse)
@@ -249,8 +251,8 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 def _direct_read(connector: Connector, context: CompileContext) -> DirectRead | None:
-    """How arrays may be read into their slots: if there is `decode`, and every other stage before `batch` says on which
-    fields it acts."""
+    """The direct read of arrays into their slots; None unless there is a `decode` and all other stages before `batch` name
+    their fields."""
     between = context.before_batch[1:]
     decode = next((stage.args for stage in between if context.kind_of(stage).decodes), None)
     others = [stage for stage in between if not context.kind_of(stage).decodes]

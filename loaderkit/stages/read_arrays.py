@@ -1,10 +1,10 @@
-"""Large arrays straight from the store into their slots: `read` looks at an array's header, and if the array is what the slot
-holds, its numbers are read there and nowhere else.
+"""Reads large arrays directly into their slots: `read` parses an array's header, and if its dtype and shape are the slot's, its
+numbers are read there without a copy.
 
-    header (256 bytes) ──> is it the slot's dtype and shape? ──> read_into(slots[slot]) ──> Landed
-                                                      no ──> None: the ordinary way, through memory of the chunk
+    header (256 bytes) ──> is it the slot's dtype and shape? ──> read_into(slots[slot]) ──> InPlace
+                                                      no ──> None: through memory of the chunk, as usual
 
-The compiler says for which fields that is right: nothing but `decode` may want to see them before `batch`.
+The compiler allows it for fields that no stage but `decode` sees before `batch`.
 """
 
 from __future__ import annotations
@@ -23,82 +23,90 @@ from loaderkit.stages.base import Encoded, FieldGroup, InPlace, SampleChunk
 from loaderkit.stages.slots import Slots
 
 LEAST_BYTES = 512 * 1024
-"""Smaller arrays go the ordinary way: for them the second read costs more than the copy it saves. From the page cache, straight
-and ordinary, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 146, 4 MiB 369 and 634; .npz of 256 KiB 111 and
-74, 1 MiB 223 and 222, 4 MiB 492 and 712."""
+"""Smaller arrays are read through memory, since the second read costs more than the copy it saves. From the page cache, direct
+and through memory, in us: .npy of 64 KiB 22 and 12, 256 KiB 30 and 23, 1 MiB 112 and 146, 4 MiB 369 and 634; .npz of 256 KiB
+111 and 74, 1 MiB 223 and 222, 4 MiB 492 and 712."""
 
 
 @dataclass(frozen=True)
 class DirectRead:
-    """Reads arrays into slots. `decoded`: the fields that `decode` turns into arrays, None: all; `touched`: those that
-    other stages change before `batch`."""
+    """Reads arrays into slots. `decoded` are the fields that `decode` turns into arrays (None: all), `touched` those that other
+    stages change before `batch`."""
 
     connector: Connector
     decoded: frozenset[str] | None
     touched: frozenset[str]
 
-    def fetch(self, chunk: SampleChunk, place: int, found: FieldRange) -> InPlace | FieldGroup | None:
-        """Read one field of the sample at `place` of a chunk into its slot; None if it has to go the ordinary way.
+    def fetch(self, chunk: SampleChunk, place: int, field_range: FieldRange) -> InPlace | FieldGroup | None:
+        """Read one field of the sample at `place` of a chunk into its slot; None if it must be read through memory.
 
-        So it has whenever anything is wrong with it: then the error is the same for large arrays and small.
+        After any error it returns None, so that errors are the same for large and small arrays.
         """
-        kind = found.extension.rpartition(".")[2]
-        is_wanted = self.decoded is None or found.field in self.decoded
+        kind = field_range.extension.rpartition(".")[2]
+        is_decoded = self.decoded is None or field_range.field in self.decoded
         if (
             kind not in ("npy", "npz")
-            or not is_wanted
-            or found.range.length < LEAST_BYTES
+            or not is_decoded
+            or field_range.range.length < LEAST_BYTES
             or not chunk.work_item.fields
         ):
             return None
         slot = chunk.lo + place
         try:
             if kind == "npz":
-                return self._archive(chunk, slot, found.range)
-            read = self._reader(found.range)
-            return self._array(chunk, slot, found.field, found.range, read_npy_header(read, found.range.length))
+                return self._archive(chunk, slot, field_range.range)
+            read = self._reader(field_range.range)
+            return self._array(
+                chunk, slot, field_range.field, field_range.range, read_npy_header(read, field_range.range.length)
+            )
         except (FormatError, ConnectorError):
             return None
 
-    def _reader(self, where: ByteRange) -> Any:
+    def _reader(self, byte_range: ByteRange) -> Any:
         def read(start: int, buffer: memoryview) -> None:
-            ending_forks(self.connector.read_into)(where.key, where.start + start, buffer, etag=where.etag)
+            ending_forks(self.connector.read_into)(
+                byte_range.key, byte_range.start + start, buffer, etag=byte_range.etag
+            )
 
         return read
 
-    def _array(self, chunk: SampleChunk, slot: int, field: str, where: ByteRange, header: NpyHeader) -> InPlace | None:
-        """Read the numbers of the array in the bytes `where`, if they are what the slot is for."""
+    def _array(
+        self, chunk: SampleChunk, slot: int, field: str, byte_range: ByteRange, header: NpyHeader
+    ) -> InPlace | None:
+        """Read the numbers of the array in `byte_range`, if they fit the slot."""
         slots = self._slots(chunk, field)
         if slots is None or not _is_for(slots, header) or header.num_bytes < LEAST_BYTES:
             return None
-        if header.data_start + header.num_bytes > where.length:
+        if header.data_start + header.num_bytes > byte_range.length:
             return None
         memory = slots.memory[slot * header.num_bytes : (slot + 1) * header.num_bytes]
-        self._reader(where)(header.data_start, memory.data)
+        self._reader(byte_range)(header.data_start, memory.data)
         return InPlace(header.num_bytes)
 
-    def _archive(self, chunk: SampleChunk, slot: int, where: ByteRange) -> FieldGroup | None:
-        """Read the arrays of an .npz file that fit into their slots; the others as the bytes they are stored as.
+    def _archive(self, chunk: SampleChunk, slot: int, byte_range: ByteRange) -> FieldGroup | None:
+        """Read the arrays of an .npz file that fit their slots; the others as stored bytes.
 
-        None if anything is packed: the whole file is then needed anyway.
+        None if any member is compressed, since then the whole file is needed.
         """
-        members = read_npz_members(self._reader(where), where.length)
+        members = read_npz_members(self._reader(byte_range), byte_range.length)
         if any(member.is_packed for member in members):
             return None
-        inside = [where._replace(start=where.start + m.start, length=m.num_stored) for m in members]
+        inside = [
+            byte_range._replace(start=byte_range.start + member.start, length=member.num_stored) for member in members
+        ]
         if not any(self._fits(chunk, member) for member in members):
             return None
         fields: dict[str, Any] = {}
         for member, part in zip(members, inside, strict=True):
-            landed = None
+            in_place = None
             if self._fits(chunk, member):
-                landed = self._array(chunk, slot, member.name, part, parse_npy_header(member.head, member.size))
-            if landed is None:
+                in_place = self._array(chunk, slot, member.name, part, parse_npy_header(member.head, member.size))
+            if in_place is None:
                 data = np.empty(part.length, np.uint8).data
                 self._reader(part)(0, data)
                 fields[member.name] = Encoded(data, "npy")
             else:
-                fields[member.name] = landed
+                fields[member.name] = in_place
         return FieldGroup(fields)
 
     def _fits(self, chunk: SampleChunk, member: NpzMember) -> bool:
@@ -108,12 +116,12 @@ class DirectRead:
         return _is_for(slots, parse_npy_header(member.head, member.size))
 
     def _slots(self, chunk: SampleChunk, field: str) -> Slots | None:
-        """The slots [B, ...] of a field that nobody else writes to; none for images, which arrays are not."""
+        """The slots [B, ...] of a field that no other stage changes; None for images."""
         spec = chunk.work_item.specs.get(field)
         return None if spec is None or spec.image or field in self.touched else chunk.work_item.fields.get(field)
 
 
 def _is_for(slots: Slots, header: NpyHeader) -> bool:
-    """Whether an array, as it lies in its file, is what the slots [B, ...] hold one of."""
+    """True if an array's bytes in the file are those of one slot of [B, ...]."""
     is_plain = header.dtype.isnative and header.dtype.names is None and header.is_c_order
     return is_plain and header.shape == slots.shape[1:] and header.dtype.name == slots.dtype

@@ -1,7 +1,7 @@
-"""`read` for a source of records: a whole chunk of them in one call, and if nothing stands before `batch` into its slots.
+"""`read` for a source of records: a chunk in one call, directly into the slots if `batch` comes next.
 
-source.starts(indices) ──> gather_into(…) ──> slots[lo:hi]                       read, batch: no Python a sample
-                                          ──> memory of the chunk ──> a tensor each     with stages in between
+source.starts(indices) ──> gather_into(…) ──> slots[lo:hi]                  read, batch: no Python per sample
+                                          ──> memory of the chunk ──> a tensor per sample     with stages in between
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ def read_records(
 ) -> Callable[[SampleChunk], int]:
     """A chunk stage that returns the number of bytes read.
 
-    `is_last`: only `batch` follows, so records go into their slots, where there are some, and `chunk.samples` stays empty;
-    where there are none, samples are {field: array}. Otherwise every sample is {field: tensor}; with `reuse` the next chunk
-    writes over them, else they can be kept.
+    `is_last`: only `batch` follows, so records go into their slots and `chunk.samples` stays empty; without slots samples are
+    {field: array}. Otherwise every sample is {field: tensor}; with `reuse` the next chunk overwrites them.
     """
     records = source.records
     gather = ending_forks(bulk_of(connector).gather_into or partial(gather_into, connector))
@@ -61,7 +60,7 @@ def read_records(
         chunk.current = None
         try:
             gather(key, starts, records.num_bytes, memory.data, etag=etag)
-        except STORE_FAILURES as error:  # record by record it would take as long to say the same
+        except STORE_FAILURES as error:  # a retry per record would take as long to fail alike
             num_bad = _fail_all(chunk, error, failed)
         except Exception:
             num_bad = _fill_singly(memory.data, chunk)
@@ -70,7 +69,7 @@ def read_records(
         return (len(chunk) - num_bad) * records.num_bytes
 
     def _fill_singly(memory: memoryview, chunk: SampleChunk) -> int:
-        """Something is wrong: read record by record, to know with which; returns how many are bad."""
+        """After an error: read record by record to find the bad ones; returns their number."""
         key, _, etag = source.file
         num_bad = 0
         for place, start in enumerate(source.starts(chunk.indices).tolist()):
@@ -87,11 +86,11 @@ def read_records(
 
 
 def _numbers_in(memory: np.ndarray[Any, np.dtype[np.uint8]], records: Records, num: int, *, as_arrays: bool) -> Any:
-    """[num, ...], over the memory: an array, if that is wanted and NumPy has such numbers, else a tensor."""
-    known = type_in_numpy(records.dtype) if as_arrays else None
+    """[num, ...] over the memory: with `as_arrays` an array if NumPy has the dtype, else a tensor."""
+    numpy_dtype = type_in_numpy(records.dtype) if as_arrays else None
     shape = (num, *records.shape)
-    if known is not None:
-        return memory.view(known).reshape(shape)
+    if numpy_dtype is not None:
+        return memory.view(numpy_dtype).reshape(shape)
     return torch.from_numpy(memory).view(getattr(torch, records.dtype)).view(shape)
 
 
@@ -102,5 +101,5 @@ def _fail_all(chunk: SampleChunk, error: Exception, failed: Callable[[SampleChun
 
 
 def _swappable(dtype: str) -> np.dtype[Any]:
-    """NumPy's type of the same size and parts; bfloat16, which it lacks, is swapped as uint16."""
+    """A NumPy dtype for swapping bytes; uint16 for bfloat16, which NumPy lacks."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)

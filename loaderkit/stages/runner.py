@@ -1,4 +1,4 @@
-"""How a stage's function is run over a chunk: draws computed at once, failures caught one sample at a time."""
+"""Runs a stage's function over a chunk: draws are computed for the whole chunk, failures are caught per sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUM_REPLACEMENTS = 64
 
 @dataclass(frozen=True)
 class FailureNamer:
-    """Marks samples of a chunk as failed in one stage, with an error that says which, where and why."""
+    """Marks samples of a chunk as failed in one stage, with an error that names the sample, its origin and the reason."""
 
     stage: str
     source: Source
@@ -53,30 +53,29 @@ class StageKeys:
         self._latest = (-1, 0)
 
     def __getitem__(self, epoch: int) -> int:
-        known, key = self._latest
-        if known != epoch:
+        latest_epoch, key = self._latest
+        if latest_epoch != epoch:
             key = key_of("stage", self._seed, epoch, self._stage)
-            self._latest = (epoch, key)  # one assignment: threads may race, but never see a mixture
+            self._latest = (epoch, key)  # one assignment, so racing threads see a consistent pair
         return key
 
     def draws(self, chunk: SampleChunk, num_draws: int) -> NDArray[np.float64]:
-        """The stage's uniform numbers, [samples of the chunk, num_draws]: drawn once, for a crop and for the `decode` before
-        it."""
+        """The stage's uniform numbers, [samples of the chunk, num_draws]; drawn once, also for the `decode` before a crop."""
         numbers = chunk.draws.get(self._stage)
         if numbers is None:
             numbers = chunk.draws[self._stage] = uniforms(self[chunk.epoch], chunk.indices, num_draws)
         return numbers
 
 
-Left = list[tuple[int, Any]]
-"""What is left to do for a chunk's samples: (place, job) of each."""
-DoAll = Callable[[SampleChunk, Left, "FailureNamer"], None]
-"""Does it for all of them at once; it may fail some of them, and note in `chunk.slowest` which took longest."""
+Jobs = list[tuple[int, Any]]
+"""The jobs that remain for a chunk's samples: (index in the chunk, job)."""
+DoAll = Callable[[SampleChunk, Jobs, "FailureNamer"], None]
+"""Does all jobs of a chunk at once; it may fail some samples, and sets `chunk.slowest`."""
 
 
-def resize_all(chunk: SampleChunk, left: Left, failed: FailureNamer) -> None:
+def resize_all(chunk: SampleChunk, jobs: Jobs, failed: FailureNamer) -> None:
     """A `DoAll`, of `ResampleJob`s."""
-    resample([job for _, job in left])
+    resample([job for _, job in jobs])
 
 
 def each_sample(
@@ -90,8 +89,8 @@ def each_sample(
 ) -> Callable[[SampleChunk], None]:
     """A chunk stage from a function of one sample, its `num_draws` uniform numbers, and memory it may reuse.
 
-    That memory belongs to the chunk, one dict for every place, and passes to another chunk once this one has landed;
-    without `reuse` the function gets None. The jobs that the function leaves are for `finish`.
+    The memory belongs to the chunk, one dict per sample, and passes to another chunk once this one is finished;
+    without `reuse` the function gets None. The jobs that the function returns are passed to `finish`.
     """
     nothing = np.empty(0)
 
@@ -103,14 +102,14 @@ def each_sample(
             memories = chunk.scratch.setdefault(failed.stage, [])
             while len(memories) < len(samples):
                 memories.append({})
-        left: Left = []
+        jobs: Jobs = []
         slowest, begin_s = (0.0, 0), perf_counter()
         for place, (sample, numbers, memory) in enumerate(zip(samples, draws, memories, strict=False)):
             if sample is not None:
                 chunk.current = place
                 try:
                     for job in function(sample, numbers, memory) or ():
-                        left.append((place, job))
+                        jobs.append((place, job))
                 except USER_ERRORS as error:
                     failed(chunk, place, error)
                 now = perf_counter()  # 0.1 us a sample
@@ -118,9 +117,9 @@ def each_sample(
                     slowest = now - begin_s, place
                 begin_s = now
         chunk.slowest = slowest
-        if left:
+        if jobs:
             chunk.current = None
-            finish(chunk, left, failed)
+            finish(chunk, jobs, failed)
 
     return run
 
@@ -131,7 +130,7 @@ def each_call(
     source: Source,
     failed: FailureNamer,
 ) -> Callable[[SampleChunk], None]:
-    """A chunk stage from a user's function; `keys` only if it wants a generator."""
+    """A chunk stage from a user's function; `keys` is given only if it takes `rng`."""
 
     def run(chunk: SampleChunk) -> None:
         slowest, begin_s = (0.0, 0), perf_counter()
@@ -154,7 +153,7 @@ def each_call(
 
 
 def raise_store_failure(chunk: SampleChunk) -> None:
-    """Raise the first failure that is the store's: no sample is bad because its store is away."""
+    """Raise the first failure of the store: a sample is not bad because its store is unreachable."""
     for place in sorted(chunk.failures):
         if isinstance(chunk.failures[place].__cause__, STORE_FAILURES):
             raise chunk.failures[place]
@@ -165,8 +164,8 @@ def replace_failed(
 ) -> list[SampleFailure]:
     """Fill every failed slot of a chunk with another sample; returns all failures, those of replacements included.
 
-    Try j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches stay the same whatever the
-    concurrency. The replacement goes through all the stages under its own index.
+    Attempt j for sample i of epoch e is a function of (seed, e, i, j) alone, so batches do not depend on the concurrency. The
+    replacement goes through all stages under its own index.
     """
     failures = []
     key = key_of("replace", seed, chunk.epoch)

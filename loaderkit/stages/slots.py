@@ -1,4 +1,4 @@
-"""The slots of a batch: memory given in advance, into which stages write."""
+"""The slots of a batch: preallocated memory that stages write into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import tensor_over
 
-_UINT8 = np.dtype(np.uint8)  # to make one of the type takes NumPy 0.3 us
+_UINT8 = np.dtype(np.uint8)  # creating it from the type takes 0.3 us
 
 
 def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -20,15 +20,15 @@ def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Slots:
-    """One field of a batch, [B, ...], in memory given in advance. `dtype` is torch's name.
+    """One field of a batch, [B, ...], in preallocated memory. `dtype` is torch's name.
 
-    Stages write into it as an array; a tensor is made of it when somebody asks for one.
+    Stages write into its array; the tensor over the same memory is created on first use.
     """
 
     __slots__ = ("_base", "_tensor", "array", "dtype", "shape")
 
     def __init__(self, base: NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
-        """`base` is of that shape and dtype, or uint8 [bytes] where NumPy has no such numbers; then `array` is None."""
+        """`base` has that shape and dtype, or is uint8 [bytes] if NumPy lacks the dtype; then `array` is None."""
         self._base = base
         self._tensor: torch.Tensor | None = None
         self.array = base if dtype == "uint8" or base.dtype != _UINT8 else None
@@ -52,7 +52,7 @@ class Slots:
         return tensor
 
     def part(self, slots: slice | NDArray[np.int64]) -> Slots:
-        """Some of the slots: a view of a slice, a copy of those that are listed."""
+        """Some of the slots: a view for a slice, a copy for an array of indices."""
         if self.array is not None:
             rows = self._base[slots]
             return Slots(rows, rows.shape, self.dtype)

@@ -1,11 +1,10 @@
-"""A stage made slower on purpose, by a share of its own time: whoever is the bottleneck takes the throughput along.
+"""Slows one stage down by a share of its own time, to measure how the throughput follows: it does if the stage limits.
 
-After Coz (Curtsinger and Berger, "Coz: finding code that counts with causal profiling", SOSP 2015), which speeds one piece of
-code up virtually by slowing down all others. Here the one piece is slowed down instead, which needs no hold on the others.
+After Coz (Curtsinger and Berger, "Coz: finding code that counts with causal profiling", SOSP 2015), which speeds up one line of
+code virtually by slowing down all others. Here the one stage is slowed down instead, which leaves the others alone.
 
-What it takes longer has to be of the kind that limits, or it would find room where there is plenty: a wait where workers wait,
-CPU time without Python's lock where they compute, CPU time under it where they hold it, and a wait in which nobody else may
-enter the stage where they take turns anyway.
+The added time must use the resource that limits: a wait where workers wait, CPU time without the GIL where they compute, CPU
+time with the GIL where they hold it, and a wait under a lock where they run one at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from loaderkit.engine.work import Stage
 
 Manner = Literal["wait", "compute", "gil", "turns"]
-_BLOCK = bytes(2**16)  # 0.1 ms of hashing; above 2 KiB hashlib lets go of the lock
+_BLOCK = bytes(2**16)  # 0.1 ms of hashing; above 2 KiB hashlib releases the GIL
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,14 @@ class Slowdown:
     manner: Manner
 
 
-def stretched(stage: Stage, stretch: Slowdown | None) -> Stage:
-    """The stage, slower if it is the one that is meant."""
-    if stretch is None or stage.name != stretch.stage:
+def slowed(stage: Stage, slowdown: Slowdown | None) -> Stage:
+    """The stage, slowed down if `slowdown` names it."""
+    if slowdown is None or stage.name != slowdown.stage:
         return stage
-    if stretch.manner == "turns":
-        return replace(stage, run=_one_by_one(stage.run, stretch.share))
-    clock = time.perf_counter if stretch.manner == "wait" else time.thread_time
-    return replace(stage, run=_longer(stage.run, stretch.share, clock, _SPENDING[stretch.manner]))
+    if slowdown.manner == "turns":
+        return replace(stage, run=_one_by_one(stage.run, slowdown.share))
+    clock = time.perf_counter if slowdown.manner == "wait" else time.thread_time
+    return replace(stage, run=_longer(stage.run, slowdown.share, clock, _SPENDING[slowdown.manner]))
 
 
 def _longer(
@@ -47,9 +46,9 @@ def _longer(
 ) -> Callable[..., Any]:
     def longer(*args: Any) -> Any:
         begin_s = clock()
-        found = run(*args)
+        result = run(*args)
         spend(share * (clock() - begin_s))
-        return found
+        return result
 
     return longer
 
@@ -60,9 +59,9 @@ def _one_by_one(run: Callable[..., Any], share: float) -> Callable[..., Any]:
     def longer(*args: Any) -> Any:
         with lock:
             begin_s = time.perf_counter()
-            found = run(*args)
+            result = run(*args)
             time.sleep(share * (time.perf_counter() - begin_s))
-        return found
+        return result
 
     return longer
 

@@ -1,9 +1,8 @@
-"""A time limit for functions of the user's.
+"""Time limits for users' functions.
 
-Python cannot stop a thread. So a function with a limit runs in a thread of a `CallPool`, and a worker that has waited long
-enough continues without it: the thread is abandoned with the function it hangs in, and ends when that ends. A call costs two
-thread switches, 25 to 75 us. Its CPU time is not in the stage's `cpu_s`, which is the worker's: the stage looks as if
-it waited.
+Python cannot stop a thread. So a function with a limit runs in a thread of a `CallPool`, and after the limit the worker
+continues without it: the thread is abandoned, and ends when the function does. A call costs two thread switches, 25 to 75 us.
+Its CPU time is not part of the stage's `cpu_s`, which counts the worker's thread, so the stage appears to wait.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TimeLimit:
         self._stage = stage
         self._limit_s = limit_s
         self._lock = threading.Lock()
-        self._num_to_warn_of = 10
+        self._warn_at = 10
         self._call_pool = CallPool(
             self,
             sys.maxsize,  # one for each worker that calls
@@ -39,17 +38,17 @@ class TimeLimit:
         )
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns or raises. Raises TimeoutError if it does neither in time; it may still be running."""
+        """The function's result or error. Raises TimeoutError after the limit; the function may still be running."""
         call = self._call_pool.begin(lambda call: function(*arguments))
         try:
             return call.wait(self._limit_s)
         except TimeoutError:
-            if not call.is_cancelled:  # the function's own
+            if not call.is_cancelled:  # raised by the function itself
                 raise
             self._warn_of_many()
             raise TimeoutError(
                 f"the function did not return within {format_seconds(self._limit_s)} (stages.{self._stage}.timeout); its "
-                "thread is left behind"
+                "thread is abandoned"
             ) from None
         finally:
             call.cancel()
@@ -57,22 +56,22 @@ class TimeLimit:
     def _warn_of_many(self) -> None:
         with self._lock:
             num_abandoned = self._call_pool.num_abandoned
-            if num_abandoned < self._num_to_warn_of:
+            if num_abandoned < self._warn_at:
                 return
-            self._num_to_warn_of *= 10
+            self._warn_at *= 10
         logger.warning(
-            "%d calls of stages.%s hang at once, each in a thread that cannot be ended from outside, with its sample in "
-            "memory: give what the function waits for a time limit of its own",
+            "%d calls of stages.%s hang at once, each in a thread that cannot be stopped, with its sample in memory: set a "
+            "timeout on what the function waits for",
             num_abandoned,
             self._stage,
         )
 
     def close(self) -> None:
-        """End all threads; those that hang end once their functions return. The limit can be used again after that."""
+        """End all threads; those that hang end when their functions return. The limit can be used again."""
         self._call_pool.close()
 
 
 def _compute_alone() -> None:
-    """Torch computes with one thread in each of these, as in the workers."""
+    """Limit torch to one thread in each of these threads, as in the workers."""
     with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
         compute_alone()

@@ -1,7 +1,7 @@
-"""`transfer`: bring a batch's tensors to the training device.
+"""`transfer`: copy a batch's tensors to the training device.
 
-`auto` is the current CUDA device where there is one and the CPU otherwise; on the CPU nothing is done. To CUDA, slabs are
-pinned and copied on a stream of their own while the consumer works on earlier batches, and what follows happens there, too.
+`auto` is the current CUDA device if there is one, else the CPU, where nothing is done. To CUDA, slabs are pinned and copied on
+a separate stream while the consumer works on earlier batches; the stages after it run on that stream too.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ logger = logging.getLogger("loaderkit")
 
 
 class TransferArgs(StageArgs):
-    """Bring the batch to a device."""
+    """Copy the batch to a device."""
 
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
-    channels_last: bool = Field(False, description="lay images and other [B, C, H, W] out as torch.channels_last there")
+    channels_last: bool = Field(
+        False, description="convert images and other [B, C, H, W] to torch.channels_last on the device"
+    )
     dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = Field(
-        None, description="cast floating-point tensors to this there; what is uint8 stays so"
+        None, description="cast floating-point tensors to this on the device; uint8 stays uint8"
     )
 
 
 def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
-    """What `channels_last` and `dtype` do to a batch's values, where they are, also those in lists, tuples and dicts; None:
-    nothing."""
+    """A function that applies `channels_last` and `dtype` to the tensors of a value, also in lists, tuples and dicts; None if
+    neither is set."""
     if not args.channels_last and args.dtype is None:
         return None
     dtype: torch.dtype | None = None if args.dtype is None else getattr(torch, args.dtype)
@@ -54,9 +56,9 @@ def shape(args: TransferArgs) -> Callable[[Any], Any] | None:
 
 
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in it changed, also those in lists, tuples and dicts, whose types stay what they are; one in
-    which nothing changes is returned itself."""
-    if isinstance(value, str):  # a batch has more keys than anything else
+    """`value` with every tensor in it changed, also in lists, tuples and dicts, whose types are kept; the same object if no
+    tensor changes."""
+    if isinstance(value, str):  # the most frequent type, for the keys of a batch
         return value
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -66,7 +68,7 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(value, (list, tuple)):
         if isinstance(value, torch.nn.utils.rnn.PackedSequence):
             data, indices, inverse = (_with_tensors(item, change) for item in (value.data, *value[2:]))
-            # Torch wants the sizes on the CPU, wherever the rest is.
+            # Torch requires the sizes on the CPU.
             return torch.nn.utils.rnn.PackedSequence(data, value.batch_sizes, indices, inverse)
         items = [_with_tensors(item, change) for item in value]
         return value if all(map(operator.is_, items, value)) else _refilled(value, items)
@@ -74,57 +76,56 @@ def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _refilled(value: Any, items: Any) -> Any:
-    """A container of the same type, and with the same attributes, that holds `items`; one of plain type where that type
-    cannot be filled."""
+    """A container of the same type and attributes that holds `items`; a plain dict, list or tuple if that type cannot be
+    filled."""
     kind = next(kind for kind in (dict, list, tuple) if isinstance(value, kind))
     if type(value) is kind:
         return kind(items)
     try:
-        found = _remade_tuple(value, items) if kind is tuple else copy.copy(value)
-        if found is value:
+        container = _refilled_tuple(value, items) if kind is tuple else copy.copy(value)
+        if container is value:
             return kind(items)
         if getattr(value, "__dict__", None) is value:  # its items are its attributes
-            found.__dict__ = found
+            container.__dict__ = container
         if kind is dict:
-            found.clear()
-            for name, item in items.items():  # as a user would, since some note their items elsewhere as well
-                found[name] = item
+            container.clear()
+            for name, item in items.items():  # by __setitem__, which subclasses may override
+                container[name] = item
         elif kind is list:
-            found[:] = items
-    except Exception:  # whatever a type raises that is not to be changed
+            container[:] = items
+    except Exception:  # an immutable type may raise anything
         return kind(items)
-    return found
+    return container
 
 
-def _remade_tuple(value: Any, items: list[Any]) -> Any:
-    """Not by calling its type, which may make something else of its arguments; but for torch's own, which cannot be made in
-    another way."""
+def _refilled_tuple(value: Any, items: list[Any]) -> Any:
+    """A tuple of the same type, made without its constructor, which may take other arguments; torch's own types need it."""
     if hasattr(type(value), "n_sequence_fields"):
         return type(value)(items)
-    found: Any = tuple.__new__(type(value), items)
-    if hasattr(found, "__dict__"):
-        found.__dict__.update(vars(value))
-    return found
+    refilled: Any = tuple.__new__(type(value), items)
+    if hasattr(refilled, "__dict__"):
+        refilled.__dict__.update(vars(value))
+    return refilled
 
 
 def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors whose memory a tensor is made of: itself, or what a sparse or nested one consists of."""
+    """The dense tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.is_nested:
         jagged: Any = tensor
-        found = (
+        parts = (
             (jagged.values(), jagged.offsets(), jagged.lengths())
             if tensor.layout is torch.jagged
             else (jagged.values(),)
         )
-        return tuple(part for part in found if part is not None)
+        return tuple(part for part in parts if part is not None)
     names = _DENSE_PARTS.get(str(tensor.layout))
     return (tensor,) if names is None else tuple(getattr(tensor, name)() for name in names)
 
 
 def _is_pageable(tensor: torch.Tensor) -> bool:
-    """Whether it is worth a copy within the CPU's memory that the device can fetch it from there by itself."""
+    """True if pinning a tensor first, which is a copy in memory, pays."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -135,11 +136,11 @@ def _is_pageable(tensor: torch.Tensor) -> bool:
 
 
 def cannot_pin(error: RuntimeError) -> bool:
-    """Whether this says that no memory can be pinned, and not what a kernel has done, of which whatever comes next is told."""
+    """True if memory cannot be pinned; False for an error of an earlier kernel, which CUDA reports at the next call."""
     return any(text in str(error) for text in ("out of memory", "not supported", "OS call failed"))
 
 
-NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and hold up a worker"
+NOT_PINNED = "memory of batches cannot be pinned (%s): copies to the GPU are slower, and block a worker"
 
 
 _DENSE_PARTS = {
@@ -148,19 +149,19 @@ _DENSE_PARTS = {
     "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
     "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
 }
-# What is smaller is on its way before a copy within memory would be made.
+# A smaller tensor is copied to the device faster than it is pinned.
 _LEAST_PINNED = 64 * 2**10
 
 
 class TransferStream:
-    """A CUDA stream of a loader's own: what workers do from `transfer` on, they do there, beside what the loop has under way.
+    """A loader's CUDA stream, on which workers run `transfer` and all later stages, concurrently with the training loop.
 
-    A worker waits, without using the CPU, for what it has put on the stream before it lets go of the batch. So the slab that
-    was copied may be filled again at once, and a batch that is delivered may be used on any stream.
+    A worker waits, without using the CPU, until its work on the stream is done. So the copied slab may be refilled at once,
+    and a delivered batch may be used on any stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """In the thread that builds the loader: tensors that its current stream still makes may be used by functions."""
+        """Called in the thread that builds the loader: its current stream may still compute tensors that functions use."""
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -170,22 +171,22 @@ class TransferStream:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Make the stream current, and its device: in a thread of ours that is number 0, and what asks for no other device
-        would make a CUDA context there, in every rank's process."""
+        """Make the stream and its device current: a new thread's device is number 0, and using it would create a CUDA context
+        there in every rank's process."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
     def run(self, act: Callable[..., Any], *args: Any) -> Any:
-        """What `act` returns, called on the stream, when the device has done what that asked for."""
+        """Call `act` on the stream; returns its result once the device has finished its work."""
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with self._current():
-            found = act(*args)
+            result = act(*args)
             done.record(self._stream)
             done.synchronize()
-        return found
+        return result
 
     def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, to be called in another thread than `run` is, but on the same stream."""
+        """The function, bound to the stream, for calls in another thread than that of `run`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._current():
@@ -194,9 +195,9 @@ class TransferStream:
         return call
 
     def move(self, batch: dict[str, Any]) -> None:
-        """Put every tensor of a batch on the device, also those in lists, tuples and dicts; return when they are there.
+        """Copy every tensor of a batch to the device, also in lists, tuples and dicts; returns when they are there.
 
-        What is large and not pinned is pinned first: otherwise this thread, and others' copies, would wait for the copy.
+        A large tensor that is not pinned is pinned first; otherwise its copy would block this thread and other copies.
         """
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -204,26 +205,26 @@ class TransferStream:
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal num_bytes
-            found = tensor.to(self.device, non_blocking=True)
-            num_bytes += 0 if found is tensor else sum(part.nbytes for part in _dense_parts(tensor))
-            return found
+            on_device = tensor.to(self.device, non_blocking=True)
+            num_bytes += 0 if on_device is tensor else sum(part.nbytes for part in _dense_parts(tensor))
+            return on_device
 
         with self._current():
             pinned = {name: _with_tensors(value, self._pinned) for name, value in batch.items()}
-            with self._lock:  # nobody else's copies come between the events
+            with self._lock:  # no other copies between the events
                 begin.record(self._stream)
                 moved = {name: _with_tensors(value, copied) for name, value in pinned.items()}
                 end.record(self._stream)
             end.synchronize()
             copy_s = begin.elapsed_time(end) / 1000
-        batch.update(moved)  # not before: with the last tensor that sees it a slab may be filled again
+        batch.update(moved)  # not before: a slab without tensors on it may be refilled
         with self._lock:
             self._copies = (self._copies[0] + num_bytes, self._copies[1] + copy_s)
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._can_pin and _is_pageable(tensor):
             try:
-                # Not `pin_memory`, which copies the gaps of a view as well, and no tensor whose elements lie on one another.
+                # Not `pin_memory`, which also copies the gaps of a view, and refuses overlapping elements.
                 return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
             except RuntimeError as error:
                 if not cannot_pin(error):
@@ -233,7 +234,7 @@ class TransferStream:
         return tensor
 
     def hand_over(self, batch: dict[str, Any]) -> None:
-        """In the loop's thread: its current stream works on the batch from here on, also after the loop has dropped it."""
+        """Called in the loop's thread: record that its current stream uses the batch, even after the loop dropped it."""
         stream = torch.cuda.current_stream(self.device)
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,7 +248,7 @@ class TransferStream:
             _with_tensors(value, note)
 
     def counters(self) -> dict[str, float]:
-        """What was copied, in bytes, and how long the device took over it, in s, by its own clock (CUDA events)."""
+        """The bytes copied, and the seconds the copies took on the device (by CUDA events)."""
         num_bytes, copy_s = self._copies
         return {"num_bytes": num_bytes, "copy_s": copy_s}
 

@@ -1,7 +1,7 @@
-"""Images between two stages: uint8 [H, W, C] in NumPy, given to users as torch uint8 [C, H, W].
+"""Images between stages: uint8 [H, W, C] in NumPy, passed to users as torch uint8 [C, H, W].
 
-Rows of pixels are how decoders write and resizers read; views (crops) cost nothing there. Only `call` and `batch` show
-the layout of torch.
+Decoders write and resizers read rows of pixels, where a crop is a free view. Only `call` and `batch` use
+torch's layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def as_image(value: Any) -> Image | None:
     elif not isinstance(value, np.ndarray):
         if not _is_pillow(value):
             return None
-        try:  # what was opened and not loaded yet is decoded here
+        try:  # decodes an image that was opened lazily
             value = np.asarray(value if value.mode in ("L", "RGB") else value.convert("RGB"))
         except Exception as error:
             raise ValueError(f"Pillow's image cannot be loaded: {error!r:.200}") from error
@@ -52,25 +52,25 @@ def image_fields(sample: Sample, fields: Iterable[str] | None) -> list[tuple[str
     Raises ValueError if a named field is missing or no image, or if there is none at all.
     """
     if fields is not None:
-        found = []
+        images = []
         for name in fields:
             if name not in sample:
                 raise ValueError(f"it has no field {name!r}, only {', '.join(sample)}")
             image = as_image(sample[name])
             if image is None:
                 raise ValueError(f"its field {name!r} is {describe(sample[name])}, not an image")
-            found.append((name, image))
-        return found
-    found = []
+            images.append((name, image))
+        return images
+    images = []
     for name, value in sample.items():
         if type(value) is Image:
-            found.append((name, value))
-    if not found:
-        found = [(name, image) for name, value in sample.items() if (image := as_image(value)) is not None]
-    if not found:
+            images.append((name, value))
+    if not images:
+        images = [(name, image) for name, value in sample.items() if (image := as_image(value)) is not None]
+    if not images:
         held = ", ".join(f"{name} ({describe(value)})" for name, value in sample.items()) or "nothing"
-        raise ValueError(f"it holds no image, only {held}: does `decode` come before this stage?")
-    return found
+        raise ValueError(f"it has no image, only {held}: is `decode` missing before this stage?")
+    return images
 
 
 def to_tensor(image: Image) -> torch.Tensor:
@@ -80,13 +80,13 @@ def to_tensor(image: Image) -> torch.Tensor:
 
 
 def describe(value: Any) -> str:
-    """A value's type and shape in a few words, for messages."""
+    """A value's type and shape, for messages."""
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         return f"image uint8 [{channels}, {height}, {width}]"
     if isinstance(value, (GpuDecoded, torch.Tensor)):
-        what, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
-        return f"{what} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        noun, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
+        return f"{noun} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"
     if isinstance(value, str):

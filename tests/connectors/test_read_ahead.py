@@ -258,7 +258,7 @@ class TestForecast:
             forecast = Forecast(
                 source, orders[order], schedule, num_epochs=2, bounds=bounds if order == "block" else None
             )
-            pieces = list(forecast.pieces(0, min(start, num)))
+            pieces = list(forecast.slices(0, min(start, num)))
             assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)
             number = 0
             for epoch, begin in ((0, min(start, num)), (1, 0)):
@@ -302,6 +302,6 @@ class TestForecast:
                 bounds=bounds if is_block else None,
                 shard=(process, num_processes),
             )
-            pieces = list(forecast.pieces(0, min(start, num)))
+            pieces = list(forecast.slices(0, min(start, num)))
             assert sorted(piece.key for piece in pieces) == sorted(keys)
             assert [piece.first for piece in pieces] == sorted(piece.first for piece in pieces)

@@ -184,7 +184,7 @@ OWN = "test_bad_calls"
         (f"{OWN}:Sized", {"size": -1}, r"len\(\) of the Sized failed \(ValueError", ValueError),
         (f"{OWN}:Sized", {"size": 2.5}, r"len\(\) of the Sized failed \(TypeError", TypeError),
         (f"{OWN}:Sized", {"size": None}, r"len\(\) of the Sized failed \(UnluckyError: who knows", UnluckyError),
-        (f"{OWN}:READY", {"num": 3}, r"source\.args: .* is a ready Items.*num", type(None)),
+        (f"{OWN}:READY", {"num": 3}, r"source\.args: .* is a Items, not.*num", type(None)),
         (".mod:x", {}, "cannot be imported: ValueError", ValueError),
         ("raising_module:make", {}, "cannot be imported: ValueError: not today", ValueError),
         ("broken_module:make", {}, "cannot be imported: SyntaxError", SyntaxError),

@@ -18,7 +18,7 @@ from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.causal import check_verdict, judge, plan_check
 from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.report import Report
-from loaderkit.stages.slowed import Manner, Slowdown, stretched
+from loaderkit.stages.slowed import Manner, Slowdown, slowed
 
 
 def report_of(pipeline: Pipeline, num_batches: int = 40, **overrides: Any) -> Report:
@@ -151,8 +151,8 @@ def test_a_stretched_stage_does_the_same_and_takes_longer(manner: Manner) -> Non
         return item + 1
 
     stage = Stage("decode", "decode", "sample", run)
-    assert stretched(stage, Slowdown("read", 5.0, manner)) is stage
-    slow = stretched(stage, Slowdown("decode", 5.0, manner))
+    assert slowed(stage, Slowdown("read", 5.0, manner)) is stage
+    slow = slowed(stage, Slowdown("decode", 5.0, manner))
     clock = time.perf_counter if manner in ("wait", "turns") else time.thread_time
     begin_s = clock()
     assert slow.run(3) == 4

@@ -140,7 +140,7 @@ def test_fortran_order_of_one_dimension_is_no_difference() -> None:
         (b"", {}, SourceError, "empty"),
         (b"12345", {"dtype": "int16"}, FormatError, r"5 bytes, which is no multiple of a record's 2 \(int16 \[\]\)"),
         (bytes(20), {"dtype": "int16", "shape": [4]}, FormatError, r"no multiple of a record's 8 \(int16 \[4\]\)"),
-        (npy(np.zeros(4)), {"dtype": "int8"}, ConfigError, "begins as .npy files do"),
+        (npy(np.zeros(4)), {"dtype": "int8"}, ConfigError, "begins like an .npy file"),
         (b"nothing", {}, FormatError, "memory://x.npy: not an .npy file"),
         (npy(np.zeros(4))[:-1], {}, FormatError, r"truncated: float64 \[4\] ends at byte 160, the file at 159"),
         (npy(np.zeros(4))[:90], {}, FormatError, "truncated"),

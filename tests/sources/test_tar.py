@@ -243,7 +243,7 @@ def test_two_members_for_one_field() -> None:
 
 
 def test_members_that_do_not_lie_together() -> None:
-    with pytest.raises(SourceError, match=r"memory://s\.tar: sample '1' comes back with '1\.cls'.*--sort=name"):
+    with pytest.raises(SourceError, match=r"memory://s\.tar: sample '1' continues with '1\.cls'.*--sort=name"):
         source_of({"s.tar": [("1.jpg", b""), ("2.jpg", b""), ("1.cls", b"")]})
     assert len(source_of({"s.tar": [("1.jpg", b""), ("README", b""), ("1.cls", b"")]})) == 1
     assert len(source_of({"a.tar": [("1.jpg", b"")], "b.tar": [("1.jpg", b"")]})) == 2
@@ -269,7 +269,7 @@ def test_missing_shards_are_named() -> None:
 
 
 def test_no_sample_at_all() -> None:
-    with pytest.raises(SourceError, match=r"hold no sample.*2 members"):
+    with pytest.raises(SourceError, match=r"have no sample.*2 members"):
         source_of({"s.tar": [("README", b""), (".x", b"")]})
 
 

@@ -79,7 +79,7 @@ class TarConnector(ConnectorLayer):
         archive, member = self._find(key)
         if start < 0 or start + len(buffer) > member.size:
             raise ShortReadError(
-                f"{self.describe(key)} has {member.size} bytes; {len(buffer)} were wanted from byte {start} on"
+                f"{self.describe(key)} has {member.size} bytes; {len(buffer)} were requested at offset {start}"
             )
         # A member's tag is checked through the archive's: what precedes the last "@" must be the archive's tag.
         archive_etag = archive.info.etag if etag is None else etag.rpartition("@")[0]

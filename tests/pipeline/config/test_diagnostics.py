@@ -498,7 +498,7 @@ source:
 stages: [read, batch: {size: 4}]
 """,
         "source.fields",
-        ["expected names that differ", "'y'"],
+        ["expected distinct names", "'y'"],
     ),
     "two stages of one name": (
         """\
@@ -659,7 +659,7 @@ def test_what_is_wrong_is_named(name: str, write: Callable[[str], Path]) -> None
         (
             {"kind": "files", "url": "data", "label": "parent", "fields": {"label": "cls"}},
             [],
-            "source: `label: parent` and a field called label: which of the two is the label?",
+            "source: `label: parent` and a field named label exclude each other: remove one of them",
         ),
         ({"kind": "tar", "url": "a.tar", "include": "*.tar"}, [], "source: `url` names the archives already"),
         (

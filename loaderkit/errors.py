@@ -6,18 +6,18 @@
     ├── ConnectorError         a store did not give the bytes asked for (also an OSError)
     │   ├── ObjectNotFoundError    no object has this key
     │   ├── AccessDeniedError      the store refuses to show it
-    │   │   └── ExpiredCredentialsError   what it was asked with is not valid any more
+    │   │   └── ExpiredCredentialsError   the credentials are not valid any more
     │   ├── ObjectChangedError     it was replaced since it was listed
     │   ├── ShortReadError         it ended before the range asked for
-    │   └── TemporaryError         asked again, it may give them; it was asked for as long as `source.retry` allows
-    │       ├── ThrottledError         it asked to be left alone
+    │   └── TemporaryError         a failure that may pass; retried for as long as `source.retry` allows
+    │       ├── ThrottledError         the store asked for fewer requests
     │       ├── UnreachableError       no connection, or one that broke
     │       ├── RequestTimeoutError    no answer in time (also a TimeoutError)
     │       ├── TruncatedError         the answer ended early (also a ShortReadError)
     │       └── ChecksumError          the bytes are not those whose checksum is known
     ├── FormatError            the bytes are not what their format promises (also a ValueError)
     ├── CheckpointError        a checkpoint cannot be restored: partial, damaged, or not what is to be filled
-    │   └── PeerError              another rank failed or died, and would have passed on what this one needs
+    │   └── PeerError              another rank, from which this one receives data, failed or died
     ├── SourceError            the data set cannot be used: empty, no match, inconsistent
     ├── StageError             a stage failed on a sample or a batch; the cause is chained
     │   └── TooManyBadSamplesError   `errors.max_bad_samples` was passed
@@ -50,7 +50,7 @@ class LoaderkitError(Exception):
 def printable(text: str) -> str:
     """Text for a terminal or a log: all but line ends and tabs that `repr` would escape is escaped as it does.
 
-    A terminal obeys control characters (it moves the cursor, changes its title, answers as if somebody typed), and lone
+    A terminal obeys control characters (it moves the cursor, changes its title, writes to the program's input), and lone
     surrogates, which stand for bytes that are no UTF-8, are refused by whatever writes UTF-8.
     """
     if text.isprintable():
@@ -110,11 +110,11 @@ class ExpiredCredentialsError(AccessDeniedError):
 
 
 class TemporaryError(ConnectorError):
-    """A store failed in a way that may be over soon. Raised once it has been asked for as long as `source.retry` allows."""
+    """A store failed in a way that may be over soon. Raised after retries for as long as `source.retry` allows."""
 
 
 class ThrottledError(TemporaryError):
-    """The store has more to do than it can, or allows this client no more."""
+    """The store is overloaded, or this client has reached its limit of requests."""
 
 
 class UnreachableError(TemporaryError):
@@ -122,7 +122,7 @@ class UnreachableError(TemporaryError):
 
 
 class RequestTimeoutError(TemporaryError, TimeoutError):
-    """The store did not answer, or not go on, in time."""
+    """The store did not answer, or stopped sending, in time."""
 
 
 class TruncatedError(ShortReadError, TemporaryError):
@@ -134,7 +134,7 @@ class ChecksumError(TemporaryError):
 
 
 STORE_FAILURES = (ExpiredCredentialsError, ThrottledError, UnreachableError, RequestTimeoutError)
-"""What says nothing of a sample: its store is away, or lets nobody in any more. `on_bad_sample` does not apply."""
+"""Failures of the store, not of a sample: it is unreachable or refuses the credentials. `on_bad_sample` does not apply."""
 
 
 class FormatError(LoaderkitError, ValueError):
@@ -178,7 +178,7 @@ class StageError(LoaderkitError):
     """A stage failed on one sample, or on one batch; the original exception is `__cause__`.
 
     `stage` is the stage's name, `key` the sample's key (None for a batch), `origin` the object it came from,
-    `epoch` and `position` its place in the order.
+    `epoch` and `position` say where it stands in the order.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class TooManyBadSamplesError(StageError):
 class StallTimeout(LoaderkitError, TimeoutError):  # noqa: N818 - its name in the public interface
     """No batch came within `prefetch.timeout`; the message has where every chunk of it is, and the workers' stacks.
 
-    `waited_s` is how long; `stage` and `key` say where the chunk is that is the least far: None in a queue, or not known.
+    `waited_s` is how long; `stage` and `key` say where the least advanced chunk is: None in a queue, or not known.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class StallTimeout(LoaderkitError, TimeoutError):  # noqa: N818 - its name in th
 class WorkerDiedError(LoaderkitError, RuntimeError):
     """The process that loads was killed, crashed, left by itself or could not be started.
 
-    `exit_code` is its own, or minus the signal's number; None if there is none, or nobody knows.
+    `exit_code` is its own, or minus the signal's number; None if there is none, or it is not known.
     """
 
     def __init__(self, message: str, *, exit_code: int | None = None) -> None:

@@ -109,11 +109,11 @@ def run(
 
 
 def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
-    from loaderkit.pipeline.bad_samples import places_of, read_quarantine, try_again
+    from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, try_again
 
     lines = read_quarantine(quarantine)
     plan = open_plan(pipeline, [*(assignments or []), "prefetch.executor=inline"])
-    places = places_of(plan.source, lines)
+    places = indices_of(plan.source, lines)
     tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
     tried["gone"] = [line._asdict() for line in lines if line not in places]
     for line, error in try_again(plan, places):

@@ -42,7 +42,7 @@ class WorkerPool:
         *,
         tries_one_worker: bool = True,
     ) -> None:
-        """`stages`: all there are."""
+        """`stages`: those of all pools."""
         self.number = number
         self._tries_one_worker = tries_one_worker
         self.plan = plan
@@ -51,7 +51,7 @@ class WorkerPool:
         before_last = plan.sample_stages[:-1]
         # Padding counts as the work of `batch`, also where `normalize` follows it in this pool: that stage then, else None.
         self.padding = next((number for number in before_last if stages[number].kind == "batch"), None)
-        self.num_workers = plan.num_workers  # that are wanted; others rest
+        self.num_workers = plan.num_workers  # wanted at present; the others are idle
         self.buffer: Buffer[Chunk | WorkItem] | None = Buffer(2 * plan.num_workers, states) if number else None
         self.gate = SoloGate()
         self.probe = ContentionProbe([stage.name for stage in stages], self.gate, clock)
@@ -67,7 +67,7 @@ class WorkerPool:
         return self.probe.begin(worker_clock) if self.num_workers > 1 and self._tries_one_worker else None
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
-        """The worker is done with it."""
+        """The worker is done with its chunk of `num_samples`."""
         if ticket is not None or (self.num_workers > 1 and self._tries_one_worker):
             self.probe.end(ticket, num_samples)
 
@@ -86,7 +86,7 @@ class Engine(ABC):
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
         """`tries_one_worker`: the contention probe may let one worker work alone; False where no stage holds the GIL, and
-        workers are off the CPU because they wait for a store. `counters`: what the store has done."""
+        workers are off the CPU because they wait for a store. `counters` returns the connector's counters."""
         self.plan = plan
         self.stages = stages
         self.states = WorkerStates(len(stages))
@@ -104,21 +104,21 @@ class Engine(ABC):
         self.num_delivered = 0
         self.num_samples = 0
         self.first_wait_s: float | None = None
-        self.first_idle_s: float | None = None  # for how long CPUs had been idle then
-        self._num_entries = 0  # of what is recorded of each worker
+        self.first_idle_s: float | None = None  # the CPUs' idle time at that moment
+        self._num_entries = 0  # kept of each worker's trace; 0: no trace
         self._is_closed = False
         self._has_ended = False
         self._pid = os.getpid()
 
-    # ------------------------------------------------------------------------------------- what an executor does
+    # ------------------------------------------------------------------------------------- what a subclass implements
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to work ahead, if that is done. Idempotent."""
+        """Start to read ahead, if this engine does. Idempotent."""
 
     @abstractmethod
     def _wait(self, begin_s: float) -> WorkItem:
-        """The next work item, once it is complete; `begin_s`: since when it is waited for."""
+        """The next work item, once it is complete; the consumer has waited since `begin_s`."""
 
     @abstractmethod
     def _land(self, chunk: Chunk) -> WorkItem | None:
@@ -126,15 +126,15 @@ class Engine(ABC):
 
     @abstractmethod
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let `num_workers` run `stage` and what shares its pool, from now on; from any thread. Raises ConfigError."""
+        """Set the number of workers of the pool that runs `stage`; from any thread. Raises ConfigError."""
 
     @abstractmethod
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how many batches are read ahead, and in how many bytes; None: as it is. From any thread."""
+        """Set how many batches are read ahead, and in how many bytes; None: unchanged. From any thread."""
 
     @abstractmethod
     def seek(self, epoch: int, position: int) -> None:
-        """Drop everything read ahead and continue at another place, unless the plan already stands there."""
+        """Drop everything read ahead and continue at another position, unless the plan is already there."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -142,7 +142,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _stop(self, join_s: float) -> None:
-        """Cancel what is under way, and return when no worker is left, or after `join_s`."""
+        """Cancel open work and return when no worker is left, or after `join_s`."""
 
     @abstractmethod
     def head(self) -> WorkItem | None:
@@ -198,14 +198,14 @@ class Engine(ABC):
         return work_item
 
     def attribute(self, begin_s: float, end_s: float, path: stalls.ChunkPath) -> dict[str, float]:
-        """Seconds of the wait [begin_s, end_s) by cause, along the way of the chunk that was waited for."""
-        if path.done_s <= begin_s:  # it was there already; most waits are such
+        """Seconds of the wait [begin_s, end_s) by cause, along the path of the awaited chunk."""
+        if path.done_s <= begin_s:  # it was ready before the wait; most waits are such
             return {stalls.WAKEUP: end_s - begin_s}
         return stalls.attribute(begin_s, end_s, path, self._facts[self.is_short_of_memory])
 
     def open_wait(self, begin: float | None, now: float) -> dict[str, float]:
         """Seconds by cause of the wait that the consumer has been in since `begin`; for any thread."""
-        is_fork = os.getpid() != self._pid  # its copies of the threads and locks are dead
+        is_fork = os.getpid() != self._pid  # a fork's child has no worker threads, and its locks may be held for ever
         if begin is None or begin >= now or is_fork:
             return {}
         head = self.head()
@@ -214,7 +214,7 @@ class Engine(ABC):
         if head is None:
             path = stalls.ChunkPath(now, [], now)
         else:
-            # Of the chunks that keep the batch waiting, the one that is the least far.
+            # The least advanced of the chunks that keep the batch waiting.
             unfinished = [chunk for chunk in list(head.chunks) if not chunk.has_landed]
             last = min(unfinished, key=lambda chunk: len(chunk.marks), default=None)
             path = stalls.ChunkPath(head.opened_s, list(last.marks) if last is not None else [], now)
@@ -261,15 +261,15 @@ class Engine(ABC):
         )
 
     def record(self) -> None:
-        """Keep what workers and loop do from now on, as much as `num_entries` allows."""
+        """Start a trace of workers and loop that keeps the last `num_entries` of each worker."""
         self._num_entries = num_entries(sum(pool.num_workers for pool in self.pools))
         self.waits.record(self._num_entries)
         for pool in self.pools:
             for worker_clock in pool.worker_clocks:
                 self._record(worker_clock)
 
-    def _new_account(self, first_state: int, since_s: float | None = None) -> WorkerClock:
-        """A worker's, recorded if that is wanted."""
+    def _new_worker_clock(self, first_state: int, since_s: float | None = None) -> WorkerClock:
+        """The clock of a new worker, traced if a trace is being recorded."""
         worker_clock = WorkerClock(
             self.states, self.clock, first_state=first_state, since_s=since_s, slow_items=self.slow_items
         )
@@ -281,21 +281,21 @@ class Engine(ABC):
             worker_clock.trace = new_entries(self._num_entries, self.clock(), worker_clock.open_state)
 
     def recorded(self) -> Trace:
-        """What was kept; nothing more is. For any thread."""
+        """The trace since `record`; ends it. For any thread."""
         self._num_entries = 0
         names = (*self._stage_names, "starved", "blocked", "idle")
-        found = []
+        lanes = []
         for pool in self.pools:
             stages = "+".join(self._stage_names[number] for number in pool.plan.stages)
             for number, worker_clock in enumerate(pool.worker_clocks):
                 entries, worker_clock.trace = worker_clock.trace, None
                 if entries is not None:
                     name = f"{stages} {number}" if pool.threads else "in the loop's thread"
-                    found.append(finished_lane(entries, self._pid, name, names, self.clock()))
-        return Trace(found, self.waits.recorded())
+                    lanes.append(finished_lane(entries, self._pid, name, names, self.clock()))
+        return Trace(lanes, self.waits.recorded())
 
     def close(self, join_s: float = 10.0) -> None:
-        """Stop and join the workers, drop what was read ahead. Idempotent, from any thread and any state."""
+        """Stop and join the workers and drop what was read ahead. Idempotent, from any thread and any state."""
         if os.getpid() != self._pid:
             # None of our threads runs in a fork's child, and a lock may have been copied while it was held.
             self._is_closed = True
@@ -309,10 +309,10 @@ class Engine(ABC):
         for stage in self.stages:
             if stage.close is not None:
                 stage.close()
-        self._has_ended = True  # only now: what Ctrl-C has interrupted is done by a second call
+        self._has_ended = True  # set last: a second call completes a close that Ctrl-C has interrupted
 
     def abandon(self) -> None:
-        """Close, once the loader is garbage."""
+        """Close because the loader was collected."""
         self.close()
 
     @property
@@ -330,7 +330,7 @@ class Engine(ABC):
     # --------------------------------------------------------------------------------------------- running stages
 
     def _run(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> Chunk | WorkItem | None:
-        """Run a pool's stages on an item; what is to be passed on: the chunk, its complete work item, or nothing."""
+        """Run a pool's stages on an item. Returns what to pass on: the chunk, its complete work item, or None."""
         if isinstance(item, WorkItem):
             self._run_batch_stages(pool, worker_clock, item)
             return item
@@ -375,7 +375,7 @@ class Engine(ABC):
 
     @staticmethod
     def _enter(work_item: WorkItem, worker_clock: WorkerClock, stage: int) -> None:
-        """A worker begins with a stage on a whole batch."""
+        """Note that a worker begins a stage on a whole batch."""
         now = worker_clock.enter(stage)
         assert work_item.last_chunk is not None
         work_item.last_chunk.marks.append((now, stage))

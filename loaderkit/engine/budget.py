@@ -25,8 +25,8 @@ class Budget:
         is_whole: bool,
         one_works: Callable[[], bool],
     ) -> None:
-        """`is_whole`: the worker that takes a chunk also delivers what it completes. `one_works`: only one worker takes chunks
-        at present."""
+        """`is_whole`: the worker that takes a chunk also delivers the item it completes. `one_works`: True while only one
+        worker takes chunks."""
         self._plan = plan
         self._is_whole = is_whole
         self._one_works = one_works
@@ -51,11 +51,11 @@ class Budget:
         return work_item, False
 
     def chunk_size(self) -> int:
-        """How many places a chunk has at present."""
+        """The number of slots of a chunk at present."""
         return self.chunk_sizer.chunk_size(self._plan.batch_size, self.num_workers)
 
     def release(self, work_item: WorkItem) -> None:
-        """An item holds no memory any more, or the consumer's."""
+        """Take an item out of the budget: it was dropped, or the consumer has it."""
         self.num_open -= 1
         self._plan.release(work_item)
 
@@ -66,19 +66,19 @@ class Budget:
 
     @property
     def is_quick(self) -> bool:
-        """Batches take less than a hand-off. Only where workers announce what is complete before they wait, so that no complete
-        batch goes unannounced."""
+        """True if a batch takes less than a hand-off. Only where workers announce complete batches before they wait, so that
+        none goes unannounced."""
         sample_s = self.chunk_sizer.sample_s
         return self._is_whole and sample_s is not None and sample_s * self._plan.batch_size < _QUICK_S
 
     @property
     def is_worth_waking(self) -> bool:
-        """There is room for as many batches as a worker makes at a time."""
+        """True if there is room for as many batches as a worker makes at a time."""
         return not self.is_quick or self.num_open <= self._plan.room[0] - self.burst
 
     @property
     def burst(self) -> int:
-        """How many quick batches are handed over at a time: half of what there is room for, so that both sides go on
-        meanwhile; all of it where only one thread can run anyway."""
+        """How many quick batches are handed over at a time: half of the room, so that both sides keep working;
+        all of it where only one thread can run at a time."""
         room = self._plan.room[0]
         return room if self._one_works() else -(-room // 2)

@@ -1,4 +1,4 @@
-"""The contracts between a loader, the executor that makes its batches, and the plan that says which."""
+"""The contracts between a loader, the executor that makes its batches, and the plan that chooses them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Plan(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """The bound on the memory of what is open."""
+        """The bound on the memory of open work items."""
 
     @property
     def batch_size(self) -> int:
-        """Into how many places a work item can be split, if chunks are to be chosen in size."""
+        """The number of slots of a work item, into which it can be split."""
 
     @property
     def next_position(self) -> tuple[int, int]:
@@ -34,34 +34,34 @@ class Plan(Protocol):
         """(how many work items may be open at once, whether memory and not depth limits that)."""
 
     def prepare(self) -> None:
-        """Find out what work items look like. It may run a user's code, and is called without the lock."""
+        """Determine the fields of a work item. May run the user's code; called without the lock."""
 
     def open(self, chunk_size: int) -> WorkItem | None:
         """The next work item with its memory and its chunks, or None after the last."""
 
     def finish(self, work_item: WorkItem) -> Any:
-        """What the consumer gets of a full work item; called without the lock."""
+        """The result of a full work item, for the consumer; called without the lock."""
 
     def context(self, work_item: WorkItem) -> Any:
-        """What stages that work on its result are told of it; called without the lock."""
+        """The second argument of stages that act on its result; called without the lock."""
 
     def release(self, work_item: WorkItem) -> None:
-        """A work item has left the budget: it was handed over, or dropped."""
+        """Note that a work item has left the budget: it was delivered or dropped."""
 
     def seek(self, epoch: int, position: int) -> None:
-        """Continue at another place."""
+        """Continue at another position."""
 
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
-        """The `place` to which `seek` would bring it."""
+        """The `next_position` after `seek(epoch, position)`."""
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how far is read ahead; None: as it is."""
+        """Set how far to read ahead; None: unchanged."""
 
     def key(self, index: int) -> str:
-        """What a chunk's index stands for, for messages."""
+        """The name of the item at `index`, for messages."""
 
     def memory_stats(self, num_open: int) -> dict[str, int]:
-        """What `Stats.memory` says of slabs and batches, while `num_open` work items are open; for any thread."""
+        """The bytes of slabs and batches for `Stats.memory`, with `num_open` open work items; for any thread."""
 
 
 class Delivery(Protocol):
@@ -86,34 +86,34 @@ class Delivery(Protocol):
 
 
 class Executor(Protocol):
-    """Makes batches in order, from where `seek` put it. All but `stats`, `close` and `abandon` belong to one thread."""
+    """Makes batches in order, from the position of the last `seek`. One thread calls all but `stats`, `close`, `abandon`."""
 
     def start(self) -> None:
-        """Begin to work ahead. Idempotent."""
+        """Start to read ahead. Idempotent."""
 
     def seek(self, epoch: int, position: int) -> None:
-        """Continue at another place, unless the next batch is the one there."""
+        """Continue at another position, unless the next batch begins there."""
 
     def next(self) -> Delivery:
-        """The next batch, or the error in its place. Raises what made all work stop."""
+        """The next batch, or its error. Raises the error that stopped the executor."""
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let `num_workers` run a stage, and what shares its pool, from now on. Raises ConfigError."""
+        """Set the number of workers of the pool that runs a stage. Raises ConfigError."""
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how many batches are read ahead, and in how many bytes; None: as it is. Raises ConfigError."""
+        """Set how many batches are read ahead, and in how many bytes; None: unchanged. Raises ConfigError."""
 
     def stats(self, tuning: Tuning, run: int) -> Stats:
-        """The accounts up to now."""
+        """The counters up to now."""
 
     def record(self) -> None:
-        """Keep what workers and loop do from now on."""
+        """Start a trace of workers and loop."""
 
     def recorded(self) -> Trace:
-        """What was kept since `record`; nothing more is."""
+        """The trace since `record`; ends it."""
 
     def close(self, join_s: float = 10.0) -> None:
-        """Stop everything; what does not stop within `join_s` is left or ended by force. Idempotent."""
+        """Stop all workers; those that do not stop within `join_s` are left behind or killed. Idempotent."""
 
     def abandon(self) -> None:
-        """Close from wherever the garbage collector happens to run."""
+        """Close from any thread in which the garbage collector runs."""

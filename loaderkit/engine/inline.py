@@ -19,7 +19,7 @@ from loaderkit.errors import ClosedError, ConfigError
 
 
 class InlineEngine(Engine):
-    """Works when it is asked, in the consumer's thread: one worker clock serves all pools."""
+    """Makes a batch inside `next()`, in the consumer's thread: one worker clock serves all pools."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class InlineEngine(Engine):
     ) -> None:
         super().__init__(plan, stages, pools, clock=clock, counters=counters)
         self._chunk_sizer = ChunkSizer()
-        self._open: WorkItem | None = None  # what is being made
+        self._open: WorkItem | None = None  # the batch that is being made
         self._planning = threading.Lock()  # another thread may change the plan's depth
         self._is_lost = False  # the item that was being made was interrupted
         self._scratch: dict[str, Any] = {}
@@ -41,7 +41,7 @@ class InlineEngine(Engine):
     def start(self) -> None:
         self._check_usable()
         if not self.pools[0].worker_clocks:
-            self.pools[0].worker_clocks.append(self._new_account(self.states.blocked))
+            self.pools[0].worker_clocks.append(self._new_worker_clock(self.states.blocked))
 
     def resize(self, stage: str, num_workers: int) -> NoReturn:
         self._check_usable()
@@ -67,7 +67,7 @@ class InlineEngine(Engine):
             raise self._failure
         if self._is_lost:
             raise ClosedError("the batch that was being made was interrupted: build another loader")
-        self._is_lost = True  # until it is made: a batch that was begun must not be passed over in silence
+        self._is_lost = True  # until the batch is made: one that was begun must not be skipped silently
         try:
             work_item = self._make()
             self._is_lost = False
@@ -76,7 +76,7 @@ class InlineEngine(Engine):
             self._open = None
 
     def _make(self) -> WorkItem:
-        """The next destination: open it, and carry its chunks through all the stages."""
+        """Open the next work item and run its chunks through all stages."""
         plan, worker_clock = self.plan, self.pools[0].worker_clocks[0]
         if not plan.is_prepared:
             begin_s = self.clock()
@@ -88,7 +88,7 @@ class InlineEngine(Engine):
         work_item.opened_s = self.clock()
         self._open = work_item
         for chunk in work_item.chunks:
-            if not self._is_closed:  # by another thread, or by a stage
+            if not self._is_closed:  # another thread or a stage may close the loader
                 chunk.scratch = self._scratch
                 self._carry(chunk, worker_clock)
         if self._is_closed:
@@ -103,7 +103,7 @@ class InlineEngine(Engine):
         num_torch_threads = torch.get_num_threads()
         try:
             if num_torch_threads > 1:
-                torch.set_num_threads(1)  # as in the workers: on small tensors a second thread only spins
+                torch.set_num_threads(1)  # as in worker threads: on small tensors a second thread only spins
             for pool in self.pools:
                 if item is not None:
                     item = self._run(pool, worker_clock, item)
@@ -155,5 +155,5 @@ class InlineEngine(Engine):
     def _stop(self, join_s: float) -> None:
         self._is_closed = True
         work_item = self._open
-        if work_item is not None:  # the consumer is at it, in another thread
+        if work_item is not None:  # the consumer makes it, in another thread
             work_item.cancelled = True

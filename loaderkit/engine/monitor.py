@@ -1,11 +1,11 @@
 """Takes a snapshot four times a second: keeps a time series of them, and lets the tuner act.
 
-    engine ──stats──> Monitor ──> Series           bounded: when it is full, every second point is dropped, and of what
-                         └──────> LiveSettings     follows half as many are kept
+    engine ──stats──> Monitor ──> Series           bounded: when it is full, every second point is dropped, and
+                         └──────> LiveSettings     from then on half as many are kept
                                    ──> Tuner ──> resize
 
-Its thread needs little, so how late it wakes up says how long a thread waits for the GIL and a CPU: so does the training loop's
-thread when a batch is ready.
+Its thread does little, so its lateness is the time that a thread waits for the GIL and a CPU, as the training loop's thread
+does when a batch is ready.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Series:
         self._points: list[Stats] = []
 
     def add(self, stats: Stats) -> None:
-        """Keep this moment, if it is one of those to be kept."""
+        """Add a snapshot, if it is one of those to keep."""
         if self._points and self._points[-1].run != stats.run:
             self._points = []
             self._every, self._num_looks = 1, 0
@@ -52,20 +52,20 @@ class Series:
         self._points = points
 
     def to_list(self) -> list[dict[str, Any]]:
-        """One entry for every stretch between two moments, in order: JSON values, described in docs/reference.md."""
+        """One entry for each interval between two snapshots, in order: JSON values, described in docs/reference.md."""
         points = self._points
         pairs = [(one, other) for one, other in itertools.pairwise(points) if other.now_s > one.now_s]
         return [later.since(earlier).to_point(later.now_s - earlier.now_s) for earlier, later in pairs]
 
 
 class Monitor:
-    """The thread. `read` gives a snapshot, `act` is called with it: it lets the tuner look."""
+    """The thread. `read` gives a snapshot; `act` passes it to the tuner."""
 
     def __init__(self, read: Callable[[], Stats], series: Series, act: Callable[[Stats], None]) -> None:
         self._read = read
         self._series = series
         self._act = act
-        # Not an Event: that has a lock, and the collector may want to stop this thread from within this thread, or in a fork.
+        # Not an Event: its lock could be held when the garbage collector calls `stop`, in this thread or in a fork's child.
         self._end: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_failed = False
@@ -97,7 +97,7 @@ class Monitor:
     def _run(self) -> None:
         try:
             while True:
-                self._look_or_say_why_not()
+                self._try_to_look()
                 begin_s = time.perf_counter()
                 if self._is_told_to_end(TICK_S):
                     return
@@ -112,12 +112,12 @@ class Monitor:
             return False
         return True
 
-    def _look_or_say_why_not(self) -> None:
+    def _try_to_look(self) -> None:
         try:
             self.look()
         except ClosedError:
             raise
-        except Exception:  # the loop does not depend on this; logged once
+        except Exception:  # the training loop does not depend on it; logged once
             if not self._has_failed:
                 logger.warning("the time series and the tuner miss what happens now", exc_info=True)
             self._has_failed = True

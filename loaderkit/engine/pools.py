@@ -50,14 +50,14 @@ class Buffer(Generic[T]):
             if self.is_closed:
                 return None
             if not worker_clock.is_wanted:
-                self._not_empty.notify()  # it may have been woken in another one's place
+                self._not_empty.notify()  # its wake-up may have been meant for another worker
                 return None
             item = self._items.popleft()
             self._not_full.notify()
             return item
 
     def resize(self, capacity: int) -> None:
-        """Hold `capacity` items from now on; threads that wait look again."""
+        """Set the capacity and wake the threads that wait."""
         with self._lock:
             self.capacity = capacity
             self._not_empty.notify_all()
@@ -74,12 +74,12 @@ class Buffer(Generic[T]):
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """A pool to be: which stages it runs, by number (sample stages, then batch stages), with how many workers."""
+    """A planned pool: the numbers of its stages (sample stages, then batch stages) and its workers."""
 
     sample_stages: tuple[int, ...]
     batch_stages: tuple[int, ...]
     num_workers: int
-    lands: bool  # its last sample stage is the last of all: what leaves it has landed
+    lands: bool  # it runs the last sample stage: chunks that leave it have landed
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class PoolPlan:
 
 
 def plan_pools(stages: Sequence[Stage], num_workers: int) -> list[PoolPlan]:
-    """Fuse neighbouring stages without workers of their own into pools, and share `num_workers` out among those.
+    """Fuse neighbouring stages without `workers` into pools, and divide `num_workers` among those.
 
     A fused chunk passes from stage to stage without a hand-off. Stages with `workers: N` get a pool of N.
     """
@@ -101,15 +101,15 @@ def plan_pools(stages: Sequence[Stage], num_workers: int) -> list[PoolPlan]:
     last_sample = max(number for number, stage in enumerate(stages) if stage.scope == "sample")
     num_fixed = sum(stage.workers or 0 for stage in stages)
     automatic = [group for group in groups if stages[group[0]].workers is None]
-    # Batch stages alone are light (a copy, a call a batch): one worker; the rest is shared by the sample pools.
+    # A pool of batch stages alone does little (a copy, a call a batch) and gets one worker; sample pools share the rest.
     heavy = [group for group in automatic if stages[group[0]].scope == "sample"]
     num_left = max(len(heavy), num_workers - num_fixed - (len(automatic) - len(heavy)))
     pools = []
     for group in groups:
         workers = stages[group[0]].workers
         if workers is None:
-            place = heavy.index(group) if group in heavy else None
-            workers = 1 if place is None else num_left // len(heavy) + (place < num_left % len(heavy))
+            rank = heavy.index(group) if group in heavy else None
+            workers = 1 if rank is None else num_left // len(heavy) + (rank < num_left % len(heavy))
         pools.append(
             PoolPlan(
                 tuple(number for number in group if stages[number].scope == "sample"),

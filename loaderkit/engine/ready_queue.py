@@ -11,7 +11,7 @@ from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import ClosedError
 
-_LOOK_S = 2e-3  # while batches are quick the consumer looks by itself, and most of them need no wake-up
+_LOOK_S = 2e-3  # while batches are quick the consumer polls, and most of them need no wake-up
 
 
 class ReadyQueue:
@@ -23,7 +23,7 @@ class ReadyQueue:
         self._clock = clock
         self._ready = threading.Condition(budget.lock)
         self._items: deque[WorkItem] = deque()
-        self._is_asleep = False  # the consumer waits, and will not look by itself before long
+        self._is_asleep = False  # the consumer waits and will not look again soon by itself
         self._is_closed = False
         self._failure: BaseException | None = None
         self.num_ready = 0  # items that are complete
@@ -32,15 +32,15 @@ class ReadyQueue:
     # ------------------------------------------------------------------------------------------------ the consumer
 
     def first(self, *, keep: bool = False) -> WorkItem | None:
-        """The first item, taken out, if it is complete. Raises what made the workers stop.
+        """The first item, taken out, if it is complete. Raises the error that stopped the workers.
 
-        With `keep` it stays in the budget until `Scheduler.leave`, for a sender that takes it on the consumer's behalf.
+        With `keep` it stays in the budget until `Scheduler.leave`: a sender takes it for the consumer.
         """
         with self._lock:
             return self._first(keep=keep)
 
     def wait_for_first(self, timeout_s: float) -> tuple[WorkItem | None, float]:
-        """The same after waiting for it, and what is left of `timeout_s`; None when that has passed."""
+        """`first`, after waiting for it, and the rest of `timeout_s`; None when that has passed."""
         with self._lock:
             ends_s = time.monotonic() + timeout_s
             while True:
@@ -51,7 +51,7 @@ class ReadyQueue:
                 self._sleep(min(left_s, _LOOK_S) if self._budget.is_quick else left_s)
 
     def wait_until_ready(self) -> None:
-        """Return once `first` has something to give or to raise, however long that takes."""
+        """Wait without a limit until `first` returns an item or raises."""
         with self._lock:
             while not (self.is_over or (self._items and self._items[0].is_done)):
                 self._sleep(_LOOK_S if self._budget.is_quick else None)
@@ -81,7 +81,7 @@ class ReadyQueue:
     # ------------------------------------------------------------------------------------------------- the workers
 
     def deliver(self, work_item: WorkItem) -> None:
-        """An item is complete; wake the consumer if it is the one awaited."""
+        """Mark an item as complete; wake the consumer if it is the awaited one."""
         with self._lock:
             if work_item.cancelled:
                 self.drop(work_item)
@@ -97,7 +97,7 @@ class ReadyQueue:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come: closed, or failed."""
+        """True if no more items will come: closed or failed."""
         return self._is_closed or self._failure is not None
 
     @property
@@ -106,7 +106,7 @@ class ReadyQueue:
         return self._items[0] if self._items else None
 
     def append(self, work_item: WorkItem) -> None:
-        """An item was opened."""
+        """Add an item that was opened."""
         self._items.append(work_item)
 
     def announce(self) -> None:
@@ -115,14 +115,14 @@ class ReadyQueue:
             self._ready.notify()
 
     def drop(self, work_item: WorkItem) -> None:
-        """The last chunk of a cancelled item is out of the stages: its memory is free."""
+        """Free the memory of a cancelled item whose last chunk has left the stages."""
         work_item.let_go()
         work_item.result = None
         self._budget.release(work_item)
         self._budget.wake_worker()
 
     def cancel(self) -> None:
-        """Drop all items; those with chunks inside a stage are dropped when these come out."""
+        """Drop all items; those with chunks inside a stage are dropped when these have left it."""
         for work_item in self._items:
             work_item.cancelled = True
             num_untaken = sum(not chunk.marks for chunk in work_item.chunks)
@@ -146,5 +146,5 @@ class ReadyQueue:
         self._ready.notify_all()
 
     def clear(self) -> None:
-        """Let go of what was read ahead."""
+        """Drop the items."""
         self._items.clear()

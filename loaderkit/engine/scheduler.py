@@ -1,4 +1,4 @@
-"""What is open, what is to be done and how much may be: three parts under one lock, which is held for microseconds."""
+"""The queue of open work items, the queue of chunks and the budget, under one lock that is held for microseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loaderkit.engine.work_queue import WorkQueue
 
 
 class Scheduler:
-    """`ready` is for the consumer, `work` for the workers, `budget` bounds both; what concerns all three is here."""
+    """`ready` is for the consumer, `work` for the workers, `budget` bounds both; the methods here concern all three."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Scheduler:
             return self.ready.head
 
     def leave(self, count: int) -> None:
-        """`count` items that `ready.first` kept in the budget have reached the consumer, or were dropped."""
+        """Take `count` items that `ready.first` kept out of the budget: they were delivered or dropped."""
         with self.lock:
             self.budget.num_open -= count
             self.budget.wake_worker(count)
@@ -49,23 +49,23 @@ class Scheduler:
             self.budget.wake_worker()
 
     def resize(self, num_workers: int) -> None:
-        """There are `num_workers` in all from now on; those that wait look again."""
+        """Set the number of workers and wake those that wait."""
         with self.lock:
             self.budget.num_workers = num_workers
             self.budget.changed.notify_all()
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch."""
+        """Set how far to read ahead; None: unchanged. Raises ConfigError if the memory holds not even one batch."""
         with self.lock:
             self._plan.set_depth(num_batches, memory_bytes)
             self.budget.changed.notify_all()
 
     def seek(self, epoch: int, position: int) -> None:
-        """Drop everything read ahead and continue at another place, unless the plan already stands there."""
+        """Drop everything read ahead and continue at another position, unless the plan is already there."""
         with self.lock:
             head = self.ready.head
-            place = self._plan.next_position if head is None else (head.epoch, head.begin)
-            if place == self._plan.begins_at(epoch, position):
+            next_position = self._plan.next_position if head is None else (head.epoch, head.begin)
+            if next_position == self._plan.begins_at(epoch, position):
                 return
             self.work.clear()
             self.ready.cancel()
@@ -78,12 +78,12 @@ class Scheduler:
             self.ready.fail(error)
 
     def close(self) -> None:
-        """Wake everybody up and cancel everything."""
+        """Cancel all work and wake all threads that wait."""
         with self.lock:
             self.ready.close()
             self.budget.changed.notify_all()
 
     def clear(self) -> None:
-        """Let go of what was read ahead, once no worker is left."""
+        """Drop what was read ahead, once no worker is left."""
         self.ready.clear()
         self.work.clear()

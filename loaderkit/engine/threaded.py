@@ -18,7 +18,7 @@ from loaderkit.engine.metrics import stalls
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 from loaderkit.engine.pools import PoolPlan
 from loaderkit.engine.scheduler import Scheduler
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME, threads_to_come_kept
+from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class ThreadEngine(Engine):
-    """Runs a plan by threads of its own."""
+    """Runs a plan with worker threads."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ThreadEngine(Engine):
         clock: Clock = time.perf_counter,
         counters: Callable[[], dict[str, float]] | None = None,
     ) -> None:
-        """`raises`: a wait longer than `timeout_s` is an error, and not only reported. The rest: of every `Engine`."""
+        """`raises`: a wait longer than `timeout_s` raises StallTimeout instead of logging. The rest: see `Engine`."""
         super().__init__(plan, stages, pools, tries_one_worker=tries_one_worker, clock=clock, counters=counters)
         self._timeout_s = timeout_s
         self._raises = raises
@@ -52,8 +52,8 @@ class ThreadEngine(Engine):
             is_whole=len(pools) == 1,
             one_works=self.pools[0].one_works,
         )
-        self._sizing = threading.RLock()  # of pools
-        self._resized = threading.Condition(self._sizing)  # workers that are not wanted wait on it
+        self._sizing = threading.RLock()  # held while pools are resized
+        self._resized = threading.Condition(self._sizing)  # idle workers wait on it
         self._is_started = False
 
     # ------------------------------------------------------------------------------------------------ the consumer
@@ -66,14 +66,13 @@ class ThreadEngine(Engine):
         with self._sizing:
             try:
                 self._start_missing_workers()
-            except BaseException as error:  # Ctrl-C, or no more threads to be had
+            except BaseException as error:  # Ctrl-C, or the system has no more threads
                 self.scheduler.fail(error)
                 raise
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Workers that are too many rest after their chunk. Raises ConfigError for an unknown stage, and
-        where the system has no more threads; the number of workers stays as it was then.
-        """
+        """See `Engine`; surplus workers become idle after their chunk. Raises ConfigError for an unknown stage, and where the
+        system has no more threads; the number of workers is unchanged then."""
         self._check_usable()
         pool = self._pool_of(stage)
         with self._sizing:
@@ -89,14 +88,14 @@ class ThreadEngine(Engine):
                     raise
                 raise ConfigError(
                     f"resize: {num_workers} workers for {stage!r} could not be started ({error}): the system allows no more "
-                    f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); it goes on with {before}"
+                    f"threads (`ulimit -u`, the cgroup's pids.max, or memory for their stacks); the stage keeps {before}"
                 ) from error
         self.scheduler.resize(sum(pool.num_workers for pool in self.pools))
         if pool.buffer is not None:
             pool.buffer.resize(2 * num_workers)
 
     def _want(self, pool: WorkerPool, num_workers: int) -> None:
-        """Let the first `num_workers` of a pool work, and the others rest. Under `_sizing`."""
+        """Set the number of workers of a pool; the others become idle. Under `_sizing`."""
         pool.num_workers = num_workers
         for number, worker_clock in enumerate(pool.worker_clocks):
             worker_clock.is_wanted = number < num_workers
@@ -113,29 +112,28 @@ class ThreadEngine(Engine):
         self.scheduler.set_depth(num_batches, memory_bytes)
 
     def _start_missing_workers(self) -> None:
-        """Start as many threads as are wanted and not there; returns when all of them run, or, raising, when none of them
-        is left. Under `_sizing`."""
-        num_there = [len(pool.worker_clocks) for pool in self.pools]
+        """Start the missing threads and return when all of them run; if that raises, none of them is left. Under `_sizing`."""
+        num_before = [len(pool.worker_clocks) for pool in self.pools]
         missing = [(pool, n) for pool in self.pools for n in range(len(pool.worker_clocks), pool.num_workers)]
         since_s = self.clock()  # starting them is part of their time: a few milliseconds
         ready = threading.Barrier(len(missing) + 1)
-        with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
+        with ONE_AT_A_TIME, new_thread_default_kept() as compute_alone:
             try:
                 for pool, number in missing:
                     self._start_worker(pool, number, ready, since_s, compute_alone)
                 ready.wait()
             except BaseException:
-                ready.abort()  # let those go that run
-                for pool, num_before in zip(self.pools, num_there, strict=True):
-                    for thread in pool.threads[num_before:]:
+                ready.abort()  # ends those that wait at the barrier
+                for pool, num_kept in zip(self.pools, num_before, strict=True):
+                    for thread in pool.threads[num_kept:]:
                         thread.join()
-                    del pool.worker_clocks[num_before:], pool.threads[num_before:]
+                    del pool.worker_clocks[num_kept:], pool.threads[num_kept:]
                 raise
 
     def _start_worker(
         self, pool: WorkerPool, number: int, ready: threading.Barrier, since_s: float, compute_alone: Callable[[], None]
     ) -> None:
-        worker_clock = self._new_account(self.states.starved, since_s)
+        worker_clock = self._new_worker_clock(self.states.starved, since_s)
         names = [self.stages[stage].name for stage in pool.plan.stages]
         thread = threading.Thread(
             target=self._work,
@@ -163,7 +161,7 @@ class ThreadEngine(Engine):
                 left_s = patience.next_s
 
     def describe_wait(self) -> watchdog.HangReport:
-        """Where every unfinished chunk of the awaited batch is, and what the workers do; for any thread."""
+        """The stage of each unfinished chunk of the awaited batch, and the workers' stacks; for any thread."""
         return watchdog.describe_wait(
             self.head(),
             self.clock(),
@@ -173,7 +171,7 @@ class ThreadEngine(Engine):
         )
 
     def trace(self, begin_s: float, end_s: float, path: stalls.ChunkPath) -> list[stalls.WaitSegment]:
-        """What the chunk that was waited for went through within [begin_s, end_s)."""
+        """The path of the awaited chunk within [begin_s, end_s)."""
         return stalls.segments_of(begin_s, end_s, path, self._facts[self.is_short_of_memory])
 
     def record(self) -> None:
@@ -184,7 +182,7 @@ class ThreadEngine(Engine):
         self.scheduler.fail(error)
 
     def _stop(self, join_s: float) -> None:
-        """A worker that is still inside a stage after `join_s` is left to end by itself, with a warning."""
+        """Cancel and join; a worker that is still inside a stage after `join_s` is left behind, with a warning."""
         self.scheduler.close()
         for pool in self.pools:
             if pool.buffer is not None:
@@ -203,8 +201,8 @@ class ThreadEngine(Engine):
         self.scheduler.clear()
 
     def abandon(self) -> None:
-        """Close, once the loader is garbage. The collector may run in a worker that holds a lock of ours, and that one
-        cannot close anything itself; `threading.Thread` would take locks of its own."""
+        """Close because the loader was collected. A worker that holds a lock of the engine may run the garbage collector, and
+        cannot close: a new thread does, started without the locks of `threading.Thread`."""
         if any(thread.ident == threading.get_ident() for pool in self.pools for thread in pool.threads):
             _thread.start_new_thread(self.close, ())
         else:
@@ -254,7 +252,7 @@ class ThreadEngine(Engine):
             self.scheduler.fail(error)
 
     def _rest(self, pool: WorkerPool, worker_clock: WorkerClock) -> None:
-        """Return when this worker is wanted again, or nothing more will come."""
+        """Wait until this worker is wanted again, or the engine is closed."""
         worker_clock.enter(self.states.idle)
         pool.gate.leave(worker_clock)
         with self._sizing:

@@ -1,4 +1,4 @@
-"""How many threads torch uses inside one operation: it keeps a number for each thread, and one for threads to come."""
+"""How many threads torch uses inside one operation: a number for each thread, and a default for new threads."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from contextlib import contextmanager
 import torch
 
 ONE_AT_A_TIME = threading.Lock()
-"""To be held around `threads_to_come_kept`: what that guards belongs to the process."""
+"""Held around `new_thread_default_kept`: the default belongs to the process."""
 
 
 @contextmanager
-def threads_to_come_kept() -> Iterator[Callable[[], None]]:
-    """Gives a function that threads new to torch call, before the end of the block: torch uses no other thread for what is
-    computed in them. Threads to come are left as they were, though setting one thread's number sets theirs as well.
+def new_thread_default_kept() -> Iterator[Callable[[], None]]:
+    """Gives a function that new threads call inside the block: torch then computes in such a thread alone. The default for
+    new threads is put back, since setting one thread's number changes it too.
     """
-    torch.get_num_threads()  # initialises the caller's thread, which else would take over what threads in here set
-    found: list[int] = []
+    torch.get_num_threads()  # initialises the caller's thread, or it would take over the number of the new threads
+    defaults: list[int] = []
     setting = threading.Lock()
 
     def compute_alone() -> None:
         with setting:
-            # Asking makes torch initialise this thread, which would undo the next line later.
-            found.append(torch.get_num_threads())
+            # The query makes torch initialise this thread now; later that would undo the next line.
+            defaults.append(torch.get_num_threads())
             torch.set_num_threads(1)
 
     try:
         yield compute_alone
     finally:
-        if found:
-            _put_back(found[0])
+        if defaults:
+            _put_back(defaults[0])
 
 
-def _put_back(number_to_come: int) -> None:
-    if torch.get_num_threads() == number_to_come:
-        torch.set_num_threads(number_to_come)
+def _put_back(default: int) -> None:
+    if torch.get_num_threads() == default:
+        torch.set_num_threads(default)
         return
-    # In this thread it would set its own number, too.
+    # In a helper thread: here it would also set this thread's number.
     try:
-        helper = threading.Thread(target=torch.set_num_threads, args=(number_to_come,), daemon=True)
+        helper = threading.Thread(target=torch.set_num_threads, args=(default,), daemon=True)
         helper.start()
-    except RuntimeError:  # no more threads to be had
-        torch.set_num_threads(number_to_come)
+    except RuntimeError:  # the system has no more threads
+        torch.set_num_threads(default)
     else:
         helper.join()

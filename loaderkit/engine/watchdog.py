@@ -1,4 +1,4 @@
-"""What to do when a wait gets long: say where every unfinished chunk of the awaited batch is, and what the threads do."""
+"""Reports a long wait: the stage of every unfinished chunk of the awaited batch, and the threads' stacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class HangReport(NamedTuple):
-    """Several lines for people, and the stage and sample at which the chunk is that is the least far, where known."""
+    """A text of several lines, and the stage and sample of the least advanced chunk, where known."""
 
     text: str
     stage: str | None = None
@@ -25,7 +25,7 @@ class HangReport(NamedTuple):
 
 
 class Patience:
-    """One wait for a batch: how long to wait at a time, and what to do when nothing has come by then.
+    """One wait for a batch: how long to wait at a time, and when to warn or raise.
 
     A quarter of the limit passes until the first warning, the limit until the second, which is the error if `raises`; then
     a warning comes whenever the limit has passed again.
@@ -38,15 +38,15 @@ class Patience:
         self.next_s = _WARN_SHARE * limit_s
 
     def ends(self, report: Callable[[], HangReport]) -> None:
-        """`next_s` has passed once more. Raises `StallTimeout` if that is asked for and it is time."""
+        """Call after `next_s` has passed: logs a warning, or raises `StallTimeout` at the limit if `raises`."""
         self._waited_s += self.next_s
-        found = report()
-        where = f", it is in {found.stage}" if found.stage is not None else ""
-        where += f", at sample {found.key!r}" if found.key is not None else ""
-        text = f"no batch for {self._waited_s:g} s{where} (prefetch.timeout is {self._limit_s:g} s)\n{found.text}"
+        hang = report()
+        where = f", it is in {hang.stage}" if hang.stage is not None else ""
+        where += f", at sample {hang.key!r}" if hang.key is not None else ""
+        text = f"no batch for {self._waited_s:g} s{where} (prefetch.timeout is {self._limit_s:g} s)\n{hang.text}"
         is_over = self._waited_s >= self._limit_s
         if is_over and self._raises:
-            raise StallTimeout(text, waited_s=self._waited_s, stage=found.stage, key=found.key)
+            raise StallTimeout(text, waited_s=self._waited_s, stage=hang.stage, key=hang.key)
         logger.warning("%s", text)
         self.next_s = self._limit_s if is_over else self._limit_s - self._waited_s
 
@@ -59,7 +59,7 @@ def describe_wait(
     key_of: Callable[[int], str],
     threads: Iterable[threading.Thread],
 ) -> HangReport:
-    """A report on the awaited batch, as it stands while its chunks move on."""
+    """A report on the awaited batch; its chunks may move meanwhile."""
     lines = []
     stage = key = None
     if work_item is None:
@@ -69,9 +69,9 @@ def describe_wait(
         inside = [chunk for chunk in work_item.chunks if chunk.marks and not chunk.has_landed]
         for chunk in inside:
             since, state = chunk.marks[-1]
-            place = stage_names[state] if state >= 0 else "a queue"
+            where = stage_names[state] if state >= 0 else "a queue"
             keys = " to ".join(map(repr, _keys_at(chunk, key_of)))
-            lines.append(f"  slots {chunk.lo} to {chunk.hi}: in {place} for {now_s - since:.1f} s, at sample {keys}")
+            lines.append(f"  slots {chunk.lo} to {chunk.hi}: in {where} for {now_s - since:.1f} s, at sample {keys}")
         lines += [f"  slots {c.lo} to {c.hi}: taken by no worker yet" for c in work_item.chunks if not c.marks]
         if inside:
             last = min(inside, key=lambda chunk: len(chunk.marks))
@@ -84,12 +84,12 @@ def describe_wait(
 
 
 def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
-    """The sample a stage is at, or where it takes all at once the first and the last."""
-    at = chunk.current  # a worker writes it meanwhile
-    if isinstance(at, list):
-        at = min(len(at), len(chunk) - 1)
-    ends = (0, len(chunk) - 1) if at is None else (at,)
-    return [key_of(chunk.index_of(place)) for place in dict.fromkeys(ends)]
+    """The key of the sample a stage works on; of the first and the last if it takes all at once."""
+    current = chunk.current  # a worker may write it meanwhile
+    if isinstance(current, list):
+        current = min(len(current), len(chunk) - 1)
+    offsets = (0, len(chunk) - 1) if current is None else (current,)
+    return [key_of(chunk.index_of(offset)) for offset in dict.fromkeys(offsets)]
 
 
 def stack_of(thread: threading.Thread) -> str:

@@ -1,6 +1,6 @@
 """What the engine moves: a `WorkItem` is split into `Chunk`s, which go through the `Stage`s; the last to land completes it.
 
-The plan and the stages put their data into subclasses of both.
+The plan and the stages keep their data in subclasses of both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 
 
 class WorkItem:
-    """Memory being filled by chunks, and what comes of it.
+    """Memory that chunks fill, and its result.
 
     `num_pending` counts the chunks that have not landed (guarded by the engine's lock). The rest is written once by the engine
     when the item is opened or finished.
@@ -57,19 +57,18 @@ class WorkItem:
         return self.num_items
 
     def __str__(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"item {self.begin} of epoch {self.epoch}"
 
     def let_go(self) -> None:
-        """Nothing is written any more: the memory belongs to the result, or is free."""
+        """Drop the references to the memory: it belongs to the result, or is free."""
 
 
 class Chunk:
-    """The unit of work: places [lo, hi) of a work item on their way through the stages.
+    """The unit of work: slots [lo, hi) of a work item.
 
-    `marks` are (time in s, worker state), one for every change of what is being done with the chunk. `scratch` is memory that
-    stages may reuse from chunk to chunk. `slowest` is (seconds, place) of the slowest item in a stage that works item by item,
-    until it is noted.
+    `marks` are (time in s, worker state), one for each change of the chunk's state. `scratch` is memory that stages reuse from
+    chunk to chunk. `slowest` is (seconds, offset) of the slowest item in a stage that works item by item, until it is noted.
     """
 
     __slots__ = ("current", "epoch", "has_landed", "hi", "lo", "marks", "scratch", "slowest", "work_item")
@@ -84,24 +83,24 @@ class Chunk:
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
-        # The item a stage is at, for reports of what hangs, or the list it comes into next; None: all at once.
+        # For hang reports: the offset of the item a stage works on, or the list of its results so far; None: all at once.
         self.current: int | list[Any] | None = None
 
     def __len__(self) -> int:
         return self.hi - self.lo
 
     def index_of(self, offset: int) -> int:
-        """The plan's number of an item."""
+        """The plan's index of the item at `offset` in the chunk."""
         return self.lo + offset
 
     def empty(self) -> dict[str, Any]:
-        """It has landed: let go of what is in it. Its scratch, for another chunk."""
+        """Mark the chunk as landed and drop its contents. Returns its scratch, for another chunk."""
         self.has_landed = True
         scratch, self.scratch = self.scratch, {}
         return scratch
 
     def memory(self, name: str, size: int) -> memoryview:
-        """`size` bytes to write to, aligned to 64, which the next chunk with this scratch will write over.
+        """`size` bytes of scratch, aligned to 64; the next chunk with this scratch overwrites them.
 
         Fresh memory for every file costs 16 % of its read (page faults).
         """
@@ -109,8 +108,8 @@ class Chunk:
         if buffer is None or len(buffer) < size:
             whole = np.empty(size + size // 4 + _ALIGNMENT, np.uint8)
             buffer = self.scratch[name] = whole[-whole.ctypes.data % _ALIGNMENT :].data
-        part: memoryview = buffer[:size]
-        return part
+        view: memoryview = buffer[:size]
+        return view
 
 
 @dataclass(frozen=True)
@@ -123,5 +122,5 @@ class Stage:
     scope: Literal["sample", "batch"]
     run: Callable[..., Any]
     workers: int | None = None  # None: shares the automatic pool
-    close: Callable[[], None] | None = None  # let go of what it holds; it may run again after that
-    interrupt: Callable[[], None] | None = None  # end its waits, before its workers are joined
+    close: Callable[[], None] | None = None  # frees its resources; it may run again after that
+    interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined

@@ -35,8 +35,8 @@ class WorkQueue:
         return len(self._chunks)
 
     def take(self, worker_clock: WorkerClock) -> Chunk | None:
-        """The next chunk; waits for room in the budget (blocked) or for work (starved). None when closed, or when this worker
-        is not wanted."""
+        """The next chunk, after waiting for room in the budget (blocked) or for work (starved). None when closed, or when this
+        worker is not wanted."""
         budget = self._budget
         while True:
             with self._lock:
@@ -55,7 +55,7 @@ class WorkQueue:
                         self._rest(worker_clock)
                 else:
                     if not worker_clock.is_wanted:
-                        budget.wake_worker()  # this worker may have been woken in another one's place
+                        budget.wake_worker()  # this wake-up may have been meant for another worker
                     return None
             self._prepare()
 
@@ -103,12 +103,12 @@ class WorkQueue:
         budget.num_resting -= 1
 
     def _prepare(self) -> None:
-        """Let the plan find out what work items look like. It runs a user's code, so not under the lock."""
+        """Prepare the plan, without the lock: it runs the user's code."""
         error: BaseException | None = None
         begin = self._clock()
         try:
             self._plan.prepare()
-            # So that large samples begin with small chunks, and little memory.
+            # Large samples then begin with small chunks, which need little memory.
             self._budget.chunk_sizer.sample_s = self._clock() - begin
         except BaseException as raised:
             error = raised

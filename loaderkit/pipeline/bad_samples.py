@@ -1,4 +1,4 @@
-"""Bad samples: counted and written down as their batches are delivered, and tried again later.
+"""Counts and records bad samples as their batches are delivered, and runs them again later.
 
 delivery ──> BadSamples.note ──> one JSON line a sample and epoch ──> read_quarantine ──> try_again
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger("loaderkit")
 
 
 class BadSamples:
-    """Counts and records the bad samples of delivered batches, so that both are the same however far was read ahead."""
+    """Counts and records the bad samples of delivered batches only, so that read-ahead does not change the result."""
 
     def __init__(self, errors: ErrorsArgs) -> None:
         """Raises ConfigError if the quarantine file cannot be written."""
@@ -46,7 +46,7 @@ class BadSamples:
                 raise ConfigError(f"errors.quarantine: {path} cannot be written: make its folder, or name another file")
 
     def note(self, work_item: Delivery) -> None:
-        """Write new bad samples down; raise TooManyBadSamplesError when there are more than allowed."""
+        """Record new bad samples; raise TooManyBadSamplesError when there are more than allowed."""
         if work_item.epoch != self._epoch:
             self._epoch, self._seen = work_item.epoch, set()
         for failure in work_item.failures:
@@ -84,7 +84,7 @@ class BadSamples:
         try:
             if self._file is None:
                 self._file = io.FileIO(path, "a")
-            if (self._file.write(data) or 0) < len(data):  # one write a line: ranks may share the file
+            if (self._file.write(data) or 0) < len(data):  # one system call a line: ranks may share the file
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise ConnectorError(
@@ -98,11 +98,11 @@ class BadSamples:
             self._file = None
 
 
-# ---------------------------------------------------------------------------------------------------- and again
+# ---------------------------------------------------------------------------------------------------- run again
 
 
 class Quarantined(NamedTuple):
-    """One line of a quarantine file: which sample was bad in which epoch, and where it stood."""
+    """One line of a quarantine file: a bad sample, its epoch and its position."""
 
     key: str
     source: str
@@ -111,35 +111,35 @@ class Quarantined(NamedTuple):
 
 
 def read_quarantine(path: Path) -> list[Quarantined]:
-    """The lines of a quarantine file, each once. Raises ConfigError naming the line that is none, OSError."""
-    found: dict[Quarantined, None] = {}
+    """The distinct lines of a quarantine file. Raises ConfigError naming an invalid line, OSError."""
+    samples: dict[Quarantined, None] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            parts = json.loads(line)
-            one = Quarantined(*(parts[name] for name in Quarantined._fields))
+            values = json.loads(line)
+            sample = Quarantined(*(values[name] for name in Quarantined._fields))
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ConfigError(
                 f"{path}, line {number}: no line of a quarantine file, which is JSON with key, source, epoch and position: "
                 f"{line[:100].decode('utf-8', 'replace')}"
             ) from None
-        texts, counts = one[:2], one[2:]
+        texts, counts = sample[:2], sample[2:]
         fits = [isinstance(value, str) for value in texts]
         fits += [type(value) is int and 0 <= value < 2**63 for value in counts]
         if not all(fits):
             name = Quarantined._fields[fits.index(False)]
-            raise ConfigError(f"{path}, line {number}: no quarantined sample has the {name} {parts[name]!r}")
-        found[one] = None
-    return list(found)
+            raise ConfigError(f"{path}, line {number}: no quarantined sample has the {name} {values[name]!r}")
+        samples[sample] = None
+    return list(samples)
 
 
 def try_again(
-    execution: ExecutionPlan, places: Mapping[Quarantined, int]
+    execution: ExecutionPlan, indices: Mapping[Quarantined, int]
 ) -> Iterator[tuple[Quarantined, StageError | None]]:
-    """Take every sample through its stages as in the epoch in which it was bad, up to its place in a batch.
+    """Run every sample through the stages before `batch`, with the random numbers of the epoch in which it was bad.
 
-    `places` are those of the samples that are still there. Yields each of these with the error it has now, None if it is good.
+    `indices` are those of the samples that the source still has. Yields each with its error, None if it is good now.
     """
     errors = execution.config.errors.model_copy(update={"on_bad_sample": "raise", "quarantine": None})
     execution = replace(execution, config=replace(execution.config, errors=errors))
@@ -147,15 +147,15 @@ def try_again(
     plan.prepare()
     stages = [stage for stage in execution.compiled.stages if stage.scope == "sample"]
     try:
-        for line, index in places.items():
-            indices = np.array([index], np.int64)
+        for line, index in indices.items():
+            single = np.array([index], np.int64)
             work_item = BatchWork(
-                epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=indices
+                epoch=line.epoch, step=0, positions=np.array([line.position], np.int64), indices=single
             )
             work_item.specs = plan.specs
             work_item.fields = plan.memory.take()
             work_item.values = {name: [None] for name, spec in plan.specs.items() if spec.kind != "slab"}
-            chunk = SampleChunk(work_item, 0, 1, indices)
+            chunk = SampleChunk(work_item, 0, 1, single)
             for stage in stages:
                 stage.run(chunk)
             yield line, next((failure.error for failure in work_item.failures), None)
@@ -165,26 +165,25 @@ def try_again(
                 stage.close()
 
 
-def places_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, int]:
-    """The number of each sample that is still in the source. Keys may repeat in tar shards, so the object counts, too.
+def indices_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, int]:
+    """The index of each sample that is still in the source. Keys may repeat in tar shards, so objects are compared, too.
 
-    The data may have moved since: what is nowhere in its object, but has its key elsewhere, is taken to be that one, with a
-    warning.
+    The data may have moved since: a key that only another object has is taken to be the same sample, with a warning.
     """
     wanted: dict[str, list[Quarantined]] = {}
     for line in lines:
         wanted.setdefault(line.key, []).append(line)
     keys = getattr(source, "keys", None)
-    found: dict[Quarantined, tuple[int, int]] = {}  # how much of the object's name agrees, and the sample
+    best: dict[Quarantined, tuple[int, int]] = {}  # (length of the object's name that agrees, index)
     for begin in range(0, len(source), _BLOCK):
         indices = np.arange(begin, min(begin + _BLOCK, len(source)))
         names = keys(indices) if keys is not None else map(source.key, indices.tolist())
         for index, name in enumerate(names, begin):
             for line in wanted.get(name, ()):
                 agreement = _agreement(line.source, source.origin(index))
-                if line not in found or agreement > found[line][0]:
-                    found[line] = agreement, index
-    elsewhere = [line.source for line, (agreement, _) in found.items() if not agreement]
+                if line not in best or agreement > best[line][0]:
+                    best[line] = agreement, index
+    elsewhere = [line.source for line, (agreement, _) in best.items() if not agreement]
     if elsewhere:
         logger.warning(
             "%d of the samples %s in another place: %s, ...; what has the same key here is taken to be the same sample",
@@ -192,9 +191,9 @@ def places_of(source: Source, lines: list[Quarantined]) -> dict[Quarantined, int
             "was" if len(elsewhere) == 1 else "were",
             printable(elsewhere[0]),
         )
-    return {line: found[line][1] for line in lines if line in found}
+    return {line: best[line][1] for line in lines if line in best}
 
 
 def _agreement(described: str, origin: str) -> int:
-    """How long an object's name is, if it is the end of how it was described; else 0."""
+    """The length of an object's name, if its recorded description ends with it; else 0."""
     return len(origin) if f"/{described}".endswith(f"/{origin}") else 0

@@ -1,4 +1,4 @@
-"""From the filled memory of a batch to what the user sees: bad slots left out, padding, keys."""
+"""From the filled memory of a batch to the dict that the user gets: bad slots left out, padding, keys."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from loaderkit.stages.slots import Slots
 class BatchShape:
     """What a batch looks like, besides its fields.
 
-    `has_keys`: with `__key__`, the samples' keys, which take as long to make as numbers take to be stacked. `marks_wrapped`:
-    with `__wrapped__`, the slots of samples that are read again to make ranks equal.
+    `has_keys`: it has `__key__`, the samples' keys, which take as long to make as stacking numbers does. `marks_wrapped`: it
+    has `__wrapped__`, the slots of samples that are read again to make ranks equal.
     """
 
     size: int
@@ -35,13 +35,13 @@ class BatchAssembler:
     """Makes dicts of full `BatchWork`s; from any thread."""
 
     def __init__(self, source: Source, shape: BatchShape, run: Callable[..., Any] | None = None) -> None:
-        """`run` calls what assembles a batch: `TransferStream.run` where stages have left parts of it on a GPU."""
+        """`run` calls the function that assembles a batch: `TransferStream.run` where fields of it lie on a GPU."""
         self._keys = getattr(source, "keys", None) or (lambda indices: list(map(source.key, indices.tolist())))
         self._shape = shape
         self._run = run
 
     def finish(self, work_item: BatchWork) -> dict[str, Any]:
-        """The batch as the user will see it but for the batch stages. Raises StageError for bad samples, if it is to."""
+        """The batch for the batch stages. Raises StageError for bad samples under the policy `raise`."""
         if self._run is None:
             return self._assemble(work_item)
         batch: dict[str, Any] = self._run(self._assemble, work_item)
@@ -76,7 +76,7 @@ class BatchAssembler:
         return batch
 
     def _good_slots(self, work_item: BatchWork) -> NDArray[np.int64] | None:
-        """Those that are to be delivered; None for all, since the bad ones were replaced. Raises `StageError`."""
+        """The slots to deliver; None: all, since bad samples were replaced. Raises `StageError`."""
         failures, num_slots = work_item.failures, len(work_item)
         failures.sort(key=lambda failure: (failure.slot, failure.sample))
         first = failures[0].error

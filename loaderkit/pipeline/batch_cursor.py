@@ -1,4 +1,4 @@
-"""Which samples come next: walks the epochs and steps of one rank, from any position on."""
+"""Walks the epochs and steps of one rank, from any position on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.stages.base import BatchWork
 
-_BLOCK_POSITIONS = 8192  # the order is computed in blocks: one batch of 64 at a time costs ten times as much a position
+_BLOCK_POSITIONS = (
+    8192  # positions are computed in blocks: one batch of 64 at a time costs ten times as much a position
+)
 
 
 class _Block(NamedTuple):
@@ -26,7 +28,7 @@ class _Block(NamedTuple):
 
 
 class BatchCursor:
-    """Deals out the batches of one rank; of several loading processes, those of `shard`."""
+    """Gives the batches of one rank; with several worker processes, those of `shard`."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class BatchCursor:
         shard: Shard = WHOLE,
         on_seek: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`on_seek` is told (epoch, position) whenever the next batch is not the one behind the last."""
+        """`on_seek` is called with (epoch, position) whenever the next batch does not follow the last one."""
         self._order = order
         self._schedule = schedule
         self._num_epochs = num_epochs
@@ -52,11 +54,11 @@ class BatchCursor:
         return (self._epoch + 1, 0) if self._step >= self._num_steps else (self._epoch, self._end)
 
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
-        """The `place` to which `seek` would bring it."""
+        """The `next_position` after `seek(epoch, position)`."""
         return self._schedule.next_position_after(epoch, position, self._shard.number)
 
     def seek(self, epoch: int, position: int) -> None:
-        """Deal the batches out anew, from global `position` of `epoch` on."""
+        """Continue at global `position` of `epoch`."""
         self._enter(epoch, position)
         self._pass_over(self._shard.number)
         if self._on_seek is not None:
@@ -93,14 +95,14 @@ class BatchCursor:
         self._end = self._schedule.position_after(self._start, self._step)
 
     def _samples(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
-        """(positions, samples, which of them are read again) of the batch at the current step."""
+        """(positions, indices, wrapped) of the batch at the current step."""
         block = self._block
         if block is None or self._step >= block.end_step:
             block = self._block = self._next_block()
         size = self._schedule.batch_size
         lo = (self._step - block.step) * size
         slots = slice(lo, lo + size)
-        # Bad samples are replaced in the indices, which are this batch's alone.
+        # Slices that only this batch uses: bad samples are replaced in `indices`.
         return block.positions[slots], block.indices[slots], None if block.wrapped is None else block.wrapped[slots]
 
     def _next_block(self) -> _Block:

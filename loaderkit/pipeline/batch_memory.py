@@ -1,4 +1,4 @@
-"""The memory of the batches that are read ahead: how many fit, and slabs for them."""
+"""The memory of the batches that are read ahead: the number that fits, and their slabs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loaderkit.stages.slots import Slots
 
 
 class BatchMemory:
-    """At most `num_batches` batches of `batch_size` samples, in at most `num_bytes`; of several loading processes, in one."""
+    """At most `num_batches` batches of `batch_size` samples, in at most `num_bytes`; with worker processes, in each."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class BatchMemory:
         pinned_for: torch.device | None = None,
         allocate: Callable[[int], Bytes] | None = None,
     ) -> None:
-        """`pinned_for`: the CUDA device that slabs are copied to. `allocate` gives memory that another process sees."""
+        """`pinned_for`: the CUDA device that slabs are copied to. `allocate` gives shared memory."""
         self.batch_size = batch_size
         self.num_bytes = num_bytes
         self._num_batches = num_batches
@@ -37,11 +37,11 @@ class BatchMemory:
         self._pinned_for = pinned_for
         self._allocate = allocate
         self._slabs: SlabPool | None = None
-        self._batch_bytes = 0  # a slab, and the fields that lie in none, by the first sample's size
-        self.room = (num_batches, False)  # how many may be open, whether memory and not depth limits that
+        self._batch_bytes = 0  # a slab and the fields outside of it, by the first sample's size
+        self.room = (num_batches, False)  # (batches that may be open, True if memory and not depth limits that)
 
     def prepare(self, specs: Mapping[str, FieldSpec]) -> None:
-        """Batches look like this. Raises ConfigError if the memory holds not even one."""
+        """Set the fields of a batch. Raises ConfigError if the memory holds not even one batch."""
         layout = SlabLayout.of(specs, self.batch_size)
         self._batch_bytes = layout.num_bytes + sum(spec.num_bytes for spec in specs.values()) * self.batch_size
         self._check_bound(self.num_bytes)
@@ -57,8 +57,8 @@ class BatchMemory:
         return self._slabs.take()
 
     def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:
-        """Change how far is read ahead; None: as it is. Raises ConfigError if the memory holds not even one batch, and if
-        the machine has none for that many more."""
+        """Set how far to read ahead; None: unchanged. Raises ConfigError if that memory holds not even one batch, or if the
+        machine has less."""
         num_batches, num_bytes = num_batches or self._num_batches, num_bytes or self.num_bytes
         self._check_bound(num_bytes)
         room = self._room_for(num_batches, num_bytes)
@@ -68,7 +68,7 @@ class BatchMemory:
         self._num_batches, self.num_bytes, self.room = num_batches, num_bytes, room
 
     def stats(self, num_open: int) -> dict[str, int]:
-        """Bytes of one batch, of those that are open, of those that are still seen, and of all slabs; for any thread."""
+        """Bytes of one batch, of open batches, of slabs in use and of all slabs; for any thread."""
         slabs = self._slabs
         slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
         return {
@@ -93,6 +93,6 @@ class BatchMemory:
         return allowed, allowed < num_batches
 
     def _check_machine(self, num_more: int) -> None:
-        """Raise ConfigError if the machine has no memory for more batches in every process like this one."""
+        """Raise ConfigError if the machine has no memory for `num_more` batches in each worker process."""
         if num_more > 0 and self._allocate is not None:
             check_room(self._shard.of * num_more, self._batch_bytes)

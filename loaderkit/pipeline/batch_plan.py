@@ -1,6 +1,6 @@
-"""The plan of batches: which comes next, its memory and its chunks, and what becomes of it when it is full.
+"""The plan of batches: the next one, its memory and its chunks, and its result when it is full.
 
-All methods but `prepare`, `finish` and `context` are called under the engine's lock, where it has one: one thread at a time.
+All methods but `prepare`, `finish` and `context` are called by one thread at a time: under the engine's lock, where it has one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loaderkit.stages.runner import raise_store_failure
 
 
 class BatchPlan:
-    """Implements `engine.contracts.Plan`: samples from the cursor, into `memory`, and by the assembler to the user."""
+    """Implements `engine.contracts.Plan` by a cursor (samples), a memory and an assembler (results)."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class BatchPlan:
         find_specs: Callable[[], Mapping[str, FieldSpec]],
         whole_chunks: bool = False,
     ) -> None:
-        """`find_specs` tells what a batch looks like: see `specs_of_first`. `whole_chunks`: a batch is one chunk."""
+        """`find_specs` gives the fields of a batch: see `specs_of_first`. `whole_chunks`: a batch is one chunk."""
         self._cursor = cursor
         self.memory = memory
         self._assembler = assembler
@@ -75,13 +75,13 @@ class BatchPlan:
         return self.memory.stats(num_open)
 
     def prepare(self) -> None:
-        """Find out what a batch looks like. Raises `StageError` if no sample is readable, `ConfigError` if the memory holds not
+        """Determine the fields of a batch. Raises `StageError` if no sample is readable, `ConfigError` if the memory holds not
         even one batch."""
         specs = self._find_specs()
         self.memory.prepare(specs)
         self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
         self.specs, self._images = specs, image_fields(specs)
-        self.is_prepared = True  # the last: a worker that sees it may open batches
+        self.is_prepared = True  # set last: another worker that reads it may open batches
 
     def open(self, chunk_size: int) -> BatchWork | None:
         """The next batch with its memory and its chunks, or None after the last epoch."""
@@ -113,7 +113,7 @@ class BatchPlan:
         return BatchContext(work_item.epoch, work_item.step, first, keys, self._images)
 
     def release(self, work_item: WorkItem) -> None:
-        """Nothing to count: a slab's lease brings it back."""
+        """Nothing to do: a slab's lease returns it."""
 
 
 def specs_of_first(
@@ -123,10 +123,10 @@ def specs_of_first(
     *,
     num_tries: int,
 ) -> Mapping[str, FieldSpec]:
-    """What a batch looks like, by the first readable sample of the canonical order once `run` has taken it through the stages.
+    """The fields of a batch, from the first readable sample of the canonical order after `run` has taken it through the stages.
 
-    That sample, and not the first of the epoch, so that the answer never depends on where training resumed. Raises
-    `StageError` if none of the first few is readable.
+    Not from the first sample of the epoch, so that the fields do not depend on where training resumed. Raises `StageError` if
+    none of the first `num_tries` is readable.
     """
     first_error: StageError | None = None
     for index in range(min(num_tries, len(source))):
@@ -136,7 +136,7 @@ def specs_of_first(
         sample = chunk.samples[0]
         if sample is not None:
             return specs_of(sample, source.key(index))
-        raise_store_failure(chunk)  # it would be that for every one of them, each as long as `source.retry` allows
+        raise_store_failure(chunk)  # every other sample would fail as well, each after all retries of `source.retry`
         first_error = first_error or chunk.failures[0]
     assert first_error is not None
     raise first_error

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
-_MOST_BATCHES = 64  # that `batches: auto` may come to
+_MOST_BATCHES = 64  # the most that `batches: auto` is tuned to
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CompiledStages:
     lowering: DaliLowering | None  # the stages that were compiled to one DALI pipeline
     stages: list[Stage]
     pools: list[PoolPlan]
-    on_seek: Callable[[int, int], None] | None  # is told where reading goes on
+    on_seek: Callable[[int, int], None] | None  # called with (epoch, position) on a seek
 
     @property
     def device(self) -> torch.device | None:
@@ -52,13 +52,13 @@ class CompiledStages:
 
     @property
     def counters(self) -> Callable[[], dict[str, float]] | None:
-        """What the connector counts."""
+        """The connector's counters."""
         connector = self.context.connector
         return None if connector is None else partial(counters_of, connector)
 
     @property
     def cropping(self) -> str | None:
-        """The stage that cuts a piece out of what `decode` gives, so that nothing else of a JPEG is decoded."""
+        """The stage that crops behind `decode`, if only its crop of a JPEG is decoded."""
         for stage in self.context.stages:
             if isinstance(stage.args, DecodeArgs):
                 following, hint = decode_hint(stage, self.context)
@@ -67,7 +67,7 @@ class CompiledStages:
         return None
 
     def specs_of(self, sample: dict[str, Any], key: str) -> Mapping[str, FieldSpec]:
-        """What the fields of a batch of such samples look like. Raises StageError, ConfigError."""
+        """The fields of a batch of samples like this one. Raises StageError, ConfigError."""
         config, slots = self.config, self.context.in_slots
         dtype = None if slots is None else STAGES[slots.kind].slot_dtype(slots.args)
         try:
@@ -93,7 +93,7 @@ class CompiledStages:
         return [StageStats(stage.name, workers[number], kind=stage.kind) for number, stage in enumerate(self.stages)]
 
     def described_pools(self, num_processes: int) -> tuple[PoolTuning, ...]:
-        """Which stages share how many workers, those of all processes together."""
+        """The stages of each pool and its workers, of all processes together."""
         return tuple(
             PoolTuning(tuple(self.stages[n].name for n in pool.stages), num_processes * pool.num_workers)
             for pool in self.pools
@@ -150,7 +150,7 @@ def _compile(context: CompileContext, lowering: DaliLowering | None) -> list[Sta
 
 
 def _open_stream(config: PipelineConfig) -> Stream | None:
-    """The stream on which batches are brought to a GPU, by the first stage that would. Raises ConfigError."""
+    """The stream of the first stage that copies batches to a GPU. Raises ConfigError."""
     for stage in config.stages:
         open_stream = STAGES[stage.kind].stream
         if open_stream is not None:
@@ -168,7 +168,7 @@ def _lower(config: PipelineConfig, stream: Stream | None, num_workers: int) -> D
 
 
 def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfig | None:
-    """The stage behind `batch` that can write images into their slots, if only what keeps values on the CPU stands between."""
+    """The stage behind `batch` that can write images into their slots, if the stages between keep values on the CPU."""
     for stage in config.stages[[stage.kind for stage in config.stages].index("batch") + 1 :]:
         kind = STAGES[stage.kind]
         if kind.slot_dtype(stage.args) is not None:
@@ -179,7 +179,7 @@ def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfi
 
 
 def _read_ahead(plan: ExecutionPlan) -> ReadAheadConnector | None:
-    """What reads a slow store ahead of the stages; None for others, and where no thread may."""
+    """The connector that reads ahead from a remote store; None for local stores and inline."""
     config, source, connector, shard = plan.config, plan.source, plan.connector, plan.shard
     args = config.source
     if not isinstance(args, StoreArgs) or connector is None or plan.executor == "inline":
@@ -194,7 +194,7 @@ def _read_ahead(plan: ExecutionPlan) -> ReadAheadConnector | None:
         forecast.slices,
         memory_bytes=shard.num_bytes(args.read_ahead.memory),
         num_requests=shard.num_workers(args.read_ahead.requests),
-        # Far enough for the next window of blocks, or for some seconds of small files; never much of the epoch after this.
+        # Enough for the next window of blocks, or for seconds of small files; little of the next epoch.
         num_samples=min(_NUM_AHEAD + 2 * forecast.window, len(source) // plan.schedule.world_size + _NUM_LEAST),
         slack=256 + 2 * (num_batches + 2) * plan.schedule.batch_size,
     )

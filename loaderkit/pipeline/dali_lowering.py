@@ -1,5 +1,5 @@
-"""`decode: {device: gpu}` and `{device: dali-cpu}`: which stages DALI runs, as one stage, and what the CPU does instead where
-DALI cannot."""
+"""`decode: {device: gpu}` and `{device: dali-cpu}`: the stages that DALI runs, as one stage, and the CPU's path for images that
+DALI cannot decode."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class DaliLowering:
         return self.decode.ready("sample", render, close=renderer.close)
 
     def _finish(self, context: CompileContext) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What becomes of images that the CPU has decoded."""
+        """The function that finishes images decoded by the CPU."""
         args = None if self.normalize is None else self.normalize.args
         scale = normalize(args) if isinstance(args, NormalizeArgs) else None
         device = "cpu" if context.early_stream is None else context.early_stream.device
 
         def finish(images: torch.Tensor) -> torch.Tensor:
             if scale is None:
-                return images.clone().to(device)  # they lie in memory that the next chunk uses again
+                return images.clone().to(device)  # copied, since the next chunk reuses their memory
             batch = {"image": images}
             scale(batch, ["image"])
             return batch["image"].to(device)
@@ -82,9 +82,9 @@ class DaliLowering:
 
 
 def lower(config: PipelineConfig, decode: StageConfig, device: torch.device | None, num_workers: int) -> DaliLowering:
-    """The stages that DALI runs. `device` is where `transfer` brings batches, None the CPU. Raises ConfigError.
+    """The stages that DALI runs. `device` is the target of `transfer`, None the CPU. Raises ConfigError.
 
-    What stands behind a `transfer` to CUDA is done there, when DALI runs in another process.
+    With `executor: process` stages behind a `transfer` to CUDA run in the trainer's process, not in DALI.
     """
     args, stages = decode.args, config.stages
     assert isinstance(args, DecodeArgs)

@@ -28,10 +28,10 @@ logger = logging.getLogger("loaderkit")
 
 
 def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Executor:
-    """An executor that has not begun. Raises ConfigError."""
+    """An executor that is not started. Raises ConfigError."""
     if plan.executor == "process":
         from loaderkit.pipeline.process_setup import (
-            make_process_engine,  # a tenth of the time to begin, needed only here
+            make_process_engine,  # late: its import takes a tenth of the time to the first batch
         )
 
         return make_process_engine(plan)
@@ -46,7 +46,7 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
 def make_thread_engine(
     plan: ExecutionPlan, clock: Clock, allocate: Callable[[int], Bytes] | None = None
 ) -> ThreadEngine:
-    """An engine of threads of this process; `allocate` gives memory for slabs that another process sees."""
+    """An engine of threads of this process; `allocate` gives shared memory for slabs."""
     prefetch, compiled = plan.config.prefetch, plan.compiled
     return ThreadEngine(
         make_batch_plan(plan, allocate),
@@ -62,13 +62,13 @@ def make_thread_engine(
 def make_worker_engine(
     plan: ExecutionPlan, reopen: Callable[[], Source] | None, allocate: Callable[[int], Bytes], shard: Shard
 ) -> ThreadEngine:
-    """The engine of a loading process; `reopen` opens the source there, if it was not sent."""
+    """The engine of a worker process; `reopen` opens the source there, if it was not sent."""
     source = plan.source if reopen is None else reopen()
     return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocate)
 
 
 def make_batch_plan(plan: ExecutionPlan, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
-    """The batches of a plan; `allocate` gives memory for slabs, of which another process will make tensors."""
+    """The batches of a plan; `allocate` gives shared memory for slabs."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
     batch, errors, early = config.batch, config.errors, compiled.context.early_stream
     shape = BatchShape(
@@ -102,13 +102,13 @@ def make_batch_plan(plan: ExecutionPlan, allocate: Callable[[int], Bytes] | None
 
 
 def _names_samples(plan: ExecutionPlan) -> bool:
-    """True if the loop, or a stage that is given whole batches, sees the keys of a batch."""
+    """True if the loop or a batch stage gets the keys of a batch."""
     output = plan.config.output
     return output is None or "__key__" in output or any(stage.scope == "batch" for stage in plan.compiled.stages)
 
 
 def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tuning:
-    """How a plan will run to begin with. Raises ConfigError if it cannot run so."""
+    """The settings with which a plan starts. Raises ConfigError if it cannot run with them."""
     prefetch, compiled = plan.config.prefetch, plan.compiled
     if plan.executor == "process":
         from loaderkit.pipeline.process_setup import check_processes, pools_of_processes

@@ -1,7 +1,7 @@
-"""`ExecutionPlan`, what a pipeline is to run, and `compile_pipeline`, which makes it from a config.
+"""`ExecutionPlan`, a pipeline that is ready to run, and `compile_pipeline`, which makes it from a config.
 
 config ──compile_pipeline──> ExecutionPlan ──make_executor──> Executor
-                                  └──pickle──> a loading process, which makes its own engine from it
+                                  └──pickle──> a worker process, which makes its own engine from it
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from loaderkit.stages.slowed import Slowdown
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """What to run: the config, its source, already listed, and the connector to it.
+    """A pipeline to run: the config, its listed source, and the connector to it.
 
-    It is plain data: pickled, it lets a loading process make its engine without listing anything again.
+    It is plain data: a worker process makes its engine from the pickle, without listing the source again.
     """
 
     config: PipelineConfig
     source: Source
     connector: Connector | None  # None: samples are Python objects
     schedule: BatchSampler
-    num_workers: int  # threads of all processes, to begin with
+    num_workers: int  # threads of all processes, at the start
     slowdown: Slowdown | None = None
-    owns_connector: bool = False  # False: the connector was given, and others may use it
+    owns_connector: bool = False  # False: the caller gave the connector
     list_s: float = 0.0  # the time to list the source, without
     index_s: float = 0.0  # the time to read or build the indexes of archives
-    inline_reason: str | None = None  # why the loop's thread makes the batches although threads were asked for
-    shard: Shard = WHOLE  # which of the loading processes this plan is for
+    inline_reason: str | None = None  # why a rule chose inline, if it did
+    shard: Shard = WHOLE  # of this worker process
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # compiled stages are not data
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # without the compiled stages
 
     @property
     def executor(self) -> Literal["inline", "thread", "process"]:
@@ -69,24 +69,24 @@ class ExecutionPlan:
 
     @cached_property
     def for_workers(self) -> ExecutionPlan:
-        """The part that loading processes run: all of it, or the stages before a `transfer` to CUDA."""
+        """The part that worker processes run: all of it, or the stages before a `transfer` to CUDA."""
         config = self.config
         if self.compiled.device is None:
             config = replace(config, stages=tuple(map(_on_cpu, config.stages)))
         else:
             border = [stage.kind for stage in config.stages].index("transfer")
-            # `output` may name fields that the trainer's stages make: the loader checks it again on every batch.
+            # `output` may name fields of the trainer's stages; the loader checks it on every batch.
             config = replace(config, stages=config.stages[:border], output=None)
         return replace(self, config=config, shard=Shard(of=config.prefetch.processes))
 
     @property
     def trainer_stages(self) -> list[Stage]:
-        """The stages that stay in the trainer's process when others load: those from a `transfer` to CUDA on."""
+        """The stages that stay in the trainer's process with `executor: process`: those from a `transfer` to CUDA on."""
         stages = self.compiled.stages
         return [] if self.compiled.device is None else stages[[stage.kind for stage in stages].index("transfer") :]
 
     def order(self) -> SamplePermutation:
-        """Which sample stands at which position."""
+        """The order of the samples."""
         order = self.config.order
         if order.shuffle == "global":
             return GlobalOrder(len(self.source), order.seed)
@@ -96,19 +96,19 @@ class ExecutionPlan:
         return SequentialOrder()
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal for a saved state to mean the same samples: not where the data lies, nor how fast it is read."""
+        """The values that must be equal for a saved state to mean the same samples; not the URL or settings of speed."""
         config, source = self.config, self.source
         named = config.source.model_dump(mode="python", include={"fields", "label"}, exclude_none=True)
-        parts = {
+        values = {
             "data": f"{config.source_kind} of {len(source)} samples, digest {source.fingerprint()}",
             "order": config.order.shuffle,
             "stages": " > ".join(stage.name for stage in config.stages if stage.kind != "transfer"),
         }
         if config.order.shuffle == "block":
             block = config.order.block
-            parts["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
+            values["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
         if named:
-            parts["fields"] = json.dumps(named, sort_keys=True, default=list)
+            values["fields"] = json.dumps(named, sort_keys=True, default=list)
         for stage in config.stages:
             if stage.kind not in ("read", "batch", "transfer"):
                 args = {
@@ -117,11 +117,11 @@ class ExecutionPlan:
                     if name not in ("workers", "name", "timeout", "max_pixels", "formats", "device")
                     and value != type(stage.args).model_fields[name].default
                 }
-                parts[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
-        return parts
+                values[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
+        return values
 
     def close(self) -> None:
-        """Close the connector, unless it was given."""
+        """Close the connector, unless the caller gave it."""
         if self.connector is not None and self.owns_connector:
             self.connector.close()
 
@@ -144,7 +144,7 @@ def compile_pipeline(
         )
     rank, world_size = ranks_of(rank, world_size)
     given = connectors or {}
-    with ExitStack() as opened:  # closed again if anything is wrong
+    with ExitStack() as opened:  # closed if anything below raises
         store = config.source if isinstance(config.source, StoreArgs) else None
         connector = None if kind.root is None else open_connector(kind.root(config.source), given, store)
         owns_connector = connector is not None and connector not in given.values()
@@ -174,7 +174,7 @@ def compile_pipeline(
             index_s=index_s,
             inline_reason=inline_reason,
         )
-        _ = plan.compiled  # whatever is wrong with a stage is said here
+        _ = plan.compiled  # raises here if a stage is wrong
         opened.pop_all()
     return plan
 
@@ -203,7 +203,7 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _num_workers(config: PipelineConfig) -> int:
-    """Threads in all, to begin with."""
+    """The number of threads at the start."""
     prefetch = config.prefetch
     if prefetch.executor == "inline":
         return 1
@@ -211,7 +211,7 @@ def _num_workers(config: PipelineConfig) -> int:
 
 
 def _on_cpu(stage: StageConfig) -> StageConfig:
-    """The same stage, without looking for a GPU again."""
+    """The same stage, with `device: cpu`, so that a worker process looks for no GPU."""
     if STAGES[stage.kind].stream is None:
         return stage
     return replace(stage, args=stage.args.model_copy(update={"device": "cpu"}))

@@ -1,4 +1,4 @@
-"""The executor of a loader over its life: made when it is needed, watched, profiled, and ended after an error."""
+"""Makes a loader's executor when it is needed, monitors it, and ends it after an error or at the close."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ExecutorLifecycle:
         self.is_closed = False  # True: no other executor is made
         self.executor: Executor | None = None
         self.monitor: Monitor | None = None
-        self.steps: StepLog | None = None  # of the profile that is under way
+        self.steps: StepLog | None = None  # of the running profile
         self._series = Series()
-        self._stands: tuple[int, int] | None = None  # the place of the batch that the executor gives next
+        self._next_position: tuple[int, int] | None = None  # (epoch, position) of the executor's next batch
         self._run = 0  # executors that have ended
         self._last_stats: Stats | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -44,11 +44,11 @@ class ExecutorLifecycle:
         self._recordings: list[Trace] | None = None  # of executors that have ended; None: nothing is recorded
 
     def at(self, epoch: int, position: int) -> Executor:
-        """The executor, standing at (epoch, position); made when there is none, or after an error ended the last one."""
+        """The executor, with (epoch, position) next; a new one at first and after an error."""
         if self.executor is None:
             self.check_open()
             self.executor = executor = make_executor(self._plan, self._clock)
-            self._stands = None
+            self._next_position = None
             self.settings.attach(executor)
             if self._recordings is not None:
                 executor.record()
@@ -58,9 +58,9 @@ class ExecutorLifecycle:
             self._finalizer = weakref.finalize(self, _abandon, executor, self.monitor)
             if self.monitor is not None:
                 self.monitor.start()
-        if self._stands != (epoch, position):
+        if self._next_position != (epoch, position):
             self.executor.seek(epoch, position)
-            self._stands = (epoch, position)
+            self._next_position = (epoch, position)
         return self.executor
 
     def check_open(self) -> None:
@@ -69,11 +69,11 @@ class ExecutorLifecycle:
             raise ClosedError("the loader is closed: build another one")
 
     def delivered(self, epoch: int, position: int) -> None:
-        """The executor has delivered everything before (epoch, position)."""
-        self._stands = (epoch, position)
+        """Note that the executor has delivered everything before (epoch, position)."""
+        self._next_position = (epoch, position)
 
     def _make_monitor(self, executor: Executor) -> Monitor | None:
-        """A monitor of an executor while it runs. It must not know this object, or that would never be garbage."""
+        """A monitor of a running executor. It must not refer to this object, which would never be collected then."""
         if self._plan.executor == "inline":
             return None
         settings, run = self.settings, self._run
@@ -81,7 +81,7 @@ class ExecutorLifecycle:
 
     def stop(self, join_s: float = 10.0) -> None:
         """End the executor and all its threads."""
-        executor, monitor = self.executor, self.monitor  # another thread's `close` may come in between
+        executor, monitor = self.executor, self.monitor  # another thread's `close` may set them to None
         if executor is not None:
             self._last_stats = self.stats()
             if self._recordings is not None:
@@ -102,7 +102,7 @@ class ExecutorLifecycle:
             self._finalizer = None
 
     def stats(self) -> Stats:
-        """The accounts up to now, of the executor that runs, or of the last one."""
+        """The counters up to now, of the running executor or of the last one."""
         executor, monitor = self.executor, self.monitor
         tuning, stream = self.settings.tuning, self._plan.compiled.context.stream
         if executor is not None:
@@ -114,29 +114,29 @@ class ExecutorLifecycle:
         return now if stream is None else replace(now, copies=stream.counters())
 
     def series(self) -> list[dict[str, Any]]:
-        """How the accounts developed."""
+        """The time series of the counters."""
         return self._series.to_list()
 
     def watch(self, steps: StepLog | None) -> None:
-        """Log the loop's steps from now on; None: no more."""
+        """Log the loop's steps to `steps`; None: stop."""
         if steps is not None and self.steps is not None:
             raise RuntimeError("this loader is being profiled already: end that block first")
         self.steps = steps
 
     def record(self) -> None:
-        """Keep what workers do from now on."""
+        """Start a trace of the workers."""
         self._recordings = []
         if self.executor is not None:
             self.executor.record()
 
     def recorded(self) -> list[Trace]:
-        """What was kept since `record`, by executor; nothing more is."""
+        """The traces since `record`, one an executor; ends the trace."""
         kept, self._recordings = self._recordings or [], None
         return kept if self.executor is None else [*kept, self.executor.recorded()]
 
 
 def _abandon(executor: Executor, monitor: Monitor | None) -> None:
-    """The loader is garbage: end what it had running. The collector may run in any thread, whatever locks it holds."""
+    """End the executor and monitor of a collected loader. The collector may run in any thread, which may hold any lock."""
     if monitor is not None:
         monitor.stop()
     if monitor is not None and monitor.is_this_thread():

@@ -1,6 +1,6 @@
-"""How many workers and batches there are now: as described, as `Loader.resize` was told, or as the tuner found.
+"""The current number of workers and batches: from the config, from `Loader.resize` or from the tuner.
 
-They are given to the engine that runs, and kept for those to come after an error.
+The running engine gets every change, and a new engine after an error starts with them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ logger = logging.getLogger("loaderkit")
 
 
 class LiveSettings:
-    """Workers by stage, batches ahead, memory; `tuning` describes how things stand, for the stats.
+    """Workers by stage, batches ahead and memory; `tuning` describes them for the stats.
 
-    One lock orders what a user, the tuner and a new engine want; it is held while the engine does it. `tuning` needs none.
+    One lock orders changes by the user, the tuner and a new engine, and is held while the engine makes them; `tuning` takes
+    none.
     """
 
     def __init__(self, tuning: Tuning, tuner: Tuner | None) -> None:
@@ -49,7 +50,7 @@ class LiveSettings:
         return replace(self._tuning, auto=auto, settled=tuner.is_settled, decisions=decisions)
 
     def attach(self, engine: Executor) -> None:
-        """Make an engine that has just been made as the last one was; what is changed from now on is changed there, too."""
+        """Apply the current settings to a new engine, and every later change as well."""
         with self._lock:
             for stage, workers in self._workers.items():
                 engine.resize(stage, workers)
@@ -58,13 +59,13 @@ class LiveSettings:
             self._engine = engine
 
     def detach(self) -> None:
-        """The engine ends. Without the lock, which may have been held when this process was forked."""
+        """Forget the engine, which ends. Takes no lock: in a fork's child it may be held for ever."""
         self._engine = None
 
     def set(self, stage: str | None, workers: int | None, batches: int | None, memory: int | str | None) -> None:
-        """As a user wants it; the tuner keeps its hands off it. Raises ConfigError for a stage there is not, for one that this
-        executor cannot resize, where the system has no more threads, and for memory that holds not even one batch, if that
-        is known already."""
+        """Set values for the user; the tuner changes them no more. Raises ConfigError for an unknown stage, for one that this
+        executor cannot resize, where the system has no more threads, and for memory that holds not even one batch, if the
+        size of a batch is known."""
         if (stage is None) != (workers is None):
             raise ConfigError("resize: give a stage together with its workers")
         if workers is not None:
@@ -75,16 +76,16 @@ class LiveSettings:
         pool = None if stage is None else self._pool_of(stage)
         with self._lock:
             if stage is not None and workers is not None and pool is not None:
-                self._turn_workers(stage, pool.stages, workers)
+                self._set_workers(stage, pool.stages, workers)
                 if self._tuner is not None:
                     self._tuner.forget(pool.stages)
             if batches is not None or num_bytes is not None:
-                self._turn_depth(batches, num_bytes)
+                self._set_depth(batches, num_bytes)
                 if batches is not None and self._tuner is not None:
                     self._tuner.forget(())
 
     def tune(self, stats: Stats) -> None:
-        """Let the tuner have a look, and do what it wants."""
+        """Show the tuner a snapshot and make the change that it decides on."""
         if self._tuner is None:
             return
         with self._lock:
@@ -96,16 +97,16 @@ class LiveSettings:
             stages = move.setting.stages
             try:
                 if stages:
-                    self._turn_workers(stages[0], stages, move.value)
+                    self._set_workers(stages[0], stages, move.value)
                 else:
-                    self._turn_depth(move.value, None)
+                    self._set_depth(move.value, None)
             except ConfigError as error:
                 self._tuner.refused(move, str(error))
                 logger.warning("the tuner could not set %s to %d: %s", move.setting.name, move.value, error)
 
     def written_to(self, config: PipelineConfig) -> PipelineConfig:
-        """The description with the sizes as they are now. Several pools without workers of their own share `concurrency`
-        alike when it is read again, whatever each has now."""
+        """The config with the current settings. When it is read again, pools without `workers` share `concurrency` evenly,
+        whatever each has now."""
         tuning = self._tuning
         memory = self._depth[1] or config.prefetch.memory
         update: dict[str, Any] = {"batches": tuning.batches, "memory": memory}
@@ -121,7 +122,7 @@ class LiveSettings:
         )
         return replace(config, stages=stages, prefetch=config.prefetch.model_copy(update=update))
 
-    def _let(self, change: Callable[[Executor], None]) -> None:
+    def _apply(self, change: Callable[[Executor], None]) -> None:
         engine = self._engine
         if engine is None:
             return
@@ -130,22 +131,22 @@ class LiveSettings:
         except ClosedError:
             if self._engine is engine:
                 raise
-            # It has ended meanwhile, by an error, say: then it is for the next one.
+            # The engine has ended meanwhile, after an error: the next one gets the change.
 
     @property
     def _num_processes(self) -> int:
         return self._tuning.processes or 1
 
-    def _turn_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
-        workers = -(-workers // self._num_processes) * self._num_processes  # they have as many each
-        self._let(lambda engine: engine.resize(stage, workers))
+    def _set_workers(self, stage: str, stages: Sequence[str], workers: int) -> None:
+        workers = -(-workers // self._num_processes) * self._num_processes  # each process has the same number
+        self._apply(lambda engine: engine.resize(stage, workers))
         self._workers[stages[0]] = workers
         pools = self._tuning.pools
         resized = tuple(replace(pool, workers=workers) if stage in pool.stages else pool for pool in pools)
         self._tuning = replace(self._tuning, pools=resized)
 
-    def _turn_depth(self, batches: int | None, memory: int | None) -> None:
-        self._let(lambda engine: engine.set_depth(batches, memory))
+    def _set_depth(self, batches: int | None, memory: int | None) -> None:
+        self._apply(lambda engine: engine.set_depth(batches, memory))
         self._depth = (batches or self._depth[0], memory or self._depth[1])
         self._tuning = replace(self._tuning, batches=batches or self._tuning.batches)
 
@@ -169,11 +170,11 @@ class LiveSettings:
 
 
 def make_tuner(config: PipelineConfig, tuning: Tuning) -> Tuner | None:
-    """What turns the sizes that were left to it (`auto`); None if none were, and where the loop's thread makes the batches."""
+    """The tuner of the settings that are `auto`; None if there are none, and for inline."""
     if tuning.executor == "inline":
         return None
     settings = []
-    unit = tuning.processes or 1  # processes that load have as many each
+    unit = tuning.processes or 1  # each worker process has the same number
     if config.prefetch.concurrency == "auto":
         fixed = {stage.name for stage in config.stages if stage.args.workers != "auto"}
         own = [pool for pool in tuning.pools if fixed.isdisjoint(pool.stages) and not pool.is_trainers]

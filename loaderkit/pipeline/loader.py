@@ -61,15 +61,15 @@ def build(
 
 
 class Loader:
-    """Batches of one rank, epoch after epoch. One consumer thread; `stats` may be called from any."""
+    """Batches of one rank, epoch after epoch. One thread iterates; `stats` may be called from any."""
 
     def __init__(self, plan: ExecutionPlan, clock: Clock = time.perf_counter) -> None:
-        """Closes the plan's connector when it is closed itself. Raises ConfigError."""
+        """The loader closes the plan's connector. Raises ConfigError."""
         self._plan = plan
         self._fingerprint = plan.fingerprint()
         self._stream = plan.compiled.context.stream
-        self._epoch = 0  # of what was delivered last, or will be first
-        self._position = 0  # delivered in that epoch, over all ranks
+        self._epoch = 0  # of the last batch delivered, or of the first to come
+        self._position = 0  # samples delivered in that epoch, over all ranks
         self._next = (0, 0)  # (epoch, position) where the next iteration begins
         self._iteration = 0
         self._bad_samples = BadSamples(plan.config.errors)
@@ -78,7 +78,7 @@ class Loader:
     # ---------------------------------------------------------------------------------------------------- iterating
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch: what is left of the one that was resumed, else the next one. Ends an earlier iteration."""
+        """One epoch: the rest of a resumed one, else the next one. Ends an earlier iteration."""
         self._executors.check_open()
         if self._executors.steps is not None:
             self._executors.steps.on_epoch()
@@ -92,11 +92,11 @@ class Loader:
         return _Epoch(partial(self._next_of, self._iteration), self._plan.schedule.num_batches(position))
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
+        """The number of batches of a whole epoch on this rank."""
         return self._plan.schedule.num_batches()
 
     def start(self) -> None:
-        """Begin to prefetch, before the first `next()`. Idempotent."""
+        """Start to prefetch before the first `next()`. Idempotent."""
         self._executors.check_open()
         if not self._is_over(self._next[0]):
             self._executors.at(*self._next).start()
@@ -106,7 +106,7 @@ class Loader:
         return last is not None and epoch >= last
 
     def _next_of(self, iteration: int, num_left: int) -> Any:
-        """The next batch for the iterator of that number, which has `num_left` to give."""
+        """The next batch for iterator number `iteration`, which has `num_left` batches left."""
         self._executors.check_open()
         steps = self._executors.steps
         if steps is not None:
@@ -126,7 +126,7 @@ class Loader:
         return batch
 
     def _deliver(self) -> Any:
-        """The next batch of the current epoch. After an error nothing is left running."""
+        """The next batch of the current epoch. An error stops the executor."""
         executors = self._executors
         executor = executors.at(self._epoch, self._position)
         try:
@@ -140,7 +140,7 @@ class Loader:
         except Exception as error:
             executors.stop(join_s=0.5 if isinstance(error, (StallTimeout, WorkerDiedError)) else 10.0)
             raise
-        except BaseException:  # Ctrl-C: end at once, do not wait for a stage that hangs
+        except BaseException:  # Ctrl-C: do not wait long for a stage that hangs
             executors.stop(join_s=1.0)
             raise
         self._position = delivery.end
@@ -148,7 +148,7 @@ class Loader:
         return batch
 
     def _output(self, batch: dict[str, Any]) -> Any:
-        """The batch as it was asked for: a dict, or a tuple of the fields of `output`."""
+        """The batch as a dict, or as a tuple of the fields of `output`."""
         output = self._plan.config.output
         if output is None:
             return batch
@@ -156,11 +156,11 @@ class Loader:
             raise ConfigError(f"output names the field {missing[0]!r}, but this batch has {', '.join(batch)}")
         return tuple(batch[name] for name in output)
 
-    # -------------------------------------------------------------------------------------------------- where it is
+    # -------------------------------------------------------------------------------------------------- where the loop is
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch, or before any batch the one that comes first."""
+        """The epoch of the last batch, or before any batch that of the first."""
         return self._epoch
 
     @property
@@ -170,7 +170,7 @@ class Loader:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the data set, over all ranks."""
+        """The number of samples of the data set, over all ranks."""
         return len(self._plan.source)
 
     @property
@@ -179,7 +179,7 @@ class Loader:
         return self._plan.config
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of `epoch`. The epoch that comes anyway keeps its place and what was prefetched."""
+        """Make the next iteration that of `epoch`. If it would be that anyway, its position and prefetched batches are kept."""
         self._executors.check_open()
         if isinstance(epoch, bool):
             raise TypeError("an epoch is a whole number, not a truth value")
@@ -192,13 +192,13 @@ class Loader:
             self._epoch, self._position = self._next
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands: JSON values, after any batch, in microseconds. What was read ahead does not count."""
+        """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count."""
         return State(self._epoch, self._position, self._plan.config.order.seed, self._fingerprint).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly behind the batch after which `state` was taken, also with other numbers of ranks or workers.
+        """Continue exactly behind the batch after which `state` was taken, also with another number of ranks or workers.
 
-        A state taken after the last batch of an epoch yields nothing once, then goes on. Raises StateError if it belongs
+        With a state from after the last batch of an epoch the first iteration is empty. Raises StateError if it belongs
         to another data set or pipeline.
         """
         self._executors.check_open()
@@ -217,12 +217,12 @@ class Loader:
         batches: int | None = None,
         memory: int | str | None = None,
     ) -> None:
-        """Change, while it runs, how many workers run `stage` (and what shares its pool), how many `batches` are read ahead,
-        or in how much `memory` (bytes, or "2GiB"). From any thread.
+        """Set the number of workers of the pool that runs `stage`, the number of `batches` read ahead, or their `memory`
+        (bytes, or "2GiB"), while the loader runs. From any thread.
 
-        Nothing is dropped: workers that are too many rest after their chunk, batches that are too many are delivered first.
-        Raises ConfigError for a stage there is not, for memory that holds not even one batch, and where the system has no
-        more threads; it goes on as before then.
+        Nothing is dropped: surplus workers become idle after their chunk, and surplus batches are delivered first. Raises
+        ConfigError for an unknown stage, for memory that holds not even one batch, and where the system has no more threads;
+        nothing is changed then.
         """
         self._executors.check_open()
         self._executors.settings.set(stage, workers, batches, memory)
@@ -230,24 +230,24 @@ class Loader:
     # ----------------------------------------------------------------------------------------------------- watching
 
     def stats(self, since: Stats | None = None) -> Stats:
-        """The accounts up to now, intervals still open included; with `since`, only what happened after that moment."""
+        """The counters up to now, with open intervals; with `since`, their rise after that moment."""
         now = self._executors.stats()
         return now if since is None else now.since(since)
 
     def series(self) -> list[dict[str, Any]]:
-        """How the accounts developed since loading began, in at most 512 steps: JSON values, described in docs/reference.md.
-        It begins anew with every run, as the counters do: after an error, say. Empty with `executor: inline`."""
+        """The counters over time since loading started, in at most 512 points: JSON values, described in docs/reference.md.
+        A run after an error starts a new series, as it starts new counters. Empty with `executor: inline`."""
         return self._executors.series()
 
     def profile(self, *, import_s: float | None = None, trace: bool = False) -> Profile:
-        """A report on whatever loop runs in its `with` block: why it waits, what to change. See docs/guide.md.
+        """A report on the loop that runs in its `with` block: why it waits, and what to change. See docs/guide.md.
 
         with loader.profile() as report:
             for batch in loader:
                 ...
         print(report)
 
-        `import_s`: how long the program took until it had imported what it needs, to be shown with the first batch.
+        `import_s`: seconds that the program took for its imports, shown with the first batch.
         `trace`: record what every worker did with every chunk, for `report.save_trace(path)`.
         """
         from loaderkit.profile.recording import Profile
@@ -255,7 +255,7 @@ class Loader:
         return Profile(self.as_subject(), import_s, trace=trace)
 
     def as_subject(self) -> ProfiledLoader:
-        """This loader as a report sees it."""
+        """The parts of this loader that a report reads."""
         from loaderkit.profile.recording import ProfiledLoader
 
         plan, executors = self._plan, self._executors
@@ -274,7 +274,7 @@ class Loader:
         )
 
     def to_yaml(self) -> str:
-        """The description as it runs now, with the sizes that the tuner or `resize` has arrived at."""
+        """The config with the current settings of the tuner and `resize`."""
         return Pipeline.of(self._executors.settings.written_to(self._plan.config)).to_yaml()
 
     def __repr__(self) -> str:
@@ -287,19 +287,21 @@ class Loader:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a Loader cannot be pickled or copied, as its threads and memory belong to one process: send the Pipeline, or "
-            "the path of its YAML file, build there, and go on with load_state_dict(loader.state_dict())"
+            "the path of its YAML file, build there, and continue with load_state_dict(loader.state_dict())"
         )
 
     # ------------------------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Stop everything and give back threads, memory and descriptors. Idempotent; batches delivered stay valid."""
-        if self._executors.is_closed and self._executors.executor is None:  # else Ctrl-C has interrupted it
+        """Stop all threads and free memory and descriptors. Idempotent; delivered batches stay valid."""
+        if (
+            self._executors.is_closed and self._executors.executor is None
+        ):  # otherwise Ctrl-C has interrupted an earlier close
             return
         self._executors.is_closed = True
         try:
             self._executors.stop()
-        finally:  # Ctrl-C may come here, too
+        finally:  # also after Ctrl-C
             self._bad_samples.close()
             self._plan.close()
 
@@ -314,7 +316,7 @@ class Loader:
 
 
 class _Epoch(Iterator[Any]):
-    """One pass over (the rest of) an epoch; `next_of` gives the next batch, from the number that is left."""
+    """An iterator over the rest of an epoch; `next_of(num_left)` gives the next batch."""
 
     def __init__(self, next_of: Callable[[int], Any], num_left: int) -> None:
         self._next_of = next_of

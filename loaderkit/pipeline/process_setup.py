@@ -1,4 +1,4 @@
-"""`executor: process`: what is sent to the loading processes, and whether it can be."""
+"""`executor: process`: the spec that worker processes get, and the check that it can be pickled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loaderkit.sampling.shard import Shard
 
 
 def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
-    """An executor whose batches are made by other processes, none of which is started yet."""
+    """An executor with worker processes, which are not started yet."""
     prefetch, ahead, trainer_stages = plan.config.prefetch, plan.for_workers, plan.trainer_stages
     spec = WorkerSpec(
         worker_engine(ahead),
@@ -44,7 +44,7 @@ def make_process_engine(plan: ExecutionPlan) -> ProcessEngine:
 
 
 def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Shard], ThreadEngine]:
-    """What makes the engine in a loading process; it is pickled, with all it holds."""
+    """A function that makes the engine of a worker process; it is pickled with its arguments."""
     config = ahead.config
     reopen = SOURCES[config.source_kind].reopen(config.source, len(ahead.source))
     if reopen is not None:
@@ -53,7 +53,7 @@ def worker_engine(ahead: ExecutionPlan) -> Callable[[Callable[[int], Bytes], Sha
 
 
 def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
-    """The pools of all loading processes together, and of the trainer's own stages."""
+    """The pools of all worker processes together, and of the trainer's stages."""
     num_processes = plan.config.prefetch.processes
     pools = plan.for_workers.compiled.described_pools(num_processes)
     if not plan.trainer_stages:
@@ -63,7 +63,7 @@ def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
 
 
 def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
-    """Raise ConfigError if other processes cannot do the work, or cannot be sent what they need."""
+    """Raise ConfigError if worker processes cannot run the plan, or if an object in it cannot be pickled."""
     if clock is not time.perf_counter:
         raise ConfigError(
             "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"

@@ -1,8 +1,8 @@
-"""The memory of batches: slabs, taken when a batch is opened and back in the pool when no object refers to them any more.
+"""The memory of batches: slabs, taken when a batch is opened and returned to the pool when no object refers to them.
 
 A slab's tensors share no storage with one another, but every storage keeps one `Lease` alive. The lease dies with the last
 tensor, view, NumPy array or DLPack export made from any of them, and its death returns the slab. So a slab is reused
-exactly when its memory cannot be seen, whether it was delivered, dropped after a `break`, or never finished.
+only when no reference to its memory is left, whether it was delivered, dropped after a `break`, or never finished.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SlabLayout:
 
 
 class Slab(NamedTuple):
-    """The memory of one batch, and its fields: (name, how NumPy is told of it, shape, dtype); NumPy is told of bytes where it
-    has no such numbers."""
+    """The memory of one batch, and its fields: (name, `__array_interface__`, shape, dtype). For a dtype that
+    NumPy lacks the interface is that of bytes."""
 
     memory: Bytes
     fields: list[tuple[str, dict[str, Any], tuple[int, ...], str]]
@@ -78,11 +78,11 @@ class SlabPool:
         self._allocate_memory = allocate
         self._free: SimpleQueue[Slab] = SimpleQueue()
         self._shard = shard
-        self._is_warned = shard.number > 0  # one of them speaks for all
+        self._is_warned = shard.number > 0  # one process warns for all
 
     @property
     def num_live(self) -> int:
-        """Slabs in use: being filled, waiting to be delivered, or seen by the user."""
+        """Slabs in use: being filled, ready, or referenced by the user."""
         return self.num_allocated - self._free.qsize()
 
     def take(self) -> dict[str, Slots]:
@@ -97,11 +97,11 @@ class SlabPool:
         except Empty:
             slab = self._allocate()
         lease = Lease(slab, self._free, slab.fields[0][1])
-        found = {}
+        fields = {}
         for name, interface, shape, dtype in slab.fields:
             lease.__array_interface__ = interface
-            found[name] = Slots(np.asarray(lease), shape, dtype)
-        return found
+            fields[name] = Slots(np.asarray(lease), shape, dtype)
+        return fields
 
     def _allocate(self) -> Slab:
         if self.num_allocated >= 2 * self.num_kept + 8 and not self._is_warned:
@@ -115,9 +115,9 @@ class SlabPool:
         self.num_allocated += 1
         slab = Slab(memory, [])
         for name, start, end, shape, dtype in self.layout.fields:
-            part = memory[start:end]
+            span = memory[start:end]
             known = type_in_numpy(dtype)
-            base = part if known is None else part.view(known).reshape(shape)
+            base = span if known is None else span.view(known).reshape(shape)
             slab.fields.append((name, base.__array_interface__, shape, dtype))
         return slab
 
@@ -126,12 +126,12 @@ class SlabPool:
             return self._allocate_memory(size)
         if self._pinned_for is not None:
             try:
-                with torch.cuda.device(self._pinned_for):  # in a worker's thread it would be another one
+                with torch.cuda.device(self._pinned_for):  # the current device of a worker's thread may be another
                     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
             except RuntimeError as error:
                 if not cannot_pin(error):
                     raise
-                self._pinned_for = None  # of locked memory there is no more: it would not be granted for the next one
+                self._pinned_for = None  # the limit of locked memory is reached: the next slab would be refused as well
                 logger.warning(NOT_PINNED, str(error).partition("\n")[0])
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT

@@ -1,4 +1,4 @@
-"""`loaderkit.build` of a pipeline whose source is a checkpoint: its tensors, one by one, as they become whole."""
+"""`loaderkit.build` of a pipeline whose source is a checkpoint: yields its tensors as they are complete."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from loaderkit.stages.transfer import TransferArgs
 
 
 class TensorLoader:
-    """Iterates over (name, tensor), in the order in which they lie in the checkpoint. Every tensor is new and the consumer's.
+    """Iterates over (name, tensor) in the order of their bytes in the checkpoint. Every tensor is new and the consumer's.
 
-    Tensors that are read and not yet taken count towards `prefetch.memory`, as staging memory does; one that is larger than
-    all of it comes alone. `values` are the checkpoint's plain values. Close it; it is a context manager.
+    Tensors that are read and not yet taken count towards `prefetch.memory`, as staging memory does; one that is larger is read
+    alone. `values` are the checkpoint's plain values. Close it; it is a context manager.
     """
 
     def __init__(self, config: PipelineConfig, connectors: Mapping[str, Connector], clock: Clock) -> None:
-        """Opens the checkpoint and reads its description. Raises as `loaderkit.restore`."""
+        """Opens the checkpoint and reads its table of contents. Raises the errors of `loaderkit.restore`."""
         args = config.source
         assert isinstance(args, CheckpointArgs)
         if config.prefetch.executor == "process":
@@ -55,20 +55,20 @@ class TensorLoader:
             raise
 
     def __len__(self) -> int:
-        """Tensors in all."""
+        """The number of tensors."""
         return len(self._names)
 
     @property
     def stored(self) -> list[TensorEntry]:
-        """Where they lie."""
+        """The entries of the tensors in the checkpoint."""
         return [self.source.contents.tensors[name] for name in self._names]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, from the first; ends an earlier iteration."""
+        """Iterate over all tensors; ends an earlier iteration."""
         return self._tensors(self.fill())
 
     def fill(self) -> TransferSession:
-        """Begin an iteration: what gives the tensors as they come, several at a time. This loader closes it."""
+        """Start an iteration: a session that yields lists of tensors as they are complete. This loader closes it."""
         self._check_open()
         self._stop()
         prefetch = self.config.prefetch
@@ -97,7 +97,7 @@ class TensorLoader:
                 session.close()
 
     def stats(self, since: Stats | None = None) -> Stats:
-        """The accounts up to now; with `since`, only what happened after that moment."""
+        """The counters up to now; with `since`, their rise after that moment."""
         session = self._session
         now = session.engine.stats(Tuning(), self._run) if session is not None else self._last
         if now is None:
@@ -112,7 +112,7 @@ class TensorLoader:
             session.close()
 
     def close(self) -> None:
-        """Stop everything. Idempotent; tensors delivered stay."""
+        """Stop all threads. Idempotent; delivered tensors stay valid."""
         self._is_closed = True
         self._stop()
         self.source.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from loaderkit._internal.units import format_seconds
 from loaderkit.connectors.call_pool import CallPool
-from loaderkit.engine.torch_threads import ONE_AT_A_TIME, threads_to_come_kept
+from loaderkit.engine.torch_threads import ONE_AT_A_TIME, new_thread_default_kept
 
 logger = logging.getLogger("loaderkit")
 
@@ -73,5 +73,5 @@ class TimeLimit:
 
 def _compute_alone() -> None:
     """Limit torch to one thread in each of these threads, as in the workers."""
-    with ONE_AT_A_TIME, threads_to_come_kept() as compute_alone:
+    with ONE_AT_A_TIME, new_thread_default_kept() as compute_alone:
         compute_alone()

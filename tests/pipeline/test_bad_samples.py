@@ -15,7 +15,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.bad_samples import Quarantined, places_of, read_quarantine
+from loaderkit.pipeline.bad_samples import Quarantined, indices_of, read_quarantine
 
 STAGES = ["read", "decode", {"random_resized_crop": {"size": 16}}, {"batch": {"size": 8}}]
 
@@ -170,7 +170,7 @@ class Shards:
 
 def places(source: Any, *lines: tuple[str, str]) -> list[int | None]:
     quarantined = [Quarantined(key, origin, 0, number) for number, (key, origin) in enumerate(lines)]
-    found = places_of(source, quarantined)
+    found = indices_of(source, quarantined)
     return [found.get(line) for line in quarantined]
 
 

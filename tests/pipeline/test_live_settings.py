@@ -223,7 +223,7 @@ class TestNoMoreThreads:
             batches = iter(loader)
             next(batches)
             num_threads = threading.active_count()
-            with no_more_threads(), pytest.raises(ConfigError, match=r"can't start new thread.*it goes on with 2"):
+            with no_more_threads(), pytest.raises(ConfigError, match=r"can't start new thread.*the stage keeps 2"):
                 loader.resize("read", workers=5)
             assert threading.active_count() == num_threads
             assert loader.stats().stages[0].workers == 2
@@ -249,7 +249,7 @@ class TestNoMoreThreads:
             batches = iter(loader)
             for _ in range(2):
                 next(batches)
-            with pytest.raises(ConfigError, match=r"can't start new thread.*it goes on with 2"):
+            with pytest.raises(ConfigError, match=r"can't start new thread.*the stage keeps 2"):
                 loader.resize("batch", workers=9)
             assert [row.workers for row in loader.stats().stages] == [4, 4]
             assert loader.stats().tuning.concurrency == 4

@@ -152,7 +152,7 @@ def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str,
     indexed: dict[str, list[str]] = {}
     for name, file in names.items():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise _named(checkpoint, info, FormatError(f"it places {name!r} in {file!r}, which is no file beside it"))
+            raise _named(checkpoint, info, FormatError(f"it names {file!r} for {name!r}, which is no file beside it"))
         indexed.setdefault(file, []).append(name)
     if missing := [file for file in indexed if file not in checkpoint.objects]:
         raise CheckpointError(

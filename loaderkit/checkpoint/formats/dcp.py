@@ -60,7 +60,7 @@ def read_metadata(data: bytes, prefix: str = "") -> DcpContents:
         if _is(what, "BytesStorageMetadata"):
             archive = archives.get((name, None))
             if archive is None:
-                raise FormatError(f"it says nowhere where the value {name!r} lies")
+                raise FormatError(f"it has no location for the value {name!r}")
             contents.values[name] = archive
         elif _is(what, "TensorStorageMetadata"):
             contents.tensors[name] = _tensor(name, what, archives, layouts)
@@ -94,7 +94,7 @@ def _archives(stored: dict[Any, Any], prefix: str) -> Iterator[tuple[str, tuple[
         path, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(fqn, str) or not isinstance(path, str) or not _are_sizes((start, length)):
             raise FormatError(
-                f"it places {shown(fqn)} at {shown(path)}, {shown(start)}, {shown(length)}: that is no place"
+                f"its location of {shown(fqn)} is invalid: {shown(path)}, {shown(start)}, {shown(length)}"
             )
         if info.get("transform_descriptors"):
             raise FormatError(
@@ -103,7 +103,7 @@ def _archives(stored: dict[Any, Any], prefix: str) -> Iterator[tuple[str, tuple[
         if path.startswith("/") or ".." in path.split("/"):
             raise FormatError(f"{fqn!r} lies in {path!r}, which leads out of the checkpoint's directory")
         if offsets is not None and not _are_sizes(offsets):
-            raise FormatError(f"it places a piece of {fqn!r} at {shown(offsets)} in the tensor: that is no place")
+            raise FormatError(f"the offsets {shown(offsets)} of a shard of {fqn!r} are invalid")
         yield fqn, None if offsets is None else tuple(offsets), ByteRange(prefix + path, start, length)
 
 
@@ -123,17 +123,17 @@ def _tensor(
     for chunk in chunks:
         offsets, sizes = (chunk.get("offsets"), chunk.get("sizes")) if isinstance(chunk, Record) else (None, None)
         if not (_are_sizes(offsets) and _are_sizes(sizes) and len(offsets) == len(sizes) == len(shape)):
-            raise FormatError(f"a piece of the tensor {name!r} is no box of it")
+            raise FormatError(f"a shard of the tensor {name!r} is no box of it")
         if any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
             raise FormatError(
-                f"a piece of {name!r} at {list(offsets)} of size {list(sizes)} reaches beyond {list(shape)}"
+                f"a shard of {name!r} at {list(offsets)} of size {list(sizes)} reaches beyond {list(shape)}"
             )
         archive = archives.get((name, tuple(offsets)))
         if archive is None:
-            raise FormatError(f"it says nowhere where the piece of {name!r} at {list(offsets)} lies")
+            raise FormatError(f"it has no location for the shard of {name!r} at {list(offsets)}")
         if archive.length < prod(sizes) * dtype.itemsize:
             raise FormatError(
-                f"the piece of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {archive.length} bytes"
+                f"the shard of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {archive.length} bytes"
             )
         key, start, length, _ = archive
         shards.append(Shard(tuple(offsets), tuple(sizes), key, start, length, is_archive=True, layouts=layouts))
@@ -149,7 +149,7 @@ def _check_cover(name: str, shape: tuple[int, ...], shards: list[Shard]) -> None
     """
     shards = [shard for shard in shards if 0 not in shard.sizes]
     if sum(prod(shard.sizes) for shard in shards) != prod(shape):
-        raise FormatError(f"the pieces of {name!r} do not cover its shape {list(shape)}, or overlap")
+        raise FormatError(f"the shards of {name!r} do not cover its shape {list(shape)}, or overlap")
     if len(shards) <= 1 or not prod(shape):
         return
     whole = np.array([shape], np.int64)
@@ -158,7 +158,7 @@ def _check_cover(name: str, shape: tuple[int, ...], shards: list[Shard]) -> None
     cut = np.flatnonzero(((lower > 0) | (upper < whole)).any(axis=0))
     if len(cut) > _MAX_CUT or len(cut) * len(lower) * 2 ** len(cut) > _MAX_CORNERS:
         raise FormatError(
-            f"{name!r} is cut along {len(cut)} dimensions into {len(shards)} pieces, and no writer cuts one into so many"
+            f"{name!r} is cut along {len(cut)} dimensions into {len(shards)} shards, more than any writer makes"
         )
     lower, upper = np.concatenate([lower, 0 * whole]), np.concatenate([upper, whole])
     signs = np.ones(len(lower), np.int64)
@@ -173,7 +173,7 @@ def _check_cover(name: str, shape: tuple[int, ...], shards: list[Shard]) -> None
     corners, signs = corners[:, order], signs[order]
     is_other = np.concatenate([[True], (corners[:, 1:] != corners[:, :-1]).any(axis=0)])
     if np.add.reduceat(signs, np.flatnonzero(is_other)).any():
-        raise FormatError(f"two pieces of {name!r} overlap")
+        raise FormatError(f"two shards of {name!r} overlap")
 
 
 def _check_overlap(contents: DcpContents, len_prefix: int) -> None:

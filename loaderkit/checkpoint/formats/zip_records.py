@@ -143,7 +143,7 @@ def _wide(extra: bytes, unpacked: int, packed: int, header: int, name: str) -> t
                 break
             return whole[0], whole[1], whole[2]
         offset += 4 + length
-    raise FormatError(f"its record {name!r:.200} says nowhere how long it is")
+    raise FormatError(f"its record {name!r:.200} has no length")
 
 
 def data_starts(read: Read, records: Sequence[ZipRecord], fetch: Fetch | None = None) -> list[int]:

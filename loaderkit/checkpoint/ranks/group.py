@@ -208,7 +208,7 @@ class RankGroup:
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence of a message of gloo, without its place in the source."""
+    """The first sentence of a message of gloo, without the source line."""
     return str(error).rpartition("] ")[2].partition(". ")[0][:200] or type(error).__name__
 
 

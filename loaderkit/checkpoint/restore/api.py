@@ -67,8 +67,8 @@ def restore(
     """
     with ExitStack() as stack:
         transfer: Callable[[OpenCheckpoint, RestoreTask], Restored] = single_rank.transfer
-        if (place := _place_among_ranks(rank, world_size)) is not None:
-            group = stack.enter_context(multi_rank.rank_group(*place, timeout_s))
+        if (several := _several_ranks(rank, world_size)) is not None:
+            group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
             transfer = partial(multi_rank.transfer, group)
         source = stack.enter_context(OpenCheckpoint.open(url, connectors, memory, verify))
         parsed_dtype, target_device, globs = parse_dtype(dtype), parse_device(device), parse_keys(keys)
@@ -93,7 +93,7 @@ def restore(
         return into
 
 
-def _place_among_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+def _several_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
     """(rank, world_size) if there are several ranks. Raises ConfigError."""
     if rank is None and world_size is None:
         return None

@@ -231,7 +231,7 @@ class StreamReader(StorageReader):
                 requests.append(target.request(contents.tensors[target.name].dtype, shard))
             elif target.memory.numel():
                 raise CheckpointError(
-                    f"{self._url}: no piece of {target.name!r} lies at {target.item.storage_index.offset}"
+                    f"{self._url}: no shard of {target.name!r} lies at {target.item.storage_index.offset}"
                 )
         items = {id(target.item): target.item for target in targets}
         with source.transfer(requests, _device_of(targets), num_parts=num_local, touched=touched) as session:

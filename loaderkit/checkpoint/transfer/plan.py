@@ -247,8 +247,8 @@ class TensorPlan:
     def _chunk(self, work_item: TensorWork, reads: Sequence[CoalescedRead]) -> ReadChunk:
         number = len(self._labels)
         self._labels.append(_label(reads))
-        place = len(work_item.chunks)
-        chunk = ReadChunk(work_item, place, place + 1)
+        slot = len(work_item.chunks)
+        chunk = ReadChunk(work_item, slot, slot + 1)
         chunk.number = number
         chunk.reads = tuple(reads)
         chunk.buffers = []

@@ -1,4 +1,4 @@
-"""Reads of tensors by the engine, with the workers, accounts and watchdog that make batches."""
+"""Reads of tensors by the engine, with the same workers, clocks and watchdog as batches."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class TransferSession:
             raise
 
     def stats(self) -> Stats:
-        """The engine's accounts so far."""
+        """The engine's counters so far."""
         return self.engine.stats(Tuning(), 0)
 
     def close(self) -> None:

@@ -59,18 +59,18 @@ def _difference(later: Number | None, earlier: Number | None) -> Number | None:
     return None if later is None or earlier is None else later - earlier
 
 
-def merged_hosts(parts: Sequence[HostStats]) -> HostStats:
+def merged_hosts(hosts: Sequence[HostStats]) -> HostStats:
     """The counters of several processes, summed. Throttling is that of the cgroup they share, and idle time that of the
     machine: these are not summed."""
-    throttled = [part.throttled_s for part in parts if part.throttled_s is not None]
-    idle = [part.idle_s for part in parts if part.idle_s is not None]
+    throttled = [host.throttled_s for host in hosts if host.throttled_s is not None]
+    idle = [host.idle_s for host in hosts if host.idle_s is not None]
     return HostStats(
-        sum(part.rss_bytes for part in parts),
-        sum(part.rss_peak_bytes for part in parts),
-        sum(part.cpu_s for part in parts),
+        sum(host.rss_bytes for host in hosts),
+        sum(host.rss_peak_bytes for host in hosts),
+        sum(host.cpu_s for host in hosts),
         max(throttled, default=None),
-        _sum(part.read_bytes for part in parts),
-        _sum(part.disk_bytes for part in parts),
+        _sum(host.read_bytes for host in hosts),
+        _sum(host.disk_bytes for host in hosts),
         max(idle, default=None),
     )
 

@@ -73,7 +73,7 @@ class Interval:
 
     @property
     def is_inline_by_rule(self) -> bool:
-        """True if nobody asked for `inline`: the batches are so small that handing them over would take longer."""
+        """True if a rule chose `inline`: the batches are so small that a hand-off would take longer."""
         return self.stats.tuning.executor_reason is not None
 
     @property

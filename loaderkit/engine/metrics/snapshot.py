@@ -140,8 +140,8 @@ class Snapshot:
             host=self.host.minus(earlier.host),
             lateness=self.lateness.minus(earlier.lateness),
             slowest={
-                stage: tuple(slow for slow in found if slow.at_s > earlier.now_s)
-                for stage, found in self.slowest.items()
+                stage: tuple(slow for slow in slows if slow.at_s > earlier.now_s)
+                for stage, slows in self.slowest.items()
             },
             store={
                 name: value if name in _LEVELS else value - earlier.store.get(name, 0)
@@ -241,38 +241,44 @@ def _shares(store: dict[str, float]) -> dict[str, float]:
     return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
-def merged(parts: Sequence[AnySnapshot]) -> AnySnapshot:
+def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
     """The counters of engines that run the same stages in parallel, as those of one engine: sums where a sum makes sense,
     otherwise the first engine's value."""
-    first = parts[0]
-    if len(parts) == 1:
+    first = snapshots[0]
+    if len(snapshots) == 1:
         return first
     stall_s: dict[str, float] = {}
-    for part in parts:
-        for cause, seconds in part.stall_s.items():
+    for snapshot in snapshots:
+        for cause, seconds in snapshot.stall_s.items():
             stall_s[cause] = stall_s.get(cause, 0.0) + seconds
     return replace(
         first,
-        num_batches=sum(part.num_batches for part in parts),
-        num_samples=sum(part.num_samples for part in parts),
+        num_batches=sum(snapshot.num_batches for snapshot in snapshots),
+        num_samples=sum(snapshot.num_samples for snapshot in snapshots),
         stall_s=stall_s,
-        stages=[_sum(rows) for rows in zip(*(part.stages for part in parts), strict=True)],
-        num_ready=sum(part.num_ready for part in parts),
-        num_open=sum(part.num_open for part in parts),
+        stages=[_sum(rows) for rows in zip(*(snapshot.stages for snapshot in snapshots), strict=True)],
+        num_ready=sum(snapshot.num_ready for snapshot in snapshots),
+        num_open=sum(snapshot.num_open for snapshot in snapshots),
         memory={
-            name: (max if name in ("slab_bytes", "batch_bytes") else sum)(part.memory[name] for part in parts)
+            name: (max if name in ("slab_bytes", "batch_bytes") else sum)(
+                snapshot.memory[name] for snapshot in snapshots
+            )
             for name in first.memory
         },
-        host=merged_hosts([part.host for part in parts]),
+        host=merged_hosts([snapshot.host for snapshot in snapshots]),
         slowest={
-            stage: slowest(slow for part in parts for slow in part.slowest.get(stage, ()))
-            for stage in {stage: None for part in parts for stage in part.slowest}
+            stage: slowest(slow for snapshot in snapshots for slow in snapshot.slowest.get(stage, ()))
+            for stage in {stage: None for snapshot in snapshots for stage in snapshot.slowest}
         },
-        lateness=_all_of(part.lateness for part in parts),
-        store={name: sum(part.store.get(name, 0) for part in parts) for part in parts for name in part.store},
+        lateness=_all_of(snapshot.lateness for snapshot in snapshots),
+        store={
+            name: sum(snapshot.store.get(name, 0) for snapshot in snapshots)
+            for snapshot in snapshots
+            for name in snapshot.store
+        },
         trials={
-            stage: merged_trials([part.trials[stage] for part in parts if stage in part.trials])
-            for stage in {stage: None for part in parts for stage in part.trials}
+            stage: merged_trials([snapshot.trials[stage] for snapshot in snapshots if stage in snapshot.trials])
+            for stage in {stage: None for snapshot in snapshots for stage in snapshot.trials}
         },
     )
 

@@ -76,7 +76,7 @@ class ChunkPath(NamedTuple):
 
 
 class WaitFacts(NamedTuple):
-    """What the engine knows besides: `pools` are the clocks of each pool's workers."""
+    """What else the engine knows: `pools` are the clocks of each pool's workers."""
 
     was_short_of_memory: bool
     stage_names: list[str]
@@ -101,14 +101,14 @@ def segments_of(begin: float, end: float, path: ChunkPath, engine: WaitFacts) ->
         WaitSegment(
             since, until, cause, () if cause is not None else tuple(_work(engine, QUEUED - queue, since, until))
         )
-        for since, until, cause, queue in _parts(begin, end, path, engine)
+        for since, until, cause, queue in _cut(begin, end, path, engine)
     ]
 
 
 def attribute(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> dict[str, float]:
     """Seconds of the wait [begin, end) by cause."""
     charged: dict[str, float] = {}
-    for since, until, cause, queue in _parts(begin, end, path, engine):
+    for since, until, cause, queue in _cut(begin, end, path, engine):
         if cause is not None:  # without a segment: 1.4 us a wait instead of 3.4
             charged[cause] = charged.get(cause, 0.0) + until - since
             continue
@@ -118,9 +118,9 @@ def attribute(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> d
     return charged
 
 
-def _parts(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list[tuple[float, float, str | None, int]]:
-    """(since, until, cause, queue) of every part of the path; in a queue the cause is None."""
-    parts: list[tuple[float, float, str | None, int]] = []
+def _cut(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list[tuple[float, float, str | None, int]]:
+    """(since, until, cause, queue) of every segment of the path; in a queue the cause is None."""
+    segments: list[tuple[float, float, str | None, int]] = []
     since, queue = min(begin, path.opened_s), 0
     cause: str | None = MEMORY if engine.was_short_of_memory else START
     for until, state in ((path.opened_s, QUEUED), *path.marks, (path.done_s, _ARRIVED), (end, _ARRIVED)):
@@ -131,9 +131,9 @@ def _parts(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list
         high = until if until < end else end
         if high > low:
             # A hand-off is charged to the stage it led to: to look at what the workers did takes 10 us a batch.
-            parts.append((low, high, following if cause is None and until - since < MOMENT_S else cause, queue))
+            segments.append((low, high, following if cause is None and until - since < MOMENT_S else cause, queue))
         since, cause, queue = until, following, state
-    return parts
+    return segments
 
 
 def _work(engine: WaitFacts, pool: int, since: float, until: float) -> Iterator[tuple[str, float, float]]:

@@ -71,7 +71,7 @@ def finished_lane(entries: deque[Entry], pid: int, name: str, names: tuple[str, 
 
 
 def pages_of(lanes: Iterable[Lane]) -> list[Lane]:
-    """The lanes in pieces, each small enough to be sent; `joined` puts them together again."""
+    """The lanes cut into pages, each small enough to send; `joined` is the inverse."""
     return [
         lane._replace(entries=lane.entries[begin : begin + _PAGE_ENTRIES])
         for lane in lanes
@@ -82,5 +82,5 @@ def pages_of(lanes: Iterable[Lane]) -> list[Lane]:
 def joined(pages: Iterable[Lane]) -> Iterator[Lane]:
     """The lanes of these pages, in their order."""
     for _, group in groupby(pages, key=lambda page: (page.pid, page.name)):
-        parts = list(group)
-        yield parts[0]._replace(entries=[entry for part in parts for entry in part.entries])
+        lanes = list(group)
+        yield lanes[0]._replace(entries=[entry for lane in lanes for entry in lane.entries])

@@ -17,17 +17,17 @@ class PoolTuning:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        found: dict[str, Any] = {"stages": list(self.stages), "workers": self.workers}
-        return found | {"process": "trainer"} if self.is_trainers else found
+        pool: dict[str, Any] = {"stages": list(self.stages), "workers": self.workers}
+        return pool | {"process": "trainer"} if self.is_trainers else pool
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The settings of a loader at one moment; all are left out for an engine that no loader runs."""
+    """The settings of a loader at one moment; none is set for an engine that no loader runs."""
 
     executor: str | None = None
     batches: int | None = None  # read ahead
-    executor_reason: str | None = None  # why the loop's thread makes the batches, if nobody asked for that
+    executor_reason: str | None = None  # why a rule chose inline, if it did
     graph: tuple[str, ...] = ()  # the operators of a DALI pipeline
     jpeg: str | None = None  # how much of one is decoded: "whole", or "crop of" a stage
     processes: int | None = None  # that load
@@ -49,7 +49,7 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; the layout is described in docs/reference.md."""
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             "executor": self.executor,
             "batches": self.batches,
             "executor_reason": self.executor_reason,
@@ -59,8 +59,8 @@ class Tuning:
             "cpus": self.cpus,
         }
         if self.pools:
-            found |= {"concurrency": self.concurrency, "pools": [pool.to_dict() for pool in self.pools]}
+            values |= {"concurrency": self.concurrency, "pools": [pool.to_dict() for pool in self.pools]}
         if self.auto is not None:
-            found |= {"auto": [*self.auto], "settled": self.settled, "decisions": [*map(dict, self.decisions)]}
-        found["pids"] = None if self.pids is None else [*self.pids]
-        return {key: value for key, value in found.items() if value is not None}
+            values |= {"auto": [*self.auto], "settled": self.settled, "decisions": [*map(dict, self.decisions)]}
+        values["pids"] = None if self.pids is None else [*self.pids]
+        return {key: value for key, value in values.items() if value is not None}

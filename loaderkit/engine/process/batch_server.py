@@ -1,7 +1,7 @@
-"""Between the engine and the sockets of the process that loads: batches out, in order, within the budget.
+"""Sends the batches of a worker process's engine to the trainer, in order and within the budget.
 
-A finished batch is sent at once, so that the trainer finds it without asking; but it stays in the budget until the trainer
-has taken it, so no more is read ahead than in one process. Its memory comes back when the trainer has let go of it.
+A finished batch is sent at once and stays in the budget until the trainer has taken it, so no more is read ahead than in one
+process. Its memory is reused when the trainer has no reference to it any more.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MakeEngine = Callable[[Callable[[int], Bytes], Shard], ThreadEngine]
 class BatchSender:
     """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
 
-    `spec` holds (what makes the engine from a way to allocate slabs and a share, the share, the trainer's number of torch
-    threads); `begin` is where the arena is free from on; batches are dealt out from (`epoch`, `position`) on.
+    `spec` holds (a function that makes the engine from an allocator of slabs and a shard, the shard, the trainer's number of
+    torch threads). The arena is free from `begin` on; batches start at (`epoch`, `position`).
     """
 
     def __init__(
@@ -57,23 +57,25 @@ class BatchSender:
         torch.set_num_threads(num_torch_threads)
         self._engine = make_engine(self._allocator.allocate, self._shard)
         self._lock = threading.Lock()
-        self._generation = 0  # how many seeks the trainer has asked for
-        self._held: dict[int, tuple[Any, list[Block]]] = {}  # what keeps a batch's memory, until it is released
+        self._generation = 0  # the number of seeks so far
+        self._held: dict[
+            int, tuple[Any, list[Block]]
+        ] = {}  # references to a batch's memory, until the trainer releases it
         self._number = 0
         self._num_underway = 0  # sent, and not taken yet
-        self._sent_s: float | None = None  # when the batch before was ready; None behind a seek
-        self._pages: list[trace.Lane] = []  # of a recording that is being asked for
+        self._sent_s: float | None = None  # when the previous batch was sent; None after a seek
+        self._pages: list[trace.Lane] = []  # of the trace that the trainer is fetching
         self._engine.seek(epoch, position)
 
     # -------------------------------------------------------------------------------------------------- sending
 
     def run(self) -> None:
-        """Send every batch when it is complete, until the engine is closed. Raises what made the workers stop."""
+        """Send every batch when it is complete, until the engine is closed. Raises the error that stopped the workers."""
         self._engine.start()
         scheduler = self._engine.scheduler
         while True:
             scheduler.ready.wait_until_ready()
-            with self._lock:  # a batch must not be taken before a seek and be sent as one behind it
+            with self._lock:  # a batch taken before a seek must not be sent with the next generation
                 try:
                     work_item = scheduler.ready.first(keep=True)
                 except ClosedError:
@@ -89,7 +91,7 @@ class BatchSender:
     def _send(self, generation: int, number: int, work_item: WorkItem) -> None:
         record = self._record(work_item)
         work_item.last_chunk = None
-        work_item.chunks = []  # they name the destination: its memory would wait for the garbage collector
+        work_item.chunks = []  # chunks refer to the item: a cycle, whose memory would wait for the garbage collector
         try:
             packed, borrowed = messages.post(record.sealed(), self._arena, self._allocator)
         except Exception as error:
@@ -101,7 +103,7 @@ class BatchSender:
     def _record(self, work_item: WorkItem) -> messages.Delivered:
         assert work_item.last_chunk is not None
         path = stalls.ChunkPath(work_item.opened_s, work_item.last_chunk.marks, work_item.done_s)
-        # The trainer has waited for this batch since it got the one before, at the earliest.
+        # The trainer's wait for this batch began after the previous one at the earliest.
         since_s = path.opened_s if self._sent_s is None else self._sent_s
         self._sent_s = self._engine.clock()
         return messages.Delivered(
@@ -117,60 +119,60 @@ class BatchSender:
             segments=self._engine.trace(since_s, path.done_s, path),
         )
 
-    # ------------------------------------------------------------------------------------------- what is asked for
+    # ------------------------------------------------------------------------------------------- commands of the trainer
 
     def taken(self, released: list[int]) -> None:
-        """The trainer has taken a batch, or dropped one behind a seek: it leaves the budget. The batches
-        `released` are no longer referenced."""
+        """Take a batch that the trainer has taken, or dropped after a seek, out of the budget, and free the memory of the
+        batches `released`."""
         self.released(released)
         with self._lock:
             self._num_underway -= 1
         self._engine.scheduler.leave(1)
 
     def released(self, numbers: list[int]) -> None:
-        """These batches are no longer referenced: their memory may be used again."""
+        """Free the memory of batches that the trainer no longer references."""
         for number in numbers:
             _, borrowed = self._held.pop(number)
             for block in borrowed:
                 self._allocator.spare(block)
 
     def seek(self, generation: int, epoch: int, position: int) -> None:
-        """Continue from another place. Batches on their way stay in the budget until the trainer has dropped them."""
+        """Continue at another position. Batches already sent stay in the budget until the trainer has dropped them."""
         with self._lock:
             self._engine.seek(epoch, position)
             self._generation = generation
             self._sent_s = None
 
     def resize(self, stage: str, num_workers: int) -> ConfigError | None:
-        """Let this many threads of all processes together run a stage; the error, if there are not as many."""
+        """Set the workers of a stage, of all processes together; returns the error, if they cannot be started."""
         return _refusal(lambda: self._engine.resize(stage, self._shard.num_workers(num_workers)))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> ConfigError | None:
-        """Change how far all processes together read ahead; the error, if that cannot be."""
+        """Set how far all processes together read ahead; returns the error, if the memory does not allow it."""
         batches = None if num_batches is None else self._shard.num_batches(num_batches)
         num_bytes = None if memory_bytes is None else self._shard.num_bytes(memory_bytes)
         return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
     def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
-        """The engine's accounts, up to `at_s`; `stall_s` is the wait the trainer is in, if any."""
+        """The engine's counters up to `at_s`; `stall_s` is the trainer's open wait, if any."""
         self._engine.waits.begin(waiting_since_s)
-        found = self._engine.stats(Tuning(), 0, at_s)
-        return replace(found, num_ready=found.num_ready + self._num_underway)
+        stats = self._engine.stats(Tuning(), 0, at_s)
+        return replace(stats, num_ready=stats.num_ready + self._num_underway)
 
     def record(self) -> None:
-        """Keep what the workers do from now on."""
+        """Start a trace of the workers."""
         self._engine.record()
 
     def recorded(self, number: int) -> tuple[int, trace.Lane | None]:
-        """How many pages there are of what was kept, and one of them. With the first one asked for, nothing more is kept."""
+        """(number of pages of the trace, page `number` of it). The first call ends the trace."""
         if number == 0:
             self._pages = trace.pages_of(self._engine.recorded().lanes)
         return len(self._pages), self._pages[number] if number < len(self._pages) else None
 
     def report(self) -> HangReport:
-        """Where the chunks of the awaited batch are, and what the threads do."""
-        found = self._engine.describe_wait()
-        return found._replace(text=found.text[:_REPORT_CHARACTERS])
+        """The stages of the awaited batch's chunks, and the threads' stacks."""
+        report = self._engine.describe_wait()
+        return report._replace(text=report.text[:_REPORT_CHARACTERS])
 
     def close(self, join_s: float) -> None:
         """Stop the workers."""
@@ -187,7 +189,7 @@ def _refusal(change: Callable[[], None]) -> ConfigError | None:
 
 def _open_spec(spec: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngine, Shard, int]:
     try:
-        found: tuple[MakeEngine, Shard, int] = spec.open(arena.memory)
+        opened: tuple[MakeEngine, Shard, int] = spec.open(arena.memory)
     except Exception as error:
         raise ConfigError(
             f"prefetch.executor: process: what the pipeline was given cannot be made again in the process that loads "
@@ -197,12 +199,12 @@ def _open_spec(spec: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngi
     if isinstance(spec.body, Block):
         arena.discard(
             spec.body.start, spec.body.start + spec.body.size
-        )  # what lies beside it may be a data set's tensors
-    return found
+        )  # memory beside it may hold a data set's tensors
+    return opened
 
 
 def _unsendable(work_item: WorkItem, error: Exception) -> StageError:
-    """What to raise for a batch that cannot be packed, naming the field."""
+    """The error for a batch that cannot be packed; it names the field."""
     name = next((name for name, value in work_item.result.items() if not _can_pack(value)), None)
     what = "it" if name is None else f"its field {name!r}, a {type(work_item.result[name]).__name__},"
     failed = StageError(

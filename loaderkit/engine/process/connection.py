@@ -1,6 +1,7 @@
-"""The process that loads, as the trainer's process sees it: started, talked to, listened to, ended.
+"""Starts a worker process, exchanges messages with it, and ends it.
 
-Two socket pairs that keep packets apart (no framing, and an end that is noticed) and the arena are all that the two share.
+The trainer and the worker share two pairs of packet sockets (which need no framing and show that the other end is closed) and
+the arena.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal
 def exit_reason(
     pid: int, exit_code: int | None, *, has_ended: bool = True, is_early: bool = False, reason: str = ""
 ) -> WorkerDiedError:
-    """The error that says how a process ended, what that means and what to do.
+    """The error that says how a worker process ended, the likely cause and the fix.
 
-    `exit_code` is None where it is not known; `is_early`: it ended before it was ready to work.
+    `exit_code` is None if it is not known; `is_early`: the process ended before it was ready.
     """
     if exit_code is None and has_ended:
         what = "ended, and its exit code is lost, as SIGCHLD is ignored or something else in this process waited for it"
         fix = (
-            "if nobody killed it, the system was out of memory (dmesg says so), or a library crashed or gave up (see what "
-            "it printed on stderr)"
+            "unless another program killed it, the system was out of memory (see dmesg), or a library crashed or exited "
+            "(see its stderr)"
         )
     elif exit_code is None:
-        what, fix = "does not answer and was killed", "look for a stage that stops the whole interpreter"
+        what, fix = "does not answer and was killed", "look for a stage that blocks the whole interpreter"
     elif exit_code >= 0:
         what = f"left with exit code {exit_code}"
         if is_early:
             fix = (
-                f"see what it printed on stderr; {sys.executable} must be able to import there what it can import here, or "
+                f"see its stderr; {sys.executable} must be able to import there what it imports here, or "
                 "use prefetch.executor: thread"
             )
         else:
-            fix = "a stage or a data set ended it (os._exit, or a library that gives up); see what it printed"
+            fix = "a stage or a data set ended it (os._exit, or a library that exits); see its output"
     else:
         try:
             name = signal.Signals(-exit_code).name
@@ -63,37 +64,37 @@ def exit_reason(
         what = f"was killed by {name}"
         if -exit_code == signal.SIGKILL:
             fix = (
-                "if nobody did that, the system was out of memory (dmesg says so): make prefetch.memory, "
+                "unless another program did, the system was out of memory (see dmesg): make prefetch.memory, "
                 "prefetch.concurrency or the data set's own memory smaller"
             )
         elif -exit_code not in _CRASHES:
             fix = (
-                "somebody sent it that signal, or a stage or a data set did: see what it printed, and what the job's "
-                "scheduler did"
+                "another program, a stage or a data set sent that signal: see its output and the log of the job's "
+                "scheduler"
             )
         elif is_early:
             fix = "a C library crashed while it was imported; its stack is on stderr"
         else:
             fix = (
-                "a C library crashed, probably on one sample; its stack is on stderr: make it happen again with "
+                "a C library crashed, probably on one sample; its stack is on stderr: reproduce it with "
                 "prefetch.concurrency: 1, or leave that sample out"
             )
     if is_early:
         what = f"could not start: it {what} before it was ready" + (f" ({reason})" if reason else "")
     return WorkerDiedError(
         f"the process that loads (pid {pid}) {what}: {fix}. The loader's state is unharmed: iterating again starts "
-        "another one, with the next epoch; load_state_dict goes on where this one stopped",
+        "another one, with the next epoch; load_state_dict continues where this one stopped",
         exit_code=exit_code,
     )
 
 
 _MESSAGE_BYTES = 2**18  # a socket's default buffer holds less
-_PATIENCE_S = 1.0  # how long to wait for what should be there at once
+_PATIENCE_S = 1.0  # the longest wait for an answer that should come at once
 logger = logging.getLogger("loaderkit")
 
 
 class _Life:
-    """What becomes of the process; shared with the thread that keeps it."""
+    """The pid, end and exit code of the process; shared with the thread that starts it and waits for it."""
 
     def __init__(self) -> None:
         self.started: SimpleQueue[int | BaseException] = SimpleQueue()
@@ -105,8 +106,8 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
     """Start the process and wait for its end, in a thread that does nothing else.
 
     The kernel kills the process when the *thread* that started it ends (PR_SET_PDEATHSIG), so it must not be one of the
-    user's. What is meant for the trainer is blocked, and so it is in the process until that ignores it: Ctrl-C in its first
-    moments prints nothing.
+    user's. The trainer's signals are blocked in this thread, and so in the process until it ignores them: an early Ctrl-C
+    prints nothing.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, worker_main.MEANT_FOR_THE_TRAINER)
     try:
@@ -122,13 +123,13 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
         life.exit_code = process.returncode = os.waitstatus_to_exitcode(status)
     except (
         ChildProcessError
-    ):  # its exit code is lost: SIGCHLD is ignored, or other code waited for it; Popen.wait would say 0
-        process.returncode = 0  # its destructor asks for one
+    ):  # the exit code is lost: SIGCHLD is ignored, or other code waited for it; Popen.wait would return 0
+        process.returncode = 0  # its destructor needs one
     life.ended.set()
 
 
 def _inherited(descriptor: int) -> int | None:
-    """What Popen is to be given for stdout or stderr: null where a process would find it closed, and open something else
+    """Popen's argument for stdout or stderr: DEVNULL where the descriptor is closed, or the process would open another file
     under its number."""
     try:
         return None if os.get_inheritable(descriptor) else subprocess.DEVNULL
@@ -137,7 +138,7 @@ def _inherited(descriptor: int) -> int | None:
 
 
 class WorkerConnection:
-    """One process that loads. `tell` may be called from any thread, `ask` too; `receive` from one at a time."""
+    """A worker process. `tell` and `ask` may be called from any thread, `receive` from one at a time."""
 
     def __init__(self, arena: SharedArena, allocator: Allocator, preload: str) -> None:
         """Start the process; it imports the module `preload` and then waits for its spec. Raises ConfigError, OSError."""
@@ -147,12 +148,14 @@ class WorkerConnection:
             )
         self._life = _Life()
         self._asking = threading.Lock()
-        self._receiving = threading.RLock()  # to close a descriptor while it is waited for might close another one's
+        self._receiving = (
+            threading.RLock()
+        )  # held while a socket is polled: a descriptor closed meanwhile could be reused by another file
         self._serial = 0
         self._num_unanswered = 0
         self._is_closed = False
         self._has_heard = False
-        self._reason = ""  # why it could not start, if it could say so
+        self._reason = ""  # why it could not start, if it sent that
         with ExitStack() as ours, ExitStack() as theirs:
             self._outbox, theirs_out = _pair(ours, theirs)
             self._control, theirs_control = _pair(ours, theirs)
@@ -170,12 +173,14 @@ class WorkerConnection:
             ours.pop_all()
 
     def _start(self) -> int | BaseException:
-        """The process's pid, or why there is none."""
+        """The process's pid, or the error that kept it from starting."""
         life = self._life
         try:
             self._keeper.start()
             return life.started.get()
-        except BaseException:  # Ctrl-C: the descriptors must stay open until they are passed on, or others would be
+        except (
+            BaseException
+        ):  # Ctrl-C: wait until the descriptors are passed on, or their numbers could be reused and others passed
             with suppress(Empty):
                 started = life.started.get(timeout=_PATIENCE_S)
                 if isinstance(started, int):
@@ -186,30 +191,32 @@ class WorkerConnection:
 
     @property
     def is_awake(self) -> bool:
-        """Whether the process has said anything yet. Until then it imports, and has nothing to tell or to finish."""
+        """True once the process has sent a message. Until then it imports, and has no answers and no work to finish."""
         try:
             return self._has_heard or (not self._is_closed and _wait(self._outbox, 0.0))
-        except ValueError:  # another thread closes it meanwhile
+        except ValueError:  # another thread has closed the socket
             return False
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Send a command; without effect once the process has ended, which `receive` notices."""
+        """Send a command; ignored once the process has ended, which `receive` reports."""
         with suppress(OSError):
             self._control.send(pickle.dumps((name, *arguments), 5))
 
     def ask(self, question: str, *arguments: Any, timeout_s: float = _PATIENCE_S) -> Any:
-        """The answer to a question; None if the process has none yet, has ended, or does not answer in time.
+        """The answer to a question; None if the process has none yet, has ended or does not answer in time.
 
-        While one that does not answer owes as much as an answer, only what is to be done is told it: else the socket would
-        fill up with questions, and `close` would wait for room in it.
+        While an answer is outstanding only orders are sent: otherwise the socket would fill up with questions, and `close`
+        would wait for room in it.
         """
         if not self.is_awake:
             return None
         is_ours: list[bool] = []
         try:
-            is_ours.extend(map(self._asking.acquire, (True,), (timeout_s,)))  # no moment for Ctrl-C in between
+            is_ours.extend(
+                map(self._asking.acquire, (True,), (timeout_s,))
+            )  # in one call: Ctrl-C cannot come between acquire and append
             return self._ask(question, arguments, timeout_s) if is_ours[0] else None
-        except (OSError, ValueError):  # ended, or closed meanwhile, or no room: it has not listened for long
+        except (OSError, ValueError):  # ended, closed meanwhile, or its socket is full
             return None
         finally:
             if is_ours and is_ours[0]:
@@ -225,32 +232,32 @@ class WorkerConnection:
         order = ("ask", self._serial, question, *arguments)
         self._control.send(pickle.dumps(order, 5), socket.MSG_DONTWAIT)
         self._num_unanswered += 1
-        while (found := self._next_answer(deadline)) is not None:
-            serial, answer = found
+        while (reply := self._next_answer(deadline)) is not None:
+            serial, answer = reply
             if serial == self._serial:
                 return answer
         return None
 
     def _next_answer(self, deadline: float) -> tuple[int, Any] | None:
-        """The number of a question, and the answer to it; None if none comes."""
+        """(serial number of a question, its answer); None if none comes in time."""
         if self._is_closed or not _wait(self._control, deadline - time.monotonic()):
             return None
         packet = self._control.recv(_MESSAGE_BYTES)
         if not packet:
             return None
         self._num_unanswered -= 1
-        found: tuple[int, Any] = pickle.loads(packet)  # noqa: S301 - of our own process
-        return found
+        reply: tuple[int, Any] = pickle.loads(packet)  # noqa: S301 - of our own process
+        return reply
 
     def receive(self, timeout_s: float) -> Any:
-        """The next message; None if none came in time. Raises EOFError when the process has ended and all is read."""
+        """The next message; None if none comes in time. Raises EOFError when the process has ended and all is read."""
         deadline = time.monotonic() + timeout_s
         with self._receiving:
             while True:
                 if self._is_closed:
                     raise EOFError
                 has_ended = self.has_ended
-                # Another fork of this process may hold the other end of the socket open: look at the process itself as well.
+                # A fork of this process may hold the other end of the socket open, so check the process as well.
                 if _wait(self._outbox, 0.0 if has_ended else min(_PATIENCE_S, deadline - time.monotonic())):
                     return self._read()
                 if has_ended:
@@ -277,7 +284,7 @@ class WorkerConnection:
     # -------------------------------------------------------------------------------------------------- ending
 
     def death(self) -> WorkerDiedError:
-        """What became of a process that has ended by itself."""
+        """The error for a process that has ended by itself."""
         if not self._life.ended.wait(_PATIENCE_S):
             self.kill()
             self._life.ended.wait(_PATIENCE_S)
@@ -291,7 +298,7 @@ class WorkerConnection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is there no more; it may have left messages."""
+        """True once the process has ended; messages of it may be left to read."""
         return self._life.ended.is_set()
 
     def kill(self) -> None:
@@ -301,25 +308,25 @@ class WorkerConnection:
                 os.kill(self.pid, signal.SIGKILL)
 
     def begin_closing(self, join_s: float) -> None:
-        """Tell the process to end within `join_s`, and do not wait for that."""
+        """Tell the process to end within `join_s`, without waiting for it."""
         try:
             if self.is_awake:
                 self._control.send(pickle.dumps(("close", join_s), 5), socket.MSG_DONTWAIT)
                 return
-        except BlockingIOError:  # it has not listened for long
+        except BlockingIOError:  # its socket is full
             pass
-        except OSError:  # it has ended, or does so
+        except OSError:  # it has ended
             return
         self.kill()
 
     def close(self, join_s: float) -> list[Any]:
-        """Behind `begin_closing`: wait for the end, bring it about by force after `join_s`, and give back sockets and
-        thread. Returns what the process still had to say."""
+        """After `begin_closing`: wait for the end, kill the process after `join_s`, and release sockets and thread. Returns the
+        messages that were left."""
         messages: list[Any] = []
         is_ours: list[bool] = []
         deadline = time.monotonic() + join_s + _PATIENCE_S
         try:
-            # A consumer that waits in another thread holds the lock: it is told to go by the shutdown below.
+            # A consumer that waits in another thread holds the lock; the shutdown below ends its wait.
             is_ours.extend(map(self._receiving.acquire, (False,)))
             while is_ours[0] and (message := self.receive(max(0.0, deadline - time.monotonic()))) is not None:
                 messages.append(message)
@@ -337,7 +344,7 @@ class WorkerConnection:
             if threading.current_thread() is not self._keeper:
                 self._keeper.join(_PATIENCE_S)
             for end, lock in ((self._outbox, self._receiving), (self._control, self._asking)):
-                if lock.acquire(timeout=_PATIENCE_S):  # Ctrl-C may have kept it locked for good
+                if lock.acquire(timeout=_PATIENCE_S):  # after Ctrl-C the lock may never be released
                     end.close()
                     lock.release()
         return messages
@@ -349,7 +356,7 @@ def _pair(ours: ExitStack, theirs: ExitStack) -> tuple[socket.socket, socket.soc
 
 
 def _beyond_stdio(end: socket.socket) -> socket.socket:
-    """The socket, or a copy in its place if it has the number of a closed stdin, stdout or stderr."""
+    """The socket, or a duplicate if it has the number of a closed stdin, stdout or stderr."""
     if end.fileno() >= FIRST_FREE:
         return end
     with end:
@@ -357,12 +364,12 @@ def _beyond_stdio(end: socket.socket) -> socket.socket:
 
 
 def _hand_over(arena: SharedArena, allocator: Allocator, preload: str) -> Block:
-    """Write what the interpreter there needs to be like this one."""
-    path = [place for place in sys.path if isinstance(place, str)]
+    """Write sys.path, sys.argv and `preload` to the arena, for the worker's interpreter."""
+    path = [folder for folder in sys.path if isinstance(folder, str)]
     text = json.dumps([path, [str(argument) for argument in sys.argv], preload]).encode()
-    place = Block(allocator.take(len(text)).start, len(text))
-    arena.view(place)[:] = np.frombuffer(text, np.uint8)
-    return place
+    block = Block(allocator.take(len(text)).start, len(text))
+    arena.view(block)[:] = np.frombuffer(text, np.uint8)
+    return block
 
 
 def _wait(end: socket.socket, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Exceptions on their way from one process to another: type, attributes, causes, and the text of their tracebacks."""
+"""Sends exceptions to another process: their type, attributes and causes, and the text of their tracebacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PackedError(NamedTuple):
 
 
 def pack_error(error: BaseException, depth: int = 0) -> PackedError:
-    """An exception in a form that can always be sent; one that cannot be pickled is replaced by a RemoteError."""
+    """An exception in a form that can always be pickled; one that cannot is replaced by a RemoteError."""
     trace = "".join(traceback.format_tb(error.__traceback__)) if error.__traceback__ is not None else ""
     pickled = next(filter(None, map(_try_pickle, (error, _Remade(error)))), None)
     if pickled is None:
@@ -30,8 +30,8 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
 
 
 class _Remade:
-    """Pickles an exception without its `__init__`, which may take other arguments than `args`, and without those of its
-    attributes that cannot be pickled."""
+    """Pickles an exception without a call of its `__init__`, which may take other arguments than `args`, and without attributes
+    that cannot be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -57,7 +57,7 @@ def _can_pickle(value: Any) -> bool:
 
 
 def _try_pickle(value: Any) -> bytes | None:
-    """The pickled exception, if it can be made again from that."""
+    """The pickled exception, if it can be unpickled again; else None."""
     try:
         pickled = pickle.dumps(value)
         return pickled if isinstance(pickle.loads(pickled), BaseException) else None  # noqa: S301 - just written

@@ -1,10 +1,10 @@
-"""`executor: process`: the engine in one or several other processes, its batches in memory that both sides see.
+"""`executor: process`: the engine in one or several worker processes, with batches in shared memory.
 
     worker 0 ──batches 0, N, ...───┐
     worker 1 ──batches 1, N+1, ... ├──> next() ──> the training loop
     ...                            ┘
 
-No thread of this process works on batches, unless stages must run here: those that hold CUDA tensors.
+No thread of this process works on batches, except for stages that must run here: those on CUDA tensors.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sampling.shard import Shard
 
 _JOIN_S = 10.0
-_LOOK_S = 1.0  # how often to look after the processes that are not awaited
+_LOOK_S = 1.0  # between checks of the processes that are not awaited
 
 
 class ProcessEngine:
-    """An `Executor` whose work is done by `num_processes` others, which make the batches in turns."""
+    """An `Executor` with `num_processes` worker processes; batches are dealt round-robin."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class ProcessEngine:
         self._timeout_s = timeout_s
         self._raises = raises
         self._is_started = False
-        self._generation = 0  # how many seeks the processes were told of
-        self._next_position = (0, 0)  # of the batch that comes next
-        self._turn = 0  # the number of the worker process it comes from
+        self._generation = 0  # the number of seeks so far
+        self._next_position = (0, 0)  # (epoch, position) of the next batch
+        self._turn = 0  # the worker process that makes the next batch
         self._failure: BaseException | None = None
         self._is_closed = False
         self._has_ended = False
@@ -91,8 +91,8 @@ class ProcessEngine:
             raise
 
     def resize(self, stage: str, num_workers: int) -> None:
-        """Let this many threads of all processes together run a stage. Raises ConfigError for one they do not run, and
-        where the system has no more threads: then all of them go on as before."""
+        """Set the workers of a stage, of all processes together. Raises ConfigError for a stage they do not run, and where the
+        system has no more threads; nothing is changed then."""
         self._check_usable()
         pool = next((pool for pool in self._spec.pools if stage in pool), None)
         if pool is None:
@@ -103,13 +103,13 @@ class ProcessEngine:
         self._workers.update(dict.fromkeys(pool, num_workers))
 
     def set_depth(self, num_batches: int | None, memory_bytes: int | None) -> None:
-        """Change how far is read ahead in all. Raises ConfigError if the memory holds not even one batch."""
+        """Set how far all processes together read ahead. Raises ConfigError if the memory holds not even one batch."""
         self._check_usable()
         self._order("set_depth", (num_batches, memory_bytes), self._depth)
         self._depth = (num_batches or self._depth[0], memory_bytes or self._depth[1])
 
     def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
-        """Let all processes do something, or none: raises what one of them refuses it with, once the others are as before."""
+        """Send an order to all processes. If one refuses it, undo it in the others and raise that error."""
         for number, process in enumerate(self._processes):
             refused = process.order(name, *sizes)
             if refused is not None:
@@ -118,7 +118,7 @@ class ProcessEngine:
                 raise refused
 
     def seek(self, epoch: int, position: int) -> None:
-        """Go on from another place, unless the next batch is the one there."""
+        """Continue at another position, unless the next batch begins there."""
         self._check_usable()
         if (epoch, position) == self._next_position:
             return
@@ -174,8 +174,8 @@ class ProcessEngine:
         return arrived.batch
 
     def _wait_for(self, process: WorkerProcess) -> ReceivedBatch:
-        """The process's next batch, which is not there yet. Raises EOFError if a process has ended."""
-        process.give_back()  # else `taken` says it as well: a message costs 0.1 ms, as it wakes the other process
+        """Wait for the process's next batch. Raises EOFError if a process has ended."""
+        process.give_back()  # only before a wait, since `taken` sends the same: a message wakes the worker process, 0.1 ms
         patience = Patience(self._timeout_s, self._raises)
         while True:
             left_s = patience.next_s
@@ -203,25 +203,25 @@ class ProcessEngine:
     # ------------------------------------------------------------------------------------------------- any thread
 
     def stats(self, tuning: Tuning, run: int) -> Stats:
-        """The accounts up to now, of all processes together; what they said last, if they do not answer."""
-        # One moment for all: an answer takes until the process has its lock of Python's, and every process another time.
+        """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
+        # One moment for all: each process answers once it has its GIL, at another time.
         turn, num_batches, num_samples = self._turn, self._num_delivered, self._num_samples
         stall_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
-        found = merged(
+        stats = merged(
             [
                 process.stats(since_s if n == turn else None, now, may_ask=may_ask)
                 for n, process in enumerate(self._processes)
             ]
         )
         if since_s is not None:
-            waited, so_far_s = found.stall_s, sum(found.stall_s.values())
+            waited, so_far_s = stats.stall_s, sum(stats.stall_s.values())
             if so_far_s <= 0:
                 waited, so_far_s = {stalls.START: 1.0}, 1.0
             for cause, seconds in waited.items():
                 stall_s[cause] = stall_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         return replace(
-            found,
+            stats,
             run=run,
             now_s=now,
             wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
@@ -229,21 +229,21 @@ class ProcessEngine:
             num_samples=num_samples,
             stall_s=stall_s,
             memory={
-                **found.memory,
+                **stats.memory,
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
-                "process_rss_peak_bytes": found.memory["rss_peak_bytes"],
+                "process_rss_peak_bytes": stats.memory["rss_peak_bytes"],
             },
             tuning=replace(tuning, pids=tuple(process.pid for process in self._processes if process.pid is not None)),
         )
 
     def record(self) -> None:
-        """Keep what workers and loop do from now on."""
+        """Start a trace of workers and loop."""
         self._waits.record(num_entries(1))
         for process in self._processes:
             process.record()
 
     def recorded(self) -> Trace:
-        """What was kept; nothing more is."""
+        """The trace since `record`; ends it."""
         may_ask = not self._is_closed and os.getpid() == self._pid
         lanes = [lane for process in self._processes for lane in process.recorded()] if may_ask else []
         return Trace(lanes, self._waits.recorded())
@@ -255,19 +255,19 @@ class ProcessEngine:
         if os.getpid() != self._pid:
             return  # in a fork's child the processes are not ours, nor is their memory
         with self._closing:
-            if not self._has_ended:  # a second call does what is left where the first one was interrupted
+            if not self._has_ended:  # a second call completes a close that was interrupted
                 self._end_processes(join_s)
                 self._has_ended = True
 
     def _end_processes(self, join_s: float) -> None:
-        with ExitStack() as ending:  # all of them, also when one is interrupted
+        with ExitStack() as ending:  # all of them, also if closing one is interrupted
             for process in self._processes:
                 ending.callback(process.close, join_s)
-            for process in self._processes:  # first of all, as callbacks are called in turn from the last
+            for process in self._processes:  # these callbacks run first: the stack calls the last one first
                 ending.callback(process.begin_closing, join_s)
 
     def abandon(self) -> None:
-        """Close, once the loader is garbage; the collector may run in a thread that closing would wait for."""
+        """Close because the loader was collected; the collector may run in a thread that `close` would wait for."""
         if threading.current_thread().name.startswith("loaderkit"):
             _thread.start_new_thread(self.close, ())
         else:
@@ -284,7 +284,7 @@ class ProcessEngine:
 
 
 def _not_started(error: OSError | RuntimeError) -> WorkerDiedError:
-    """What to raise where the system has not what a process and its sockets need."""
+    """The error for a process that could not be started: the system lacks a descriptor, process or memory."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

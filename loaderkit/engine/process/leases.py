@@ -1,4 +1,4 @@
-"""Which batches the trainer's process still references, in memory that another process fills."""
+"""Which batches in shared memory the trainer's process still references."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger("loaderkit")
 class Lease:
     """Keeps a slab out of the pool while it lives: the base of every array made over the slab.
 
-    What its end calls is a slot, filled with a function written in C. A `__del__` in Python would be a place for Ctrl-C to
-    arrive in: it would be printed, ignored, and the slab lost.
+    Its `__del__` is a slot that holds a function written in C. In a `__del__` written in Python Ctrl-C could arrive: it would
+    be printed and ignored, and the slab lost.
     """
 
     __slots__ = ("__array_interface__", "__del__", "__weakref__")
 
     def __init__(self, token: Any, returned: SimpleQueue[Any], interface: dict[str, Any]) -> None:
-        """`token` goes to `returned` in the end; it, or `returned`, keeps the memory. `interface` is the `__array_interface__`
-        of what is to lie over it, made once, since that takes NumPy longer than a lease; another may be put in its place."""
+        """The lease puts `token` into `returned` when it ends; one of the two keeps the memory. `interface` is the
+        `__array_interface__` of the slab, made once, since NumPy takes longer for it than a lease does; it may be replaced."""
         # SimpleQueue.put is reentrant: this may run inside any allocation of any thread, even inside another put.
         self.__del__ = partial(returned.put, token)
         self.__array_interface__ = interface
@@ -39,8 +39,8 @@ class Lease:
 class LeaseTable:
     """Lends the arena's memory, batch by batch, and notes when a batch is no longer referenced.
 
-    A batch may outlive the process that made it and the loader: from `close` on its memory goes back to the system the
-    moment it ends.
+    A batch may outlive the process that made it and the loader: after `close` its memory is given back to the system as soon
+    as it ends.
     """
 
     def __init__(self, arena: SharedArena, *, pinned_for: torch.device | None = None) -> None:
@@ -54,7 +54,7 @@ class LeaseTable:
         self._pid = os.getpid()
 
     def lend(self, number: int, blocks: tuple[Block, ...]) -> Bytes:
-        """The arena's memory for one batch, which lies in `blocks`; whatever is made over it keeps the batch alive."""
+        """The arena's memory for one batch, which lies in `blocks`; every array over it keeps the batch alive."""
         self._live[number] = blocks
         if self._pins is not None:
             self._pins.add(blocks)
@@ -74,21 +74,21 @@ class LeaseTable:
 
     def ended(self) -> list[int]:
         """The batches that have ended since the last call."""
-        found = []
+        ended = []
         while True:
             try:
-                found.append(self._ended.get_nowait())
+                ended.append(self._ended.get_nowait())
             except Empty:
                 break
-        for number in found:
+        for number in ended:
             self._live.pop(number, None)
             self._leases.pop(number, None)
-        return found
+        return ended
 
     def close(self) -> None:
-        """The other process is gone: keep the memory of batches that are referenced, and no other."""
-        for number, found in list(self._leases.items()):
-            if (lease := found()) is not None:
+        """Free all memory but that of batches that are still referenced; the other process has ended."""
+        for number, lease_ref in list(self._leases.items()):
+            if (lease := lease_ref()) is not None:
                 lease.__del__ = partial(self._end, number)  # the queue has no reader any more
         self._leases.clear()
         self.ended()
@@ -98,7 +98,7 @@ class LeaseTable:
 
 
 class _Pins:
-    """Blocks registered with CUDA, so that copies from them run beside the training. Registered once, when first seen."""
+    """Blocks registered with CUDA, so that copies from them run asynchronously. Each is registered once, at first use."""
 
     def __init__(self, arena: SharedArena, device: torch.device) -> None:
         self._device = device
@@ -111,19 +111,17 @@ class _Pins:
         for block in blocks:
             if self._is_refused or block in self._pinned:
                 continue
-            with torch.cuda.device(self._device):  # in a thread that receives batches it would be another one
+            with torch.cuda.device(self._device):  # the current device of this thread may be another
                 code = int(self._cudart.cudaHostRegister(self._address + block.start, block.size, 0))
             if code == 0:
                 self._pinned.add(block)
                 continue
-            self._is_refused = True  # of locked memory there is no more: it would not be granted for the next one
+            self._is_refused = True  # the limit of locked memory is reached: the next block would be refused as well
             logger.warning(
-                "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower, and hold up a worker",
+                "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker",
                 code,
             )
-            with suppress(
-                RuntimeError
-            ):  # CUDA tells of an error again at this thread's next kernel, whoever starts that
+            with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel: start one here
                 torch.ones(1, device=self._device)
 
     def clear(self) -> None:

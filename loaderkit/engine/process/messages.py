@@ -1,8 +1,8 @@
-"""What travels between the process that loads and the one that trains, and how it is packed.
+"""The messages from a worker process to the trainer, and how their values are packed.
 
-A value is one stream of pickle and a list of buffers: the memory of tensors and arrays, which is not copied into the stream.
-Where a buffer lies (in a slab both processes see, or in a block it was copied to) is told beside it. Both ends are our own
-processes; nothing that comes from data is ever unpickled.
+A value is one pickle stream and a list of buffers: the memory of tensors and arrays, which is not copied into the stream.
+A message says where each buffer lies: in a slab, or in a block it was copied to. Both ends are our own processes; bytes from
+data are never unpickled.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from loaderkit.engine.process.shared_memory import Allocator, Block, SharedArena
 from loaderkit.errors import StageError
 
 _INLINE_BYTES = 4096  # smaller buffers are cheaper in the stream than in pages of their own
-_INLINE_BODY = 8192  # what is longer travels through the arena: a socket holds only about 200 kB
+_INLINE_BODY = 8192  # a longer body is sent through the arena: a socket holds only about 200 kB
 _ALIGNMENT = 64
 
 # ------------------------------------------------------------------------------------------------- values
 
 
 class _Storage:
-    """The memory of a tensor, pickled once, however many tensors see it."""
+    """The memory of a tensor, pickled once even if several tensors share it."""
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
@@ -43,12 +43,12 @@ class _Storage:
 
 def _open_storage(memory: Any) -> torch.Tensor:
     array = np.frombuffer(memory, np.uint8)
-    # What came inside the stream may be read-only; a batch is the user's to write to.
+    # A buffer inside the stream is read-only; the user may write to a batch.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors by their memory instead of through torch's file format; objects that only `__main__` has are refused."""
+    """Pickles tensors by their memory instead of in torch's file format; refuses objects that are defined in `__main__`."""
 
     def __init__(self, file: io.BytesIO, callback: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, 5, buffer_callback=callback)
@@ -61,16 +61,16 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
-        # Of the storage only what the tensor spans: a view of something large must not bring all of it along.
+        # Only the span of the tensor, not its whole storage: a view of a large tensor is sent alone.
         span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        place = (value.data_ptr(), span * value.itemsize)
-        if place not in self._storages:
+        memory = (value.data_ptr(), span * value.itemsize)
+        if memory not in self._storages:
             flat = torch.empty(0, dtype=value.dtype, device="cpu").set_(
                 value.untyped_storage(), value.storage_offset(), (span,), (1,)
             )
-            self._storages[place] = _Storage(flat.view(torch.uint8).numpy())
+            self._storages[memory] = _Storage(flat.view(torch.uint8).numpy())
         dtype = str(value.dtype).removeprefix("torch.")
-        return tensor_over, (self._storages[place], dtype, tuple(value.shape), value.stride())
+        return tensor_over, (self._storages[memory], dtype, tuple(value.shape), value.stride())
 
 
 def _is_plain(value: torch.Tensor) -> bool:
@@ -79,11 +79,11 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def pack(value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: False) -> tuple[bytes, list[memoryview]]:
-    """The stream and the buffers of a value; small buffers go into the stream, but for those that both sides see
-    already. Raises what pickling raises."""
+    """The stream and the buffers of a value. Small buffers go into the stream, unless they lie in shared memory already. Raises
+    the errors of pickle."""
     buffers: list[memoryview] = []
 
-    def goes_inside(buffer: pickle.PickleBuffer) -> bool:
+    def is_inlined(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _INLINE_BYTES and not is_shared(raw):
             return True
@@ -91,7 +91,7 @@ def pack(value: Any, is_shared: Callable[[memoryview], bool] = lambda buffer: Fa
         return False
 
     file = io.BytesIO()
-    _Pickler(file, goes_inside).dump(value)
+    _Pickler(file, is_inlined).dump(value)
     return file.getvalue(), buffers
 
 
@@ -101,8 +101,8 @@ def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:
 
 
 class PackedValue(NamedTuple):
-    """A packed value. `body` is the pickled (stream, places of the buffers), or where in the arena that lies; `blocks`
-    are all the blocks that it needs."""
+    """A packed value. `body` is the pickled (stream, spans of the buffers), or the block that holds it; `blocks` are all
+    blocks that the value needs."""
 
     body: bytes | Block
     blocks: tuple[Block, ...]
@@ -112,30 +112,30 @@ class PackedValue(NamedTuple):
         body: Any = self.body
         if isinstance(body, Block):
             body = memory[body.start : body.start + body.size]
-        stream, places = unpack(body, ())
-        return unpack(stream, [memory[start : start + size] for start, size in places])
+        stream, spans = unpack(body, ())
+        return unpack(stream, [memory[start : start + size] for start, size in spans])
 
 
 def post(value: Any, arena: SharedArena, allocator: Allocator) -> tuple[PackedValue, list[Block]]:
-    """Pack a value into the arena: what lies there already by its place, the rest copied behind one another.
+    """Pack a value into the arena: buffers that lie there are named by their span, the others are copied into one block.
 
-    Returns the packed value and the blocks borrowed for it, to be given back when the other side has let go. Raises what
-    pickling raises, and OSError when shared memory is short.
+    Returns the packed value and the blocks borrowed for it, to be given back when the other side has released it. Raises the
+    errors of pickle, and OSError when shared memory is short.
     """
 
-    def place_of(buffer: memoryview) -> tuple[Block, Block] | None:
+    def locate(buffer: memoryview) -> tuple[Block, Block] | None:
         address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] if buffer.nbytes else 0
         return allocator.block_of(address, buffer.nbytes)
 
-    stream, buffers = pack(value, lambda buffer: place_of(buffer) is not None)
+    stream, buffers = pack(value, lambda buffer: locate(buffer) is not None)
     arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
-    found = [place_of(buffer) for buffer in buffers]
-    loose = [array for array, known in zip(arrays, found, strict=True) if known is None]
+    located = [locate(buffer) for buffer in buffers]
+    loose = [array for array, span_and_block in zip(arrays, located, strict=True) if span_and_block is None]
     borrowed: list[Block] = []
     try:
         copies = iter(_copy(loose, arena, allocator, borrowed))
-        places = [tuple(known[0] if known is not None else next(copies)) for known in found]
-        body = pickle.dumps((stream, places), 5)
+        spans = [tuple(span_and_block[0] if span_and_block is not None else next(copies)) for span_and_block in located]
+        body = pickle.dumps((stream, spans), 5)
         kept: bytes | Block = body
         if len(body) > _INLINE_BODY:
             (kept,) = _copy([np.frombuffer(body, np.uint8)], arena, allocator, borrowed)
@@ -143,7 +143,7 @@ def post(value: Any, arena: SharedArena, allocator: Allocator) -> tuple[PackedVa
         for block in borrowed:
             allocator.free(block)
         raise
-    blocks = {known[1] for known in found if known is not None}
+    blocks = {span_and_block[1] for span_and_block in located if span_and_block is not None}
     return PackedValue(kept, (*blocks, *borrowed)), borrowed
 
 
@@ -154,10 +154,10 @@ def _copy(arrays: Sequence[Bytes], arena: SharedArena, allocator: Allocator, bor
         return []
     block = allocator.borrow(starts[-1])
     borrowed.append(block)
-    places = [Block(block.start + start, array.nbytes) for start, array in zip(starts, arrays, strict=False)]
-    for place, array in zip(places, arrays, strict=True):
-        arena.view(place)[:] = array
-    return places
+    copies = [Block(block.start + start, array.nbytes) for start, array in zip(starts, arrays, strict=False)]
+    for copy, array in zip(copies, arrays, strict=True):
+        arena.view(copy)[:] = array
+    return copies
 
 
 # ------------------------------------------------------------------------------------------------ messages
@@ -165,7 +165,7 @@ def _copy(arrays: Sequence[Bytes], arena: SharedArena, allocator: Allocator, bor
 
 @dataclass
 class Delivered:
-    """A finished work item as it leaves the process that loads. `failures` and `error` are packed while it travels."""
+    """A finished work item that a worker process sends. `failures` and `error` are packed in the message."""
 
     epoch: int
     end: int
@@ -182,13 +182,13 @@ class Delivered:
         return self.num_items
 
     def sealed(self) -> Delivered:
-        """The same with errors in the form in which they travel."""
+        """A copy with packed errors."""
         failures: Any = [failure._replace(error=error_transport.pack_error(failure.error)) for failure in self.failures]
         error: Any = None if self.error is None else error_transport.pack_error(self.error)
         return Delivered(**{**self.__dict__, "failures": failures, "error": error})
 
     def unsealed(self) -> Delivered:
-        """The reverse of `sealed`."""
+        """The inverse of `sealed`."""
         failures = []
         for failure in self.failures:
             error = error_transport.unpack_error(failure.error)
@@ -199,7 +199,7 @@ class Delivered:
 
 
 class BatchMessage(NamedTuple):
-    """A batch is ready. `generation` counts the seeks before it, `number` is what its memory is given back by."""
+    """A finished batch. `generation` is the number of seeks before it; the trainer releases its memory by `number`."""
 
     generation: int
     number: int
@@ -213,10 +213,10 @@ class FailureMessage(NamedTuple):
 
 
 class ReadyMessage(NamedTuple):
-    """All is imported and the engine is made: from now on questions are answered."""
+    """The engine exists: the process answers questions from now on."""
 
 
 class LogMessage(NamedTuple):
-    """A log record of the process that loads, as a dict for `logging.makeLogRecord`."""
+    """A log record of a worker process, as a dict for `logging.makeLogRecord`."""
 
     record: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What arrives from the process that loads, as batches in order."""
+"""Receives the batches of a worker process, in order."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger("loaderkit")
 
 @dataclass
 class ReceivedBatch:
-    """A batch over the shared memory, and how many seeks were asked for before it was sent."""
+    """A batch in shared memory, and the number of seeks before it was sent."""
 
     generation: int
     batch: messages.Delivered
 
 
 class Inbox(Protocol):
-    """Where the consumer takes batches from: the socket itself, or a thread that runs stages on them first."""
+    """What the consumer takes batches from: the socket itself, or a thread that runs stages on them first."""
 
     def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        """The next batch of `generation`; None if none came in time. Raises what made the other process stop, and
-        EOFError if that has ended."""
+        """The next batch of `generation`; None if none comes in time. Raises the error that stopped the other process, and
+        EOFError if it has ended."""
 
     def taken(self) -> None:
         """Tell the other process that a batch has left the budget, and which ones are no longer referenced."""
@@ -38,10 +38,10 @@ class Inbox(Protocol):
         """Tell the other process which batches are no longer referenced."""
 
     def report(self) -> HangReport | None:
-        """Why the next batch is not there yet, if what it waits for is done here."""
+        """Why the next batch is not ready, if a stage in this process holds it up."""
 
     def close(self, join_s: float) -> None:
-        """Let go of what has arrived; a thread that does not end within `join_s` is left. The connection is closed already."""
+        """Drop received batches; a thread that does not end within `join_s` is left behind. The connection is closed."""
 
 
 class Receiver:
@@ -52,14 +52,14 @@ class Receiver:
         self._lease_table = lease_table
 
     def take(self, generation: int = 0, timeout_s: float = 0.0) -> ReceivedBatch | None:
-        """See `Inbox`; what was sent behind a later seek counts as well."""
-        deadline = time.monotonic() + timeout_s  # of all messages together: what it logs is no batch
+        """See `Inbox`; a batch of a later generation is returned as well."""
+        deadline = time.monotonic() + timeout_s  # for all messages together, since log records come in between
         while (message := self._connection.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if isinstance(message, messages.BatchMessage):
                 batch = self._open(message)
                 if message.generation >= generation:
                     return ReceivedBatch(message.generation, batch.unsealed())
-                del batch  # read ahead before the last seek
+                del batch  # made before the last seek
                 self.taken()
                 continue
             if isinstance(message, messages.FailureMessage):
@@ -87,11 +87,11 @@ class Receiver:
             self._connection.tell("released", ended[first : first + _MOST_NUMBERS])
 
     def report(self) -> HangReport | None:
-        """Nothing is done here."""
+        """None: this process runs no stages."""
         return None
 
     def close(self, join_s: float) -> None:
-        """Nothing is held here."""
+        """Nothing to drop: `take` keeps no batches."""
 
 
 def relay(message: messages.LogMessage) -> None:

@@ -1,8 +1,8 @@
-"""Memory that two processes see: one file without a name, mapped once, whole, by both.
+"""Memory shared by two processes: one file without a name, mapped as a whole by both.
 
-The file is made as long as memory could ever be (a hole costs nothing) and is filled by blocks of whole pages. The process
-that fills batches allocates blocks and frees them; the other one finds them by their place. Nothing has a name, so nothing
-can be left behind: the memory is gone with the last mapping.
+The file is longer than memory could ever be (holes take no memory) and consists of blocks of whole pages. The process that
+fills batches allocates and frees the blocks; the other one gets their offsets. Nothing has a name, so nothing is left behind:
+the memory is freed with the last mapping.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def check_room(num_batches: int, batch_bytes: int, *, root: Path = _ROOT) -> Non
 
 _MAX_SPARE = 16
 FIRST_FREE = 3
-"""The lowest number for descriptors that stay open. Where stdin, stdout or stderr is closed the system hands out those
-numbers, and whatever prints would write into the memory of batches."""
+"""The lowest number of descriptors that stay open. Where stdin, stdout or stderr is closed the system would hand out its
+number, and every print would write into the memory of batches."""
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """All of a file. A mapping keeps a descriptor of its own, which must not be one of stdio's either."""
+    """A mapping of a whole file. It keeps a descriptor of its own, which must not have a number of stdio either."""
     with ExitStack() as held:
         while held.enter_context(owned(os.open, os.devnull, os.O_RDWR | os.O_CLOEXEC)).fileno() < FIRST_FREE:
             pass
@@ -74,12 +74,13 @@ class SharedArena:
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
         self._mapping = _mapped(file.fileno())
-        self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would bring every hole into memory
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill every hole with memory
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
 
     @classmethod
     def create(cls, num_arenas: int = 1) -> SharedArena:
-        """A new arena: all of them are twice as long as the machine's memory, so there is room for blocks of several sizes."""
+        """A new arena; all of them together are twice as long as the machine's memory, which leaves room for blocks of several
+        sizes."""
         num_pages = 2 * os.sysconf("SC_PHYS_PAGES") // num_arenas
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
@@ -101,11 +102,11 @@ class SharedArena:
             ) from error
 
     def fileno(self) -> int:
-        """The descriptor to hand to the other process; good until `release_descriptor`."""
+        """The descriptor to pass to the other process; valid until `release_descriptor`."""
         return self._file.fileno()
 
     def release_descriptor(self) -> None:
-        """Close our own descriptor. The mapping stays, as long as anything sees it."""
+        """Close the descriptor. The mapping stays while an array refers to it."""
         self._file.close()
 
     def view(self, block: Block) -> Bytes:
@@ -113,20 +114,20 @@ class SharedArena:
         return self.memory[block.start : block.start + block.size]
 
     def discard(self, start: int, end: int) -> None:
-        """Give the pages of [start, end) back to the system; for every process that sees them."""
+        """Give the pages of [start, end) back to the system, for all processes that map them."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             try:
                 self._mapping.madvise(mmap.MADV_REMOVE, first, last - first)
-            except OSError:  # a kernel that cannot: the memory is gone with the mapping
+            except OSError:  # not supported by the kernel: the memory is freed with the mapping
                 return
 
     def discard_all_but(self, kept: list[Block]) -> None:
-        """Give everything back but these blocks."""
+        """Give all pages back to the system but those of these blocks."""
         end = 0
-        for extent in sorted(kept):
-            self.discard(end, extent.start)
-            end = max(end, -(-(extent.start + extent.size) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        for block in sorted(kept):
+            self.discard(end, block.start)
+            end = max(end, -(-(block.start + block.size) // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.discard(end, len(self.memory))
 
 
@@ -135,21 +136,23 @@ class Allocator:
 
     def __init__(self, arena: SharedArena, *, begin: int = 0, keep_pages: bool = False) -> None:
         self._arena = arena
-        self._keep_pages = keep_pages  # they are pinned elsewhere: a hole would be filled with other pages
+        self._keep_pages = (
+            keep_pages  # their pages are pinned by another process: after a discard the block would get other pages
+        )
         self._next = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lock = threading.Lock()
         self._freed: SimpleQueue[Block] = SimpleQueue()  # `free` may run inside any allocation, ours included
-        self._holes: dict[int, list[int]] = {}  # size -> places, used again by blocks of that size
+        self._holes: dict[int, list[int]] = {}  # size -> offsets of freed blocks, reused by blocks of that size
         self._live: list[Block] = []
         self._spare: deque[Block] = deque()
         self._address = arena.memory.__array_interface__["data"][0]
 
     def allocate(self, num_bytes: int) -> Bytes:
-        """Memory that goes back to the system when the array is garbage: what a slab pool asks for. Raises OSError."""
-        extent = self.take(num_bytes)
-        block = self._arena.view(extent)[:num_bytes]
-        weakref.finalize(block, self.free, extent).atexit = False
-        return block
+        """Memory for a slab, freed when the array is collected. Raises OSError."""
+        block = self.take(num_bytes)
+        slab = self._arena.view(block)[:num_bytes]
+        weakref.finalize(slab, self.free, block).atexit = False
+        return slab
 
     def take(self, num_bytes: int) -> Block:
         """A block of at least `num_bytes`, to be given to `free` or `spare`. Raises OSError when memory is short."""
@@ -161,7 +164,7 @@ class Allocator:
             try:
                 if start + size > len(self._arena.memory):
                     raise MemoryError
-                # Without it, memory that is short would show as SIGBUS at the first touch.
+                # Otherwise a lack of memory would show as SIGBUS at the first access.
                 os.posix_fallocate(self._arena.fileno(), start, size)
             except (OSError, MemoryError) as error:
                 if holes is not None and start != self._next:
@@ -172,50 +175,50 @@ class Allocator:
                     "prefetch.batches smaller, and keep fewer batches alive",
                 ) from error
             self._next = max(self._next, start + size)
-            extent = Block(start, size)
-            insort(self._live, extent)
-            return extent
+            block = Block(start, size)
+            insort(self._live, block)
+            return block
 
     def borrow(self, num_bytes: int) -> Block:
-        """A block for what lies in no slab: one that was given back by `spare` if it fits, else a new one.
+        """A block for data outside of slabs: a spare one of the same size, else a new one.
 
-        Sizes are rounded up to a quarter of a power of two, so that blocks fit again.
+        Sizes are rounded up to a quarter of a power of two, so that spare blocks fit.
         """
         step = max(mmap.PAGESIZE, 1 << max(0, num_bytes.bit_length() - 3))
         size = -(-max(1, num_bytes) // step) * step
-        for extent in list(self._spare):
-            if extent.size == size:
+        for block in list(self._spare):
+            if block.size == size:
                 try:
-                    self._spare.remove(extent)
+                    self._spare.remove(block)
                 except ValueError:
                     continue
-                return extent
+                return block
         return self.take(size)
 
-    def spare(self, extent: Block) -> None:
-        """Give a borrowed block back. The last few are kept as they are: fresh pages cost more than copying to them."""
-        self._spare.append(extent)
+    def spare(self, block: Block) -> None:
+        """Give a borrowed block back. The last few keep their pages: fresh pages cost more than the copy into them."""
+        self._spare.append(block)
         if len(self._spare) > _MAX_SPARE:
             self.free(self._spare.popleft())
 
-    def free(self, extent: Block) -> None:
-        """Give a block back to the system. From any thread, also inside a destructor."""
+    def free(self, block: Block) -> None:
+        """Free a block; from any thread, also inside a destructor."""
         if not self._keep_pages:
-            self._arena.discard(extent.start, extent.start + extent.size)
-        self._freed.put(extent)
+            self._arena.discard(block.start, block.start + block.size)
+        self._freed.put(block)
 
     @property
     def end(self) -> int:
-        """No block has begun behind it yet."""
+        """The offset from which on no block was ever allocated."""
         return self._next
 
     def block_of(self, address: int, num_bytes: int) -> tuple[Block, Block] | None:
-        """Where in the arena memory of this process lies, and in which block; None if in none."""
+        """(span in the arena, its block) of memory of this process; None if no block holds it."""
         start = address - self._address
         with self._lock:
-            place = bisect_right(self._live, (start, 1 << 62)) - 1
-            if place >= 0:
-                block = self._live[place]
+            number = bisect_right(self._live, (start, 1 << 62)) - 1
+            if number >= 0:
+                block = self._live[number]
                 if block.start <= start and start + num_bytes <= block.start + block.size:
                     return Block(start, num_bytes), block
         return None
@@ -223,8 +226,8 @@ class Allocator:
     def _collect(self) -> None:
         while True:
             try:
-                extent = self._freed.get_nowait()
+                block = self._freed.get_nowait()
             except Empty:
                 return
-            self._live.remove(extent)
-            self._holes.setdefault(extent.size, []).append(extent.start)
+            self._live.remove(block)
+            self._holes.setdefault(block.size, []).append(block.start)

@@ -1,7 +1,7 @@
-"""Batch stages that must run in the trainer's process, on batches that another process has made: from `transfer` to CUDA on.
+"""Batch stages that must run in the trainer's process, on batches of a worker process: from a `transfer` to CUDA on.
 
-A CUDA context belongs to the process that trains, so one thread here receives the batches, runs those stages and hands the
-results over. What is read ahead is bounded where the batches come from: they leave the budget when the consumer has them.
+A CUDA context belongs to the trainer's process, so one thread of it receives the batches, runs those stages and queues the
+results. The worker process bounds how far is read ahead: batches leave its budget when the consumer has taken them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger("loaderkit")
 
 
 class TrainerStages:
-    """The stages, the account of the thread that runs them, and that thread once there is something to follow."""
+    """The stages and the clock of the thread that runs them; `follow` starts that thread."""
 
     def __init__(self, stages: Sequence[Stage], clock: Clock) -> None:
         self._stages = stages
         self._clock = clock
         self._states = WorkerStates(len(stages))
         self._worker_clock: WorkerClock | None = None
-        self._name = ""  # of the batch that the thread has, or had
+        self._name = ""  # of the thread's current or last batch
         self._is_recorded = False
 
     def follow(self, receiver: Receiver) -> TrainerInbox:
@@ -44,7 +44,7 @@ class TrainerStages:
         return TrainerInbox(receiver, self, self._worker_clock)
 
     def report(self, thread: threading.Thread) -> watchdog.HangReport | None:
-        """Which stage `thread` is in, on which batch, and its stack; None if it is in none."""
+        """The stage and batch that `thread` works on, and its stack; None if it is in no stage."""
         worker_clock = self._worker_clock
         if worker_clock is None or worker_clock.open_state >= len(self._stages):
             return None
@@ -63,13 +63,13 @@ class TrainerStages:
         return rows
 
     def record(self) -> None:
-        """Keep what the thread does from now on."""
+        """Start a trace of the thread."""
         self._is_recorded = True
         if self._worker_clock is not None:
             self._worker_clock.trace = new_entries(num_entries(1), self._clock(), self._worker_clock.open_state)
 
     def recorded(self) -> list[Lane]:
-        """What was kept; nothing more is."""
+        """The trace since `record`; ends it."""
         self._is_recorded = False
         worker_clock = self._worker_clock
         if worker_clock is None or worker_clock.trace is None:
@@ -80,7 +80,7 @@ class TrainerStages:
         return [finished_lane(entries, os.getpid(), f"{'+'.join(stages)} 0", names, self._clock())]
 
     def run(self, arrived: ReceivedBatch, worker_clock: WorkerClock) -> ReceivedBatch:
-        """Run the stages on a batch in place; their time becomes part of its way, and their error its own."""
+        """Run the stages on a batch, in place; their time is added to its segments, and an error becomes its error."""
         batch = arrived.batch
         segments = list(batch.segments)
         since_s, cause, error = batch.done_s, stalls.WAKEUP, batch.error
@@ -103,7 +103,7 @@ class TrainerStages:
 
 
 class TrainerInbox:
-    """The inbox of a consumer whose batches go through late stages first, in a thread of their own."""
+    """The inbox of a consumer whose batches go through the trainer's stages first, in a thread."""
 
     def __init__(self, receiver: Receiver, stages: TrainerStages, worker_clock: WorkerClock) -> None:
         self._receiver = receiver
@@ -122,15 +122,15 @@ class TrainerInbox:
         """See `Inbox`."""
         while True:
             try:
-                found = self._queue.get(timeout=timeout_s)
+                received = self._queue.get(timeout=timeout_s)
             except Empty:
                 return None
-            if isinstance(found, BaseException):
-                self._queue.put(found)
-                raise found
-            if found.generation == generation:
-                return found
-            del found  # of an earlier generation: a seek came since
+            if isinstance(received, BaseException):
+                self._queue.put(received)
+                raise received
+            if received.generation == generation:
+                return received
+            del received  # made before the last seek
             self._receiver.taken()
 
     def taken(self) -> None:
@@ -142,12 +142,11 @@ class TrainerInbox:
         self._receiver.give_back()
 
     def report(self) -> watchdog.HangReport | None:
-        """See `Inbox`. Batches that are done are not waited for, so the thread has the awaited one, or is about to."""
+        """See `Inbox`. The thread works on the awaited batch: finished ones are in the queue."""
         return self._stages.report(self._thread)
 
     def close(self, join_s: float) -> None:
-        """End the thread and drop what it has made. If it is still inside a stage after `join_s`, it is left to end by itself,
-        with a warning."""
+        """End the thread and drop its batches. Inside a stage after `join_s` it is left behind, with a warning."""
         self._is_closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join(join_s)
@@ -171,6 +170,6 @@ def _work(
             arrived = receiver.take(timeout_s=_PATIENCE_S)
             if arrived is not None:
                 queue.put(stages.run(arrived, worker_clock))
-            del arrived  # or the thread would keep a batch's memory while it waits for the next
+            del arrived  # otherwise the thread would keep a batch's memory while it waits for the next
     except BaseException as error:
         queue.put(error)

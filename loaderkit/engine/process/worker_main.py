@@ -1,11 +1,11 @@
-"""The process that loads: how it begins, what it listens to, and how it ends.
+"""The main function of a worker process: its start, its commands and its end.
 
     trainer ──spec, seek, taken, released, ask, close──> control thread ──> BatchSender ──> engine
             <──answers────────────────────────────────┘                    │
             <──batches, failures, log records──────────────────────────────┘
 
 It begins in `main`, in a fresh interpreter that runs nothing of the user's `__main__`, and imports torch while the spec is
-on its way; so nothing heavy may be imported at the top of this module. It never outlives the trainer: the kernel kills it
+on its way; so this module imports nothing heavy at its top. It never outlives the trainer: the kernel kills it
 with the thread that started it, and the end of the control socket ends it as well.
 """
 
@@ -43,10 +43,10 @@ MEANT_FOR_THE_TRAINER = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""What terminals and schedulers send to all processes of a job: that it is to end, or to save a checkpoint first."""
+"""Signals that terminals and schedulers send to all processes of a job, to end it or to request a checkpoint."""
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14
-ORDERS = ("resize", "set_depth")  # questions that are to be done, also if they are asked too early
+ORDERS = ("resize", "set_depth")  # questions that are also executed, even if they come before the engine exists
 
 BOOT = """import json, os, pickle, sys
 *numbers, start, size = map(int, sys.argv[1:])
@@ -57,17 +57,17 @@ try:
 except BaseException as error:
     os.write(numbers[1], pickle.dumps(f"{type(error).__name__}: {error}"[:1000]))
     raise"""
-"""What the interpreter is given with -c. Its arguments are those of `main`, and where in the arena the rest lies, which
-may be too long for a command line. What keeps it from starting is sent as a text."""
+"""The interpreter's -c program. Its arguments are those of `main`, and the span of the arena that holds the rest, which may be
+too long for a command line. An error at the start is sent as text."""
 
 
 def main(numbers: Sequence[int], preload: str) -> NoReturn:
-    """Run until told to end. `numbers`: the trainer's pid, then the descriptors of the outbox (batches go there), of
-    the control socket, and of the arena; `preload`: the module to import while the spec is on its way."""
+    """Run until the trainer ends the process. `numbers`: the trainer's pid, then the descriptors of outbox (batches), control
+    socket and arena; `preload`: the module to import while the spec is on its way."""
     parent, outbox, control, arena = numbers
     _bind_to(parent)
     worker = WorkerMain(
-        socket.socket(fileno=outbox),  # both are sockets of packets: one message, one packet
+        socket.socket(fileno=outbox),  # both are packet sockets: one message, one packet
         socket.socket(fileno=control),
         arena,
     )
@@ -76,10 +76,10 @@ def main(numbers: Sequence[int], preload: str) -> NoReturn:
 
 
 def _bind_to(parent: int) -> None:
-    """Die with the trainer, and leave its signals to it."""
-    # The trainer decides what Ctrl-C and a polite request to stop mean (it may want to save a checkpoint first), and this
-    # process ends when it does. Until here they were blocked. Not SIG_IGN: what user's code starts would inherit that, and
-    # wait for ever to be ended by SIGTERM, as those of a multiprocessing.Pool are.
+    """End with the trainer, and ignore the signals that are meant for it."""
+    # The trainer handles Ctrl-C and SIGTERM (it may save a checkpoint first), and this process ends when it does. Until here
+    # they were blocked. Not SIG_IGN: processes of the user's code would inherit it and never end by SIGTERM, as those of a
+    # multiprocessing.Pool do.
     for number in MEANT_FOR_THE_TRAINER:
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)
@@ -92,12 +92,12 @@ def _bind_to(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NAME, b"loaderkit", 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel knew what to do then
+    if os.getppid() != parent:  # the trainer ended before prctl took effect
         os._exit(1)
     if sys.stderr is not None:
-        faulthandler.enable()  # a crash in a C library then says where
+        faulthandler.enable()  # a crash in a C library prints a stack
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # prints of a user's function must not wait for the end in a buffer
+        if stream is not None:  # prints of the user's functions appear at once
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
@@ -109,8 +109,8 @@ def _take_signals() -> None:
 
 
 def _import(name: str) -> None:
-    """Import a module that brings torch along, in 0.2 s less of 2: without collecting garbage, of which imports make none,
-    and without the plugins for other devices, which this process does not use."""
+    """Import a module that imports torch, in 1.8 s instead of 2: without garbage collection, since imports leave no garbage,
+    and without plugins for other devices, which this process does not use."""
     given = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     gc.disable()
@@ -139,7 +139,7 @@ class WorkerMain:
         self._early: list[tuple[Any, ...]] = []  # messages that came before the BatchSender existed
 
     def run(self, preload: str) -> NoReturn:
-        """Import, take the spec, and send batches until the control thread ends the process."""
+        """Import `preload`, take the spec, and send batches until the control thread ends the process."""
         try:
             ending_forks(_import)(preload)
             from loaderkit.engine.process import messages
@@ -167,17 +167,17 @@ class WorkerMain:
         if len(packet) > _MESSAGE_BYTES // 2:
             short = RemoteError(f"{type(error).__name__}: {str(error)[:_TEXT_CHARACTERS]} ...")
             packet = pickle.dumps(messages.FailureMessage(error_transport.pack_error(short)), 5)
-        with suppress(OSError):  # the trainer has ended, and so shall we
+        with suppress(OSError):  # the trainer has ended, and this process will
             self._outbox.send(packet)
 
     def listen(self) -> None:
-        """Do what the trainer says, from the first moment on."""
+        """Execute the trainer's commands, from the start on."""
         while True:
             try:
                 packet = self._control.recv(_MESSAGE_BYTES)
             except OSError:
                 packet = b""
-            if not packet:  # the trainer has ended, or has no more use for us
+            if not packet:  # the trainer has ended, or closed the connection
                 self._end(None)
             name, *arguments = pickle.loads(packet)  # noqa: S301 - of our own process
             try:
@@ -214,8 +214,8 @@ class WorkerMain:
             if stream is not None:
                 stream.flush()
         with suppress(OSError):
-            self._outbox.shutdown(socket.SHUT_WR)  # closed is not enough: what was forked has a copy
-        os._exit(0)  # taking torch down in order takes a tenth of a second, and threads of a user's need not end
+            self._outbox.shutdown(socket.SHUT_WR)  # shutdown, since forks of this process have copies of the socket
+        os._exit(0)  # an orderly exit of torch takes 0.1 s, and the user's threads may never end
 
     def _forward_logs(self, level: int) -> None:
         logger = logging.getLogger("loaderkit")
@@ -225,7 +225,7 @@ class WorkerMain:
 
 
 class _Forwarder(logging.Handler):
-    """Sends records to the trainer, whose logger decides what becomes of them."""
+    """Sends log records to the trainer, whose logger handles them."""
 
     def __init__(self, outbox: socket.socket) -> None:
         super().__init__()
@@ -234,11 +234,11 @@ class _Forwarder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         from loaderkit.engine.process.messages import LogMessage
 
-        found = {**record.__dict__, "msg": record.getMessage()[:_TEXT_CHARACTERS], "args": None, "exc_info": None}
+        attributes = {**record.__dict__, "msg": record.getMessage()[:_TEXT_CHARACTERS], "args": None, "exc_info": None}
         if record.exc_info:
-            found["exc_text"] = logging.Formatter().formatException(record.exc_info)[:_TEXT_CHARACTERS]
+            attributes["exc_text"] = logging.Formatter().formatException(record.exc_info)[:_TEXT_CHARACTERS]
         try:
-            # Never wait: the logging thread may hold the engine's lock, and the trainer reads only when it wants a batch.
-            self._outbox.send(pickle.dumps(LogMessage(found), 5), socket.MSG_DONTWAIT)
+            # Never block: the thread may hold the engine's lock, and the trainer reads only when it waits for a batch.
+            self._outbox.send(pickle.dumps(LogMessage(attributes), 5), socket.MSG_DONTWAIT)
         except Exception:
             print(f"loaderkit: {record.getMessage()}", file=sys.stderr)  # noqa: T201 - rather than lose it

@@ -1,6 +1,6 @@
-"""One of the processes that load, as the engine sees it: its memory, what it is told, and its batches as they arrive.
+"""One worker process from the trainer's side: its memory, its commands and its batches.
 
-link ──messages──> receiver ──> (late stages, when there is a GPU) ──> take()
+connection ──messages──> receiver ──> (trainer stages, with a GPU) ──> take()
   ^                                                                      │
   └── taken: one batch has left the budget; released: no longer referenced ──┘
 """
@@ -37,24 +37,23 @@ logger = logging.getLogger("loaderkit")
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What every process is to do. `make_engine` makes the engine there: it is pickled, and gets a function that allocates
-    slabs, and its share. `preload`: the module it is from, imported while the spec is on its way. `trainer_stages` run here, on
-    batches that have arrived; `rows` name the stages that run there, with the workers of one process; `pools` which of them
-    share theirs."""
+    """What each worker process runs. `make_engine` is pickled and called there with an allocator of slabs and the process's
+    shard; `preload` is its module, imported while the spec is sent. `trainer_stages` run in this process, on received batches.
+    `rows` are the stages that run there, with the workers of one process; `pools` says which of them share workers."""
 
     make_engine: Any
     preload: str
     rows: Sequence[StageStats]
     pools: Sequence[Sequence[str]]
-    num_batches: int  # ahead, by all processes together
+    num_batches: int  # read ahead, by all processes together
     memory_bytes: int  # of all processes
     trainer_stages: Sequence[Stage] = ()
     pinned_for: torch.device | None = None  # to which the late stages copy
 
 
 class WorkerProcess:
-    """A process, from before it is started until it has ended. Belongs to the consumer's thread, but for `tell`, `order`,
-    `stats`, `begin_closing` and `close`."""
+    """A worker process, from before its start until its end. All methods belong to the consumer's thread, but for `tell`,
+    `order`, `stats`, `begin_closing` and `close`."""
 
     def __init__(self, spec: WorkerSpec, shard: Shard) -> None:
         self._spec = spec
@@ -63,20 +62,20 @@ class WorkerProcess:
         self._connection: WorkerConnection | None = None
         self._inbox: Inbox | None = None
         self._lease_table: LeaseTable | None = None
-        self._found: ReceivedBatch | None = None  # what `skim` came upon
+        self._skimmed: ReceivedBatch | None = None  # the batch that `skim` has received
         self._telling = threading.Lock()
-        self._early: list[tuple[Any, ...]] = []  # what to tell the process once there is one
+        self._early: list[tuple[Any, ...]] = []  # commands for the process, until it is started
         self._has_told_early = False
-        self._latest = Stats.empty(spec.rows, shard.num_bytes(spec.memory_bytes))  # what it said last
+        self._latest = Stats.empty(spec.rows, shard.num_bytes(spec.memory_bytes))  # its last answer
 
-    def start(self, place: tuple[int, int]) -> None:
-        """Start the process and send it its spec; it imports what it needs meanwhile. Raises OSError, RuntimeError,
-        ConfigError; `close` ends what was begun."""
+    def start(self, next_position: tuple[int, int]) -> None:
+        """Start the process and send its spec; it imports modules meanwhile. Raises OSError, RuntimeError, ConfigError; after
+        an error `close` releases what was started."""
         arena = SharedArena.create(self._shard.of)
         try:
             allocator = Allocator(arena)
             connection = self._connection = WorkerConnection(arena, allocator, self._spec.preload)
-            self._send_spec(connection, arena, allocator, place)
+            self._send_spec(connection, arena, allocator, next_position)
         finally:
             arena.release_descriptor()
         with self._telling:
@@ -89,11 +88,11 @@ class WorkerProcess:
             self._inbox = receiver if self._trainer_stages is None else self._trainer_stages.follow(receiver)
 
     def _send_spec(
-        self, connection: WorkerConnection, arena: SharedArena, allocator: Allocator, place: tuple[int, int]
+        self, connection: WorkerConnection, arena: SharedArena, allocator: Allocator, next_position: tuple[int, int]
     ) -> None:
         spec = (self._spec.make_engine, self._shard, torch.get_num_threads())
         packed, _ = messages.post(spec, arena, allocator)
-        epoch, position = place
+        epoch, position = next_position
         settings = {
             "spec": packed,
             "begin": allocator.end,
@@ -110,13 +109,13 @@ class WorkerProcess:
         return self._connection.pid if self._connection is not None else None
 
     def tell(self, *order: Any) -> None:
-        """Give an order to the process, or to the one there will be."""
+        """Send a command to the process; before its start, queue it."""
         connection = self._connection_after(order)
         if connection is not None:
             connection.tell(*order)
 
     def order(self, *order: Any) -> ConfigError | None:
-        """The same, and what the process refuses that with; None also where it is too early for it to say."""
+        """Send a command and return the error with which the process refuses it; None too while the process still starts."""
         connection = self._connection_after(order)
         if connection is None:
             return None
@@ -127,7 +126,7 @@ class WorkerProcess:
         return refused
 
     def _connection_after(self, order: tuple[Any, ...]) -> WorkerConnection | None:
-        """What to give an order to; None: it is noted down until the process has been told what came before."""
+        """The connection for a command; None: the command is queued behind earlier ones until the process is started."""
         with self._telling:
             if not self._has_told_early:
                 self._early.append(order)
@@ -141,22 +140,22 @@ class WorkerProcess:
     # ------------------------------------------------------------------------------------------------- its batches
 
     def take(self, generation: int, timeout_s: float) -> ReceivedBatch | None:
-        """Its next batch; see `Inbox`. Raises EOFError when there will be none, as it has ended or is closed."""
-        found, self._found = self._found, None
-        inbox = self._inbox  # which another thread's `close` lets go
+        """The next batch; see `Inbox`. Raises EOFError once the process has ended or is closed."""
+        skimmed, self._skimmed = self._skimmed, None
+        inbox = self._inbox  # another thread's `close` may set it to None
         if inbox is None:
             raise EOFError
-        if found is not None and found.generation == generation:
-            return found
-        if found is not None:
-            del found
+        if skimmed is not None and skimmed.generation == generation:
+            return skimmed
+        if skimmed is not None:
+            del skimmed
             inbox.taken()
         return inbox.take(generation, timeout_s)
 
     def skim(self, generation: int) -> None:
-        """Drop what was sent before the last seek, so that the process continues without waiting for its turn."""
+        """Drop batches sent before the last seek, so that the process continues before its next batch is due."""
         with suppress(EOFError):
-            self._found = self.take(generation, 0.0)
+            self._skimmed = self.take(generation, 0.0)
 
     def taken(self) -> None:
         """See `Inbox`."""
@@ -171,53 +170,52 @@ class WorkerProcess:
     # --------------------------------------------------------------------------------------------------- reports
 
     def record(self) -> None:
-        """Keep what its workers do from now on."""
+        """Start a trace of its workers."""
         self.tell("record")
         if self._trainer_stages is not None:
             self._trainer_stages.record()
 
     def recorded(self) -> list[Lane]:
-        """What was kept; nothing more is. What the process does not tell, as it has ended, is missing."""
-        found: list[Lane] = []
-        while (answer := self._ask("recorded", len(found))) is not None and answer[1] is not None:
-            found.append(answer[1])
-        return [*joined(found), *(self._trainer_stages.recorded() if self._trainer_stages is not None else ())]
+        """The trace since `record`; ends it. If the process has ended its lanes are missing."""
+        pages: list[Lane] = []
+        while (answer := self._ask("recorded", len(pages))) is not None and answer[1] is not None:
+            pages.append(answer[1])
+        return [*joined(pages), *(self._trainer_stages.recorded() if self._trainer_stages is not None else ())]
 
     def report(self) -> HangReport:
-        """Why its next batch is not there yet."""
+        """Why its next batch is not ready."""
         silent = HangReport(f"process {self.pid} is still starting, or does not answer")
         inbox = self._inbox
-        found: HangReport | None = (inbox.report() if inbox is not None else None) or self._ask("report")
-        return found or silent
+        report: HangReport | None = (inbox.report() if inbox is not None else None) or self._ask("report")
+        return report or silent
 
     def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
-        """Its accounts up to `at_s`; what it said last, if it does not answer. `stall_s` is the wait for it that the consumer
-        is in."""
+        """Its counters up to `at_s`, or its last ones if it does not answer. `stall_s` is the consumer's open wait for it."""
         answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
-        self._latest = found = answer or replace(self._latest, stall_s={})
-        late = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
-        return replace(found, stages=[*found.stages, *late])
+        self._latest = stats = answer or replace(self._latest, stall_s={})
+        trainer_rows = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
+        return replace(stats, stages=[*stats.stages, *trainer_rows])
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and is there no more."""
+        """True if it was started and has ended."""
         return self._connection is not None and self._connection.has_ended
 
     def death(self) -> WorkerDiedError:
-        """What became of it, when it has ended by itself."""
+        """The error for its end, when it has ended by itself."""
         assert self._connection is not None
         return self._connection.death()
 
     # ---------------------------------------------------------------------------------------------------- ending
 
     def begin_closing(self, join_s: float) -> None:
-        """Tell it to end, and do not wait for that."""
+        """Tell the process to end, without waiting for it."""
         if self._connection is not None:
             self._connection.begin_closing(join_s)
 
     def close(self, join_s: float) -> None:
-        """End it, by force after `join_s`; batches that were delivered stay valid."""
-        self.begin_closing(join_s)  # Ctrl-C may have kept it from hearing of it
+        """End the process, by force after `join_s`; delivered batches stay valid."""
+        self.begin_closing(join_s)  # again, since Ctrl-C may have interrupted the first call
         for message in self._connection.close(join_s) if self._connection is not None else ():
             if isinstance(message, messages.LogMessage):
                 relay(message)
@@ -225,4 +223,4 @@ class WorkerProcess:
             self._inbox.close(join_s)
         if self._lease_table is not None:
             self._lease_table.close()
-        self._inbox = self._lease_table = self._found = None  # an error's traceback would keep all of it alive
+        self._inbox = self._lease_table = self._skimmed = None  # an error's traceback would keep all of it alive

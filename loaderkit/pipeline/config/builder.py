@@ -20,7 +20,7 @@ from loaderkit.stages.base import StageArgs
 
 
 class Pipeline:
-    """An immutable description. Stage methods are named after the kinds of stage and take their arguments.
+    """An immutable description of a pipeline. Stage methods are named after the kinds of stage and take their arguments.
 
     Relative paths are relative to the working directory when the description is read (`config`, `to_yaml`, `build`).
     """
@@ -45,7 +45,7 @@ class Pipeline:
 
     @classmethod
     def dataset(cls, object: Any, **source: Any) -> Pipeline:  # noqa: A002 - the key's name
-        """Samples that `object[i]` gives, for i below `len(object)`; or "package.module:name" of such an object."""
+        """The samples `object[i]` for i below `len(object)`; `object` may be the "package.module:name" of such an object."""
         return cls._of_source("dataset", object=object, **source)
 
     @classmethod
@@ -71,7 +71,7 @@ class Pipeline:
 
     @cached_property
     def config(self) -> PipelineConfig:
-        """The validated, frozen description. Raises ConfigError naming everything that is wrong."""
+        """The validated, frozen description. Raises ConfigError with all problems."""
         return parse(self._description, expand=False)
 
     def to_yaml(self, *, defaults: bool = False) -> str:
@@ -97,7 +97,7 @@ class Pipeline:
         return self._with_section("order", shuffle=mode, seed=seed, **({"block": _plain(block)} if block else {}))
 
     def epochs(self, num_epochs: int | None) -> Pipeline:
-        """Stop after so many epochs; None: never."""
+        """Stop after `num_epochs` epochs; None: never."""
         return self._with_section("order", epochs=num_epochs)
 
     def prefetch(self, **settings: Any) -> Pipeline:
@@ -165,14 +165,14 @@ def to_config(
 
 
 def _copied(value: Any) -> Any:
-    """Containers copied, so that later changes of what was given do not reach the description; objects shared."""
+    """A copy of the containers, so that later changes by the caller do not reach the description; objects are shared."""
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tuples as lists and paths as texts, as they would stand in YAML."""
+    """The values as in YAML: lists for tuples and texts for paths."""
     return {
         key: list(value) if type(value) is tuple else str(value) if isinstance(value, Path) else value
         for key, value in values.items()

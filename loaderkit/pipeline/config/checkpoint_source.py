@@ -1,4 +1,4 @@
-"""What a pipeline says of a checkpoint whose tensors are to be brought back."""
+"""The arguments of `source: {kind: checkpoint}`."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ _IN_YAML: Mapping[str, str] = MappingProxyType(
 
 
 class Problems:
-    """Collects problems while a config is read; knows the line of every key."""
+    """Collects problems while a config is read, and holds the line of every key."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
         self.lines: dict[KeyPath, int] = {}
-        self.texts: dict[KeyPath, str] = {}  # texts of variables, before they were read as numbers
+        self.texts: dict[KeyPath, str] = {}  # texts of variables that were read as numbers
         self.problems: list[Problem] = []
         self._settled: set[KeyPath] = set()
 

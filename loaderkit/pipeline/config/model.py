@@ -24,7 +24,7 @@ from loaderkit.stages.batch import BatchArgs
 class BlockArgs(Model):
     """How `shuffle: block` cuts and mixes."""
 
-    block: ByteSize = Field(8 * 2**20, description="about so many bytes of neighbouring samples make a block")
+    block: ByteSize = Field(8 * 2**20, description="approximate bytes of neighbouring samples in a block")
     window: PositiveInt = Field(16, description="blocks of a lane mixed together")
     lanes: PositiveInt = Field(8, description="blocks read in turns; ranks share them out when they divide it")
 
@@ -61,7 +61,7 @@ class PrefetchArgs(Model):
         60.0, description="a wait this long is reported with the stage, the sample and stacks; first at a quarter of it"
     )
     on_timeout: Literal["warn", "raise"] = Field(
-        "warn", description="after `timeout`: go on waiting, or end with StallTimeout (not with `executor: inline`)"
+        "warn", description="after `timeout`: keep waiting, or raise StallTimeout (not with `executor: inline`)"
     )
 
     @property
@@ -105,7 +105,7 @@ class PipelineConfig:
 
     @property
     def batch(self) -> BatchArgs:
-        """What `batch` was asked for."""
+        """The arguments of `batch`."""
         args = self.stage("batch").args
         assert isinstance(args, BatchArgs)
         return args
@@ -157,7 +157,7 @@ def _dump_stage(stage: StageConfig, defaults: bool) -> Any:
 def check_plain(value: Any, where: str) -> None:
     """Raise ValueError unless YAML can hold `value` and give it back unchanged."""
     if isinstance(value, float) and math.isnan(value):
-        raise ValueError(f"{where}: what is not a number is not equal to itself when it is read again")
+        raise ValueError(f"{where}: nan is not equal to itself when it is read again")
     if value is None or type(value) in (bool, int, float, str):
         return
     if type(value) is list:
@@ -171,7 +171,7 @@ def check_plain(value: Any, where: str) -> None:
 
 
 def escape(value: Any) -> Any:
-    """Texts that look like variables get a second dollar sign."""
+    """A copy in which `${` in texts is written `$${`."""
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, Mapping):

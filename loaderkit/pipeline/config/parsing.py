@@ -2,7 +2,7 @@
 
     YAML text ─> nodes with lines ─> ${VAR} ─> overrides ─> models ─> structure ─> PipelineConfig
 
-Every complaint on the way is collected, and all of them are raised together as one `ConfigError`.
+All problems on the way are collected and raised together as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def _copied(value: Any) -> Any:
 def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, Any], *, expand: bool) -> PipelineConfig:
     if not isinstance(data, dict):
         problems.raise_problems()
-        found = "nothing" if data is None else type(data).__name__
-        problems.error((), f"a pipeline is a mapping with at least `source` and `stages`, this is {found}")
+        given = "nothing" if data is None else type(data).__name__
+        problems.error((), f"a pipeline is a mapping with at least `source` and `stages`, this is {given}")
         problems.raise_problems()
     _apply_overrides(data, escape(overrides) if expand else overrides, problems)
     if expand:
         data = expand_variables(data, (), problems)
     for key in data:
         if not isinstance(key, str):
-            if problems.file is None:  # else it was complained of where it stands
+            if problems.file is None:  # in a file, the error was added with its line
                 problems.error((), f"the key {key!r} is not text")
         elif key not in _SECTIONS:
             problems.error((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
@@ -106,7 +106,7 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -
             problems.error((), f"override {dotted!r}: unknown key {section!r}; {nearest(section, _SECTIONS)}")
             continue
         if section == "source" and rest == ["url"] and isinstance(value, str):
-            value = _absolute_url(value, Path.cwd())  # noqa: PLW2901 - from the caller's place, not the file's
+            value = _absolute_url(value, Path.cwd())  # noqa: PLW2901 - relative to the caller's folder
         elif dotted in ("errors.quarantine", "source.cache.dir") and isinstance(value, str):
             value = str(Path.cwd() / Path(value).expanduser())  # noqa: PLW2901
         target: Any = data
@@ -129,7 +129,7 @@ def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -
 
 
 def stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
-    """(name, place) of every stage as far as it can be told before validation; without `given` the default names."""
+    """(name, number) of every stage, as far as known before validation; without `given` the default names."""
     names: list[tuple[str, int]] = []
     counts: dict[str, int] = {}
     for number, item in enumerate(stages if isinstance(stages, list) else []):
@@ -145,8 +145,8 @@ def stage_names(stages: Any, *, given: bool = True) -> list[tuple[str, int]]:
 
 def _stage_arguments(stages: Any, name: str) -> dict[str, Any] | None:
     """The mutable arguments of the stage called `name` in the raw list."""
-    for found, number in stage_names(stages):
-        if found == name:
+    for stage_name, number in stage_names(stages):
+        if stage_name == name:
             item = stages[number]
             if isinstance(item, str) or not isinstance(item[next(iter(item))], dict):
                 kind = item if isinstance(item, str) else next(iter(item))
@@ -174,14 +174,14 @@ def _parse_source(data: dict[str, Any], problems: Problems, base: Path) -> Sourc
     if parsed is not None and url is not None:
         try:
             parsed = parsed.model_copy(update={"url": _absolute_url(url, base)})
-        except RuntimeError as error:  # ~somebody
+        except RuntimeError as error:  # an unknown user in ~user
             problems.error(("source", "url"), f"{url!r}: {error}")
     cache = getattr(parsed, "cache", None)
     if parsed is not None and cache is not None and cache.dir is not None:
         try:
             folder = os.path.normpath(base.absolute() / Path(cache.dir).expanduser())
             parsed = parsed.model_copy(update={"cache": cache.model_copy(update={"dir": folder})})
-        except RuntimeError as error:  # ~somebody
+        except RuntimeError as error:  # an unknown user in ~user
             problems.error(("source", "cache", "dir"), f"{cache.dir!r}: {error}")
     return parsed
 
@@ -231,7 +231,7 @@ def _parse_stages(data: dict[str, Any], problems: Problems) -> tuple[StageConfig
             problems.error((*path, kind), f"expected arguments by name ({', '.join(own)}), not {arguments!r}")
             arguments = None
         args = None if arguments is None else _validate(STAGES[kind].args, arguments, (*path, kind), problems)
-        if args is None:  # complained of; it still counts for what may stand where
+        if args is None:  # its errors are added; the checks of the stages' order still need it
             args = STAGES[kind].args.model_construct()
         name = names[number]
         if name in seen:
@@ -270,7 +270,7 @@ def _add_validation_errors(
     for item in error.errors(include_url=False):
         loc = item["loc"]
         inner, _ = _follow(raw, loc)
-        if not loc:  # of the model as a whole: a sentence of its own
+        if not loc:  # an error of the model as a whole has a message of its own
             problems.error(path, item["msg"].removeprefix("Value error, "))
         elif item["type"] == "extra_forbidden":
             known = _model_at(model, inner[:-1]).model_fields
@@ -279,7 +279,7 @@ def _add_validation_errors(
             field = _model_at(model, inner).model_fields.get(loc[-1])
             meaning = f": {field.description}" if field is not None and field.description else ""
             problems.error((*path, *inner), f"{loc[-1]!r} is missing{meaning}")
-        elif item["type"] == "missing":  # from a list of a fixed length: the last one tells it
+        elif item["type"] == "missing":  # an item of a list of fixed length: the last such error gives the length
             expected[inner] = [text for text in expected.get(inner, []) if not text.startswith("a list of")]
             expected[inner].append(f"a list of {int(loc[-1]) + 1} items")
         else:
@@ -292,8 +292,8 @@ def _add_validation_errors(
 
 
 def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, problems: Problems) -> bool:
-    """Put back the text of variables that look like numbers and stand where text is expected; whether there were any."""
-    found = False
+    """Put back the texts of variables that look like numbers where text is expected. Returns True if there were any."""
+    is_changed = False
     for item in error.errors(include_url=False):
         inner, value = _follow(raw, item["loc"])
         text = problems.texts.get((*path, *inner))
@@ -301,12 +301,12 @@ def _restore_texts(raw: dict[str, Any], error: ValidationError, path: KeyPath, p
             *parents, last = inner
             _, owner = _follow(raw, tuple(parents))
             owner[last] = text
-            found = True
-    return found
+            is_changed = True
+    return is_changed
 
 
 def _follow(raw: Any, loc: tuple[int | str, ...]) -> tuple[KeyPath, Any]:
-    """The part of a pydantic location that is in the data (the rest names branches of unions), and the value there."""
+    """(the part of a pydantic location that is in the data, the value there); the rest names branches of unions."""
     path: KeyPath = ()
     value = raw
     for part in loc:

@@ -1,4 +1,4 @@
-"""Which kinds of source and stage there are. To add one, write its module, which declares its kind, and name it here."""
+"""The kinds of sources and stages. To add one, write its module, which declares its kind, and add it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the stages of a pipeline fit together and fit the source, as far as the description tells."""
+"""Checks that the stages of a pipeline fit together and fit the source."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _error_adder(stages: tuple[StageConfig, ...], problems: Problems) -> AddErro
 
 
 def check_neighbours(stages: tuple[StageConfig, ...], problems: Problems) -> None:
-    """Add errors for stages that cannot do what they were asked for with those around them."""
+    """Add errors for stages whose arguments do not fit the stages around them."""
     add_error = _error_adder(stages, problems)
     for number, stage in enumerate(stages):
         check = STAGES[stage.kind].check
@@ -73,7 +73,7 @@ def _check_places(kinds: list[str], add_error: AddError) -> None:
 
 
 def _check_restore(kinds: list[str], add_error: AddError) -> None:
-    """The tensors of a checkpoint are read, and maybe sent to a GPU: that is all."""
+    """A checkpoint's pipeline has only `read` and `transfer`."""
     for number, kind in enumerate(kinds):
         if not STAGES[kind].takes_tensors:
             add_error(
@@ -95,7 +95,7 @@ def _check_fields(
         if kind.decodes:
             is_encoded = False
         elif kind.runs_user_code:
-            fields = None  # it may make anything of anything
+            fields = None  # the user's code may return any fields
             is_encoded = False
         elif kind.needs_images:
             named = getattr(stage.args, "fields", None)

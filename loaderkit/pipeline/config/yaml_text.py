@@ -18,7 +18,7 @@ from ruamel.yaml.tag import Tag
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems
 
 YAML_ERRORS = (YAMLError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
-"""What ruamel.yaml raises: its own errors, and those of the functions that it calls for a value such as a date."""
+"""The errors of ruamel.yaml, and of the functions that it calls for values such as a date."""
 
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 64
@@ -92,8 +92,8 @@ def read_yaml(text: str, problems: Problems) -> Any:
 
 
 class _Values:
-    """Builds values from nodes and counts them. An alias counts each time, so that a small file cannot ask for much memory:
-    ruamel.yaml's own constructors expand merges of merges before anything could be counted."""
+    """Builds values from nodes and counts them. An alias counts each time, so that a small file cannot take much memory;
+    ruamel.yaml's own constructors would expand merges of merges before they could be counted."""
 
     def __init__(self, constructor: Any, problems: Problems) -> None:
         self._constructor = constructor
@@ -142,7 +142,7 @@ class _Values:
     def _scalar(self, node: Node) -> Any:
         try:
             return self._constructor.construct_object(node, deep=True)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:  # such as the 13th month
+        except (ValueError, TypeError, KeyError, OverflowError) as error:  # for example a 13th month
             problem = f"{str(node.value)!r} is no value of its kind ({type(error).__name__}: {error})"
             raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 

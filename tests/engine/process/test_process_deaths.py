@@ -132,7 +132,7 @@ class TestDeaths:
                 assert len(list(loader)) == 100, moment
 
     def test_a_signal_that_is_no_crash_is_not_called_one(self) -> None:
-        assert "somebody sent it that signal" in str(exit_reason(123, -signal.SIGALRM))
+        assert "a data set sent that signal" in str(exit_reason(123, -signal.SIGALRM))
         assert "crashed" not in str(exit_reason(123, -signal.SIGALRM, is_early=True))
         assert "a C library crashed" in str(exit_reason(123, -signal.SIGSEGV))
 
@@ -173,7 +173,7 @@ class TestNotStarting:
         [
             (
                 "import os; os._exit(4)",
-                r"could not start: it left with exit code 4 before it was ready: see what it printed",
+                r"could not start: it left with exit code 4 before it was ready: see its stderr",
             ),
             (
                 "import os; os.kill(os.getpid(), 11)",

@@ -2,7 +2,7 @@
 
     python examples/restore.py --steps 6 --folder runs
 
-Run it again with more steps, and it goes on where it stopped. `--check` compares with a run that was never stopped.
+Run it again with more steps, and it continues where it stopped. `--check` compares with a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, loaderkit.Loader]:
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Under another name first: what has the name of a checkpoint is whole."""
+    """Save under a temporary name first, so that a file with the name of a checkpoint is whole."""
     path = folder / f"step-{step}.pt"
     temporary = folder / f"{path.name}.tmp"
     torch.save(state, temporary)
@@ -38,18 +38,18 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def train(folder: Path, num_steps: int) -> float:
-    """Go on from the newest whole checkpoint up to `num_steps`; the sum of all weights."""
+    """Continue from the newest whole checkpoint up to `num_steps`; returns the sum of all weights."""
     folder.mkdir(parents=True, exist_ok=True)
     model, optimizer, loader = make()
     step = 0
     try:
-        found = loaderkit.restore(latest(folder), nested=True)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
-        torch.set_rng_state(found["rng"])
-        loader.load_state_dict(found["loader"])
-        step = found["step"]
-        print(f"goes on after step {step}")
+        restored = loaderkit.restore(latest(folder), nested=True)
+        model.load_state_dict(restored["model"])
+        optimizer.load_state_dict(restored["optimizer"])
+        torch.set_rng_state(restored["rng"])
+        loader.load_state_dict(restored["loader"])
+        step = restored["step"]
+        print(f"continues after step {step}")
     except CheckpointError as error:
         print(f"begins anew: {error}".splitlines()[0])
     with loader:

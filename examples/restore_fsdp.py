@@ -1,9 +1,9 @@
-"""Train with FSDP2 on some ranks, stop, and go on with another number of them: each byte of the checkpoint is read once.
+"""Train with FSDP2 on some ranks, stop, and continue with another number of them: each byte of the checkpoint is read once.
 
     torchrun --nproc-per-node 2 examples/restore_fsdp.py --steps 4 --folder runs
     torchrun --nproc-per-node 3 examples/restore_fsdp.py --steps 8 --folder runs
 
-Runs on CPUs (gloo). The data's order depends on the position alone, so the second run goes on with the very next samples; the
+Runs on CPUs (gloo). The data's order depends on the position alone, so the second run continues with the next samples; the
 global batch must be the same in both, 12 samples here.
 """
 
@@ -45,13 +45,13 @@ def make(rank: int, world_size: int) -> tuple[torch.nn.Module, torch.optim.Optim
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loader: loaderkit.Loader) -> dict[str, Any]:
-    """All that a run consists of. The loader's state is the same on all ranks: where the training stands as a whole."""
+    """The state of a run. The loader's state is the same on all ranks: the position of the training as a whole."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "loader": loader.state_dict(), "step": 0}
 
 
 def save(folder: Path, state: dict[str, Any], rank: int) -> None:
-    """Every rank writes its part under another name; what has the name of a checkpoint is whole."""
+    """Every rank writes its part under a temporary name, so that a directory with the name of a checkpoint is whole."""
     path = folder / f"step-{state['step']}"
     temporary = path.with_name(f"{path.name}.tmp")
     save_parts(state, checkpoint_id=temporary)
@@ -62,14 +62,14 @@ def save(folder: Path, state: dict[str, Any], rank: int) -> None:
 
 def newest(folder: Path, rank: int) -> str | None:
     """The newest whole checkpoint, found by one rank, so that all take the same."""
-    found: list[str | None] = [None]
+    urls: list[str | None] = [None]
     if rank == 0:
         try:
-            found[0] = latest(folder)
+            urls[0] = latest(folder)
         except CheckpointError as error:
             print(f"begins anew: {error}".splitlines()[0])
-    dist.broadcast_object_list(found)
-    return found[0]
+    dist.broadcast_object_list(urls)
+    return urls[0]
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         loader.load_state_dict(state["loader"])
         if rank == 0:
-            print(f"goes on after step {state['step']} of {url} with {world_size} ranks")
+            print(f"continues after step {state['step']} of {url} with {world_size} ranks")
     step = state["step"]
     with loader:
         for batch in loader:

@@ -1,7 +1,7 @@
-"""Train on a folder of classes; stop whenever you like, and go on exactly there.
+"""Train on a folder of classes; stop at any time, and continue exactly there.
 
     python examples/train.py DATA --epochs 2 --checkpoint run.pt      # DATA/<class>/*.jpg
-    python examples/train.py DATA --epochs 4 --checkpoint run.pt      # goes on behind the last batch trained on
+    python examples/train.py DATA --epochs 4 --checkpoint run.pt      # continues behind the last batch trained on
 
 Model, optimizer and loader are saved together, in one file that is always whole.
 """
@@ -29,7 +29,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, loader:
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
     temporary = path.with_name(path.name + ".tmp")
     torch.save(state, temporary)
-    os.replace(temporary, path)  # whoever reads it sees the old checkpoint or the new one, never half of one
+    os.replace(temporary, path)  # a reader sees the old checkpoint or the new one, never half of one
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
     parser.add_argument("--save-every", type=int, default=100, metavar="BATCHES")
-    parser.add_argument("--max-batches", type=int, help="stop after so many, in mid-epoch if need be")
+    parser.add_argument("--max-batches", type=int, help="stop after this many batches, also in mid-epoch")
     options = parser.parse_args()
 
     pipeline = (

@@ -1,4 +1,4 @@
-"""Training from tar shards in a bucket: what was asked of the store, what came from the cache, and how long the loop waited.
+"""Training from tar shards in a bucket: the requests to the store, the bytes from the cache, and the waits of the loop.
 
     python examples/train_from_s3.py s3://bucket/shards --cache /mnt/nvme/cache
     python examples/train_from_s3.py s3://bucket/shards --endpoint http://127.0.0.1:9000      # another store than AWS

@@ -158,7 +158,7 @@ def test_what_the_library_logs_and_warns_of(
     with tarfile.open(fileobj=archive, mode="w", errors="surrogateescape") as tar:
         tar.addfile(tarfile.TarInfo("0.jpg"))
     connector = MemoryConnector({f"{folder}/a.tar": archive.getvalue()[:512], f"{folder}/a.idx": b"v1.2 0\n"})
-    with pytest.warns(UserWarning, match="does not fit its archive|ends without the mark") as warned:
+    with pytest.warns(UserWarning, match="does not fit its archive|ends without an end-of-archive mark") as warned:
         load_index(connector, connector.stat(f"{folder}/a.tar"), None)
     assert len(warned) == 2
     said = [str(caught.value), *(record.getMessage() for record in caplog.records), *(str(w.message) for w in warned)]

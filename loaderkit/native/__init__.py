@@ -1,6 +1,6 @@
-"""The C extension behind one door: every kernel as a function, in C or, without a compiler, its twin from `fallback`.
+"""The public face of the C extension: every kernel as a function, in C or, without a compiler, from `fallback`.
 
-Call kernels as `native.NAME(...)`. Where C changes the algorithm and not only the speed, a constant says what there is.
+Call kernels as `native.NAME(...)`. The constants tell which kernels without a fallback exist.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ _kernels: Any = _load("loaderkit.native._kernels")
 _jpeg: Any = _load("loaderkit.native._jpeg")
 
 HAS_KERNELS: bool = _kernels is not None
-"""False where there was no compiler: then `Ledger`, `gil_wait`, `read_hashed` and `resample` are missing."""
+"""False if there was no compiler; then `Ledger`, `gil_wait`, `read_hashed` and `resample` are missing."""
 HAS_JPEG: bool = _jpeg is not None
-"""False without libjpeg-turbo's headers: then JPEGs are decoded whole, and `decode_pieces` is missing."""
+"""False if libjpeg-turbo's headers were missing; then JPEGs are decoded whole, and `decode_pieces` is missing."""
 CAN_RESAMPLE: bool = HAS_KERNELS and _kernels.resample([])
-"""True on a CPU with AVX2: then `resample` does what else torch does, within a level of it."""
+"""True on a CPU with AVX2; then `resample` replaces torch's resize, within one level."""
 
 
-def _offered(twin: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
-    """The kernel in C that is called like its twin; without one, the twin."""
-    kernel: Callable[P, R] = getattr(module, twin.__name__, twin)
+def _choose(python: Callable[P, R], module: Any = _kernels) -> Callable[P, R]:
+    """The C kernel with the name of its fallback; the fallback if there is none."""
+    kernel: Callable[P, R] = getattr(module, python.__name__, python)
     return kernel
 
 
-cut = _offered(fallback.cut)
-delayed = _offered(fallback.delayed)
-gather_ranges = _offered(fallback.gather_ranges)
-group_names = _offered(fallback.group_names)
-members = _offered(fallback.members)
-permute = _offered(fallback.permute)
-read_many = _offered(fallback.read_many)
-read_range = _offered(fallback.read_range)
-tar_run = _offered(fallback.tar_run)
-texts = _offered(fallback.texts)
-write_normalized = _offered(fallback.write_normalized)
-write_planes = _offered(fallback.write_planes)
-is_cut = _offered(fallback.is_cut, _jpeg)
+cut = _choose(fallback.cut)
+delayed = _choose(fallback.delayed)
+gather_ranges = _choose(fallback.gather_ranges)
+group_names = _choose(fallback.group_names)
+members = _choose(fallback.members)
+permute = _choose(fallback.permute)
+read_many = _choose(fallback.read_many)
+read_range = _choose(fallback.read_range)
+tar_run = _choose(fallback.tar_run)
+texts = _choose(fallback.texts)
+write_normalized = _choose(fallback.write_normalized)
+write_planes = _choose(fallback.write_planes)
+is_cut = _choose(fallback.is_cut, _jpeg)
 
-# These have no twin: see the constants above.
+# These have no fallback: see the constants above.
 Ledger: Any = getattr(_kernels, "Ledger", None)
 gil_wait: Any = getattr(_kernels, "gil_wait", None)
 read_hashed: Any = getattr(_kernels, "read_hashed", None)
 resample: Any = getattr(_kernels, "resample", None)
 decode_pieces: Any = getattr(_jpeg, "decode", None)
 SPARE_COLUMNS: int = getattr(_jpeg, "BESIDE", 0)
-"""By how many columns `decode_pieces` may write more than a piece has."""
+"""The columns that `decode_pieces` may write beyond the part requested."""

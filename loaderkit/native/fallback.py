@@ -1,6 +1,6 @@
-"""What the kernels in C do, in NumPy, torch and Python: where there is no compiler, and as the tests' oracle.
+"""The C kernels in NumPy, torch and Python, for installations without a compiler and as the tests' oracle.
 
-Each function has the name, the arguments and the results of its kernel in C.
+Each function has the name, the arguments and the results of its C kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Status = tuple[int, int, int, int]
 
 
 def read_range(path: str, start: int, buffer: memoryview, direct: bool) -> Status:
-    """Open, stat, read, close; other than a regular file is not read. `direct`: past the page cache, which only C can."""
+    """Open, stat, read, close; only a regular file is read. `direct` (past the page cache) is ignored here."""
     return _read(path, [start], len(buffer), buffer)
 
 
 def gather_ranges(path: str, starts: Int64s, length: int, buffer: memoryview) -> Status:
-    """`read_range` of ranges of `length` bytes, which lie one behind another in `buffer`, up to the first that is short."""
+    """`read_range` of several ranges of `length` bytes, concatenated in `buffer`, up to the first short one."""
     return _read(path, starts.tolist(), length, buffer)
 
 
@@ -44,19 +44,21 @@ def read_many(  # noqa: PLR0917 - as in C
     offsets: Sequence[int],
     buffer: memoryview,
 ) -> Sequence[int] | None:
-    """The numbers of the ranges that were not read: here all of them."""
+    """The indices of the ranges that were not read: here all."""
     return range(len(keys))
 
 
 def _read(path: str, starts: list[int], length: int, buffer: memoryview) -> Status:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else opening a named pipe would wait for a writer
+    fd = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    )  # O_NONBLOCK: opening a named pipe would wait for a writer
     try:
         status = os.fstat(fd)
         num_read = 0
         for number, start in enumerate(starts if stat.S_ISREG(status.st_mode) else ()):
-            num_here = _pread_all(fd, start, buffer[number * length : (number + 1) * length])
-            num_read += num_here
-            if num_here < length:
+            num_read_here = _pread_all(fd, start, buffer[number * length : (number + 1) * length])
+            num_read += num_read_here
+            if num_read_here < length:
                 break
     finally:
         os.close(fd)
@@ -82,12 +84,12 @@ def cut(buffer: memoryview, lengths: list[int]) -> list[bytes]:
 # ---------------------------------------------------------------------------------------------- samples
 
 
-def texts(data: bytes, ends: Int64s, places: Int64s) -> list[str]:
-    """Of the texts in UTF-8 that lie one behind another in `data` and end at `ends`, those at `places`."""
-    if len(places) and not 0 <= places.min() <= places.max() < len(ends):
-        raise IndexError(f"texts {places.min()} to {places.max()} of {len(ends)}")
-    starts = np.where(places > 0, ends[places - 1], 0).tolist() if len(places) else []
-    return [data[a:b].decode("utf-8", "surrogateescape") for a, b in zip(starts, ends[places].tolist(), strict=True)]
+def texts(data: bytes, ends: Int64s, numbers: Int64s) -> list[str]:
+    """The texts number `numbers` of the UTF-8 texts concatenated in `data`, which end at `ends`."""
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(ends):
+        raise IndexError(f"texts {numbers.min()} to {numbers.max()} of {len(ends)}")
+    starts = np.where(numbers > 0, ends[numbers - 1], 0).tolist() if len(numbers) else []
+    return [data[a:b].decode("utf-8", "surrogateescape") for a, b in zip(starts, ends[numbers].tolist(), strict=True)]
 
 
 def members(  # noqa: PLR0917 - as in C
@@ -100,25 +102,25 @@ def members(  # noqa: PLR0917 - as in C
     keys: Sequence[str],
     etags: Sequence[str | None],
 ) -> tuple[list[str], list[int], list[int], list[str | None]]:
-    """(keys, starts, sizes, etags) of the members at `offsets` of samples that all have `num_members`; `firsts`: the first
-    sample of every archive."""
-    places = (indices[:, None] * num_members + offsets).ravel()
+    """(keys, starts, sizes, etags) of the members at `offsets` of samples that all have `num_members`; `firsts` are the first
+    samples of the archives."""
+    numbers = (indices[:, None] * num_members + offsets).ravel()
     shards = (np.searchsorted(firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
     return (
         [keys[shard] for shard in shards],
-        starts.take(places).tolist(),
-        sizes.take(places).tolist(),
+        starts.take(numbers).tolist(),
+        sizes.take(numbers).tolist(),
         [etags[shard] for shard in shards],
     )
 
 
 def tar_run(data: bytearray, offset: int, end: int, size: int) -> tuple[bytes, bytes, bytes, int]:
-    """(names, starts, sizes, next offset) of the plain members of a piece of a tar: here none, so that each is looked at."""
+    """(names, starts, sizes, next offset) of the plain members in a part of a tar: here none, so each header is parsed."""
     return b"", b"", b"", offset
 
 
 def group_names(names: bytes, num: int) -> Any:
-    """The samples that the members of a tar make; None, here always: they are grouped one by one."""
+    """The samples of a tar's members: here None, so they are grouped one by one."""
     return None
 
 
@@ -130,8 +132,8 @@ _NUM_ROUNDS = 16
 
 
 def permute(values: Int64s, sizes: Int64s, a: Int64s, b: Int64s, keys: U64) -> None:
-    """Positions become their images, in place; see `sampling.permutation`. `sizes`, `a`, `b` and `keys` have a number for
-    every position, or one for all."""
+    """Replace positions by their images, in place; see `sampling.permutation`. `sizes`, `a`, `b` and `keys` have one number per
+    position, or one for all."""
     sizes, a, b = (column.reshape(()) if column.size == 1 else column for column in (sizes, a, b))
     keys = keys.reshape(()) if keys.size == 1 else keys
     rounds = [mix(np.array(keys + np.uint64((r + 1) * int(GOLDEN) & MASK))) for r in range(_NUM_ROUNDS)]
@@ -163,7 +165,7 @@ def _scale(values: Int64s, key: U64, below: Int64s) -> Int64s:
     mixed = values.astype(np.uint64)
     mixed *= GOLDEN
     mixed ^= key
-    # One multiplication less than `mix`: the rounds do the rest, and this is the hot loop of the order.
+    # One multiplication less than `mix`, in the hot loop of the order; the rounds make up for it.
     mixed ^= mixed >> np.uint64(32)
     mixed *= MIX_1
     mixed ^= mixed >> np.uint64(29)
@@ -180,7 +182,7 @@ Pixels = NDArray[np.uint8]
 
 
 def write_planes(slots: NDArray[np.uint8], slot: int, pixels: Pixels) -> None:
-    """Write uint8 [H, W, C] into `slots[slot]`, uint8 [C, H, W]; the kernel in C takes packed RGB, mirrored or not."""
+    """Write uint8 [H, W, C] into `slots[slot]`, uint8 [C, H, W]; the C kernel takes packed RGB, mirrored or not."""
     torch.from_numpy(slots)[slot].copy_(_planes(pixels))
 
 
@@ -191,8 +193,8 @@ def write_normalized(
     scale: tuple[float, ...],
     shift: tuple[float, ...],
 ) -> None:
-    """Write images, uint8 [H, W, C], into `slots[first]` and those behind it, float32 [C, H, W], as value * scale + shift,
-    each rounded by itself. None leaves its slot alone."""
+    """Write images, uint8 [H, W, C], into the slots from `slots[first]` on, float32 [C, H, W], as value * scale + shift, each
+    operation rounded. None leaves its slot unchanged."""
     tensor = torch.from_numpy(slots)
     if any(pixels is not None and pixels.shape[:2] != slots.shape[2:] for pixels in images):
         raise ValueError("the slots must have the pixels' size")
@@ -202,7 +204,7 @@ def write_normalized(
 
 
 def packed(pixels: Pixels) -> Pixels:
-    """The image with packed rows that run forwards: itself if it is so, else a copy."""
+    """The image with packed rows that run forwards; a copy unless it has them."""
     if pixels.shape[2] != 3 or pixels.strides[1:] != (-3, 1):
         return np.ascontiguousarray(pixels) if any(stride < 0 for stride in pixels.strides) else pixels
     # NumPy copies negative strides in 200 us at 224 x 224, torch mirrors in 7.
@@ -220,11 +222,11 @@ def _column(values: tuple[float, ...]) -> torch.Tensor:
 
 
 def is_cut(data: memoryview) -> bool:
-    """True for a JPEG that was cut, and then closed again or filled up."""
-    for mode in ("GRAY", "CMYK"):  # grey can be made of all but four colours
+    """True for a JPEG that was truncated, even if an end marker or filler was appended."""
+    for mode in ("GRAY", "CMYK"):  # all but four-channel images convert to grey
         try:
             simplejpeg.decode_jpeg(data, mode)
-        except Exception as error:  # it tells only the first reason, and it does not know every sampling of chroma
+        except Exception as error:  # only the first problem is named, and some chroma subsamplings are unknown
             if "premature end" in str(error).lower():
                 return True
         else:
@@ -236,7 +238,7 @@ def is_cut(data: memoryview) -> bool:
 
 
 def delayed() -> float:
-    """How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not."""
+    """Seconds that the calling thread was runnable without a CPU, as Linux counts them; 0 if it does not."""
     try:
         with io.FileIO("/proc/thread-self/schedstat") as file:
             return int(file.read(64).split()[1]) * 1e-9

@@ -1,4 +1,4 @@
-/* What headers of archives say, where they are plain. */
+/* Parses plain tar headers and the names of members. */
 #include "kernels.h"
 
 #include <ctype.h>
@@ -9,7 +9,7 @@
 #define TAR_NAME 100
 #define MOST_EXTENSIONS 64
 
-/* An octal field as everybody writes it: blanks, digits, then blanks or NULs. -1 for anything else, also for nothing. */
+/* An octal field in the common form: blanks, digits, then blanks or NULs. -1 for anything else, also if it is empty. */
 static long long tar_number(const uint8_t *at, int size) {
     long long value = 0;
     int i = 0, digits = 0;
@@ -42,11 +42,11 @@ static long long sum_of_block(const uint8_t *block) {
     return (long long)((sums & 0xffff) + (sums >> 16 & 0xffff) + (sums >> 32 & 0xffff) + (sums >> 48));
 }
 
-/* The size of the plain file whose header this is, or -1: everything unusual is left to others. */
+/* The size of the plain file whose header this is; -1 for anything unusual, which Python parses. */
 static long long tar_plain_size(const uint8_t *header) {
     const long long stored = tar_number(header + 148, 8);
     long long sum = sum_of_block(header);
-    for (int i = 148; i < 156; i++) { /* where the sum stands; blanks when it was made */
+    for (int i = 148; i < 156; i++) { /* the checksum field, which counts as blanks */
         sum += ' ' - header[i];
     }
     const int is_file = header[156] == '0' || header[156] == '7';
@@ -100,7 +100,7 @@ PyObject *tar_run(PyObject *self, PyObject *args) {
     return result;
 }
 
-/* What `group_names` finds; every array has room for one entry a member. */
+/* The result of `group_names`; every array has room for one entry per member. */
 typedef struct {
     char *keys;
     int64_t *key_ends, *counts, *places;
@@ -109,10 +109,10 @@ typedef struct {
     size_t extension_sizes[MOST_EXTENSIONS];
     Py_ssize_t num_samples, num_kept, num_ignored;
     int num_extensions;
-    int are_ascending; /* every key comes after the one before it: then none comes back */
+    int are_ascending; /* every key is greater than the one before, so no key repeats */
 } Groups;
 
-/* The number of an extension, compared without regard to case; -1 for one that takes a closer look. */
+/* The number of an extension, compared without regard to case; -1 for one that Python must compare. */
 static int extension_number(Groups *groups, const char *at, size_t size) {
     for (size_t i = 0; i < size; i++) {
         if ((unsigned char)at[i] >= 0x80 || at[i] == '/') {
@@ -132,7 +132,7 @@ static int extension_number(Groups *groups, const char *at, size_t size) {
     return groups->num_extensions++;
 }
 
-/* Whether a key comes after that of the sample before, byte by byte. */
+/* True if a key is greater than that of the sample before, byte by byte. */
 static int is_after_last(const Groups *groups, const char *key, size_t size) {
     const Py_ssize_t n = groups->num_samples;
     const size_t begin = n > 1 ? (size_t)groups->key_ends[n - 2] : 0, before = n ? (size_t)groups->key_ends[n - 1] - begin : 0;
@@ -140,9 +140,9 @@ static int is_after_last(const Groups *groups, const char *key, size_t size) {
     return order > 0 || (order == 0 && size > before);
 }
 
-/* Whether all names could be told apart by their dots alone, with no sample that has an extension twice. */
+/* True if all names could be grouped by their dots alone, and no sample has an extension twice. */
 static int find_groups(Groups *groups, const char *names, size_t num_bytes) {
-    const char *key = NULL; /* of the sample the latest member belongs to, with its dot */
+    const char *key = NULL; /* of the latest member's sample, with its dot */
     size_t key_size = 0, num_key_bytes = 0, at = 0;
     int64_t place = 0;
     int32_t *seen = groups->extensions;

@@ -1,7 +1,7 @@
-/* loaderkit.native._jpeg: a piece of a JPEG, through libjpeg-turbo's own interface.
+/* loaderkit.native._jpeg: decodes a part of a JPEG through libjpeg-turbo.
  *
- * Every byte is looked at, for a damaged file to be noticed wherever the piece lies; but only the blocks that the piece shows
- * are made into pixels. A module of its own, so that the others need no libjpeg. */
+ * Every byte is parsed, so that damage is noticed wherever the part lies; only the blocks of the part become pixels. It is a
+ * separate module, so that the others need no libjpeg. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -17,15 +17,15 @@
 #error "libjpeg-turbo 2.1 or later is needed"
 #endif
 
-#define CONTEXT 2 /* columns beside the piece that smooth upsampling of chroma looks at; of rows libjpeg sees to that itself */
-#define BESIDE 32 /* the most columns that are written besides: those on both sides, and the rest of the block they begin in */
+#define CONTEXT 2 /* columns beside the part that smooth chroma upsampling reads; libjpeg adds the rows itself */
+#define BESIDE 32 /* the most extra columns written: the context on both sides, and the rest of the first block */
 #define ROWS_A_CALL 8
-#define SMOOTHED 10 /* coefficients of a block that libjpeg guesses from its neighbours where they have not come in full */
+#define SMOOTHED 10 /* coefficients of a block that libjpeg estimates from its neighbours if they are incomplete */
 
 typedef struct {
-    struct jpeg_error_mgr manager; /* first: libjpeg knows the whole by it */
+    struct jpeg_error_mgr manager; /* first, as libjpeg passes a pointer to it */
     jmp_buf where;
-    volatile int is_cut; /* a scan ended before its blocks had come, or the file before its end marker */
+    volatile int is_cut; /* a scan ended before its last block, or the file before its end marker */
 } Errors;
 
 typedef struct {
@@ -45,8 +45,7 @@ static void count_warning(j_common_ptr decoder, int level) {
     ((Errors *)decoder->err)->is_cut |= level < 0 && (code == JWRN_HIT_MARKER || code == JWRN_JPEG_EOF);
 }
 
-/* Whether the piece lies in the picture, and is worth looking for: chroma that is sampled in another way than cameras and
- * encoders do it is left to others. */
+/* True if the part lies in the picture, and the chroma subsampling is a common one; others are decoded whole. */
 static int is_usual(const struct jpeg_decompress_struct *decoder, const Piece *piece) {
     const int is_inside = piece->height > 0 && piece->width > 0 && piece->top < decoder->output_height &&
                           piece->height <= decoder->output_height - piece->top && piece->left < decoder->output_width &&
@@ -60,8 +59,8 @@ static int is_usual(const struct jpeg_decompress_struct *decoder, const Piece *p
     return is_inside && has_usual_chroma;
 }
 
-/* Whether no block is guessed from its neighbours, as those of a progressive file are whose last scans are missing: at the piece's
- * edges it would not be the guess that is made of the whole. */
+/* True if no block is estimated from its neighbours, as in a progressive file without its last scans: at the part's edges the
+ * estimate would differ from that of the whole. */
 static int is_complete(const struct jpeg_decompress_struct *decoder) {
     for (int c = 0; decoder->coef_bits != NULL && c < decoder->num_components; c++) {
         for (int k = 0; k < SMOOTHED; k++) {
@@ -73,7 +72,7 @@ static int is_complete(const struct jpeg_decompress_struct *decoder) {
     return 1;
 }
 
-/* The rows of the piece, and all that stands behind it, which is thrown away. */
+/* Decodes the rows of the part, and discards the rows below it. */
 static int read_rows(struct jpeg_decompress_struct *decoder, Piece *piece) {
     JSAMPROW rows[ROWS_A_CALL];
     const JDIMENSION end = piece->left + piece->width;
@@ -96,7 +95,7 @@ static int read_rows(struct jpeg_decompress_struct *decoder, Piece *piece) {
     }
     const JDIMENSION rest = decoder->output_height - decoder->output_scanline;
     if (rest > 1) {
-        jpeg_skip_scanlines(decoder, rest - 1); /* all of them would be skipped without a look */
+        jpeg_skip_scanlines(decoder, rest - 1); /* skipping all of them would not parse them */
     }
     if (rest > 0) {
         rows[0] = (*decoder->mem->alloc_small)((j_common_ptr)decoder, JPOOL_IMAGE, row_size);
@@ -105,7 +104,7 @@ static int read_rows(struct jpeg_decompress_struct *decoder, Piece *piece) {
     return 1;
 }
 
-/* Whether the piece could be had from a file that libjpeg has nothing to say against. */
+/* True if the part was decoded without an error or warning of libjpeg. */
 static int decode_piece(const uint8_t *data, size_t size, Piece *piece) {
     struct jpeg_decompress_struct decoder;
     Errors errors = {.is_cut = 0};
@@ -140,7 +139,7 @@ typedef struct {
     double took_s;
 } Job;
 
-/* What a tuple (data, step, (top, left, height, width), buffer, ...) asks for; -1 with an exception. */
+/* Parses a tuple (data, step, (top, left, height, width), buffer, ...); -1 with an exception. */
 static int take(PyObject *given, Job *job) {
     Piece *piece = &job->piece;
     PyObject *first = PyTuple_Check(given) ? PyTuple_GetSlice(given, 0, 4) : NULL;
@@ -210,8 +209,7 @@ static PyObject *decode(PyObject *self, PyObject *given) {
     return found;
 }
 
-/* Whether a file lacks blocks, which libjpeg fills with grey, or its end marker. Where it gives up, others have to say what they
- * make of the rest. */
+/* True if a file lacks blocks, which libjpeg fills with grey, or its end marker. False if libjpeg fails, as Pillow then decides. */
 static int lacks_its_end(const uint8_t *data, size_t size) {
     struct jpeg_decompress_struct decoder;
     Errors errors = {.is_cut = 0};
@@ -222,7 +220,7 @@ static int lacks_its_end(const uint8_t *data, size_t size) {
         jpeg_create_decompress(&decoder);
         jpeg_mem_src(&decoder, data, size);
         jpeg_read_header(&decoder, TRUE);
-        decoder.scale_denom = 8; /* every code is read, and hardly a pixel made */
+        decoder.scale_denom = 8; /* every code is parsed, but few pixels are computed */
         jpeg_start_decompress(&decoder);
         const JDIMENSION row_size = decoder.output_width * (JDIMENSION)decoder.output_components;
         JSAMPROW row = (*decoder.mem->alloc_large)((j_common_ptr)&decoder, JPOOL_IMAGE, row_size);
@@ -258,7 +256,7 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_jpeg", "Pieces of JPEGs.", -1, methods, NULL, NULL, NULL, NULL};
 
-/* Whether the library that was found now is laid out as the headers said then. */
+/* True if the library loaded now has the struct sizes of the headers at build time. */
 static int is_same_library(void) {
     struct jpeg_decompress_struct decoder;
     Errors errors;

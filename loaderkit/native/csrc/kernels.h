@@ -1,28 +1,28 @@
-/* Moving bytes and pixels with few calls, each of which gives the GIL away at most once: with two busy threads every
- * exchange of the GIL costs tens of microseconds, and what takes 20 us alone is better done without one.
+/* Kernels for bytes and pixels. Each call releases the GIL at most once: with two busy threads every exchange of the GIL costs
+ * tens of microseconds, so what takes less than 20 us keeps it.
  *
- *     read_range(path, start, buffer, around)                open, fstat, pread, close; or past the page cache
+ *     read_range(path, start, buffer, around)                open, fstat, pread, close; with `around` past the page cache
  *     read_hashed(path, start, buffer, block, address, around)   the same, and the hash of every block, still in the cache
  *     read_many(path_of, keys, starts, lengths, etags, offsets, buffer)   the same for many ranges, neighbours in one call
  *     cut(buffer, lengths)                                   the parts of a buffer as bytes
- *     tar_run(data, offset, end, size)                       the plain members of a piece of a tar
- *     group_names(names, num)                                the samples they make
+ *     tar_run(data, offset, end, size)                       the plain members in a part of a tar
+ *     group_names(names, num)                                the samples that members form
  *     gather_ranges(path, starts, length, buffer)            open, fstat, a pread for every run of adjacent ranges, close
  *     write_normalized(slots, first, images, scale, shift)   float32 planes, value * scale + shift; None is left out
  *     write_planes(slots, slot, pixels)                      uint8 planes
  *     resample([(target, pixels, part, antialias), ...])     bilinear, where the CPU has AVX2
  *     permute(values, sizes, a, b, keys)                     keyed bijections, four times as fast as NumPy
- *     members(indices, offsets, num_members, ...)            where the members of some samples of tars lie
- *     texts(data, ends, places)                              some of the texts that lie one behind another
+ *     members(indices, offsets, num_members, ...)            the ranges of the members of samples in tars
+ *     texts(data, ends, places)                              some of the texts of a packed table
  *     Ledger                                                 a worker's time by state
- *     delayed()                                              how long this thread has waited for a CPU
- *     gil_wait(sleep_s)                                      how long a thread that wakes up waits for the GIL
+ *     delayed()                                              the time that this thread was runnable without a CPU
+ *     gil_wait(sleep_s)                                      the time that a waking thread waits for the GIL
  *
- * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart, and where pixels are
- * written to slots the rows may run backwards (a mirrored view). Multiplication and addition round separately, as torch's
- * do (the build forbids contraction), so that the result is the same to the last bit without this module. Float planes are
- * written past the caches: a slab is larger than they are, and reading its old content first would double the traffic
- * (224 x 224: 35 to 45 us, against 200 to 240 in torch).
+ * Slots are C-contiguous [B, 3, H, W]; pixels are [H, W, 3] with packed rows any distance apart; when written to slots, rows
+ * may run backwards (a mirrored view). Multiplication and addition round separately, as in torch (the build forbids
+ * contraction), so the result is the same to the last bit without this module. Float planes are written past the caches: a
+ * slab is larger than they are, and reading its old content first would double the traffic (224 x 224: 35 to 45 us, against
+ * 200 to 240 in torch).
  */
 #ifndef LOADERKIT_KERNELS_H
 #define LOADERKIT_KERNELS_H
@@ -44,7 +44,7 @@ static inline int have_avx2(void) {
 #endif
 }
 
-/* The view of pixels, uint8 [H, W, 3] with packed rows; -1 with a ValueError if they are something else. */
+/* The view of pixels, uint8 [H, W, 3] with packed rows; -1 with a ValueError for anything else. */
 int get_pixels(PyObject *object, Py_buffer *view, int may_be_mirrored);
 
 /* One column: `count` numbers of 8 bytes, or one that holds for all (then *step is 0); any count if that is -1. -1 with a

@@ -1,8 +1,8 @@
-/* One worker's time by state, as its thread writes it and others read it: `engine/metrics/worker_clock.py` says what for.
+/* One worker's time by state, written by its thread and read by others; see `engine/metrics/worker_clock.py`.
  *
- * An entry costs 0.1 us, and 0.6 with the thread's CPU clock, which is a system call: that one is left out where it can say
- * nothing. In Python an entry is 1.1 us where nothing else runs, and several times as much between the stages of a pipeline,
- * which leave nothing of it in the caches. The caller has the GIL, so no reader ever sees half an entry. */
+ * An entry costs 0.1 us, and 0.6 with the thread's CPU clock, a system call that is skipped where it tells nothing. In Python an
+ * entry takes 1.1 us in a loop, and several times as much between the stages of a pipeline, which evict its code from the
+ * caches. The caller holds the GIL, so no reader sees a partial entry. */
 #include "kernels.h"
 
 #include <fcntl.h>
@@ -16,7 +16,7 @@
 #define RING_LENGTH 256
 #define BUCKETS_PER_OCTAVE 4
 #define NUM_BUCKETS (40 * BUCKETS_PER_OCTAVE)
-#define LOOK_S 1e-3   /* what a thread waited for is asked only where it was off the CPU for longer */
+#define LOOK_S 1e-3   /* the cause of a wait is determined only if the thread was off the CPU for longer */
 #define MOMENT_S 50e-6 /* a hand-off, not a wait; and a thread counts as computing for so short a time, unasked */
 
 typedef struct {
@@ -27,7 +27,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *clock; /* NULL: time.perf_counter, which is read without a call */
+    PyObject *clock; /* NULL: time.perf_counter, read directly */
     PyObject *trace, *item, *slow_items, *least_s;
     int num_stages, num_states, open_state, has_thread, has_cpu_clock, is_stale;
     double since_s, delayed_since_s;
@@ -58,7 +58,7 @@ static double now_of(const Ledger *self) {
     return now;
 }
 
-/* How long the calling thread has been ready to run with no CPU free, in s, as Linux counts it; 0 where it does not. */
+/* Seconds that the calling thread was runnable without a CPU, as Linux counts them; 0 if it does not. */
 static double delayed_so_far_s(void) {
     char text[64];
     const int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
@@ -78,7 +78,7 @@ PyObject *delayed(PyObject *self, PyObject *args) {
     return PyFloat_FromDouble(delayed_so_far_s());
 }
 
-/* The wait for the lock alone: a thread that has woken up has its CPU, whatever else runs on this machine. */
+/* Measures the wait for the GIL alone: a thread that has woken up has a CPU already. */
 PyObject *gil_wait(PyObject *self, PyObject *arg) {
     (void)self;
     const double sleep_s = PyFloat_AsDouble(arg);
@@ -99,7 +99,7 @@ static void mark(Ledger *self, double now, int state) {
     self->num_marks++;
 }
 
-/* Which state has this number; -1 with a ValueError for none. */
+/* The state with this number; -1 with a ValueError if there is none. */
 static int state_of(const Ledger *self, PyObject *object, int num_states) {
     const long state = PyLong_AsLong(object);
     if (!(state == -1 && PyErr_Occurred()) && (state < 0 || state >= num_states)) {
@@ -118,7 +118,7 @@ static int record(const Ledger *self, double now, int state) {
     return done == NULL ? -1 : 0;
 }
 
-/* Whether the calling thread is another one than that which was in a stage last; it is to be this one now. */
+/* True if the calling thread differs from the one that was in a stage last; records the calling one. */
 static int is_another_thread(Ledger *self) {
     const pthread_t thread = pthread_self();
     if (self->has_thread && pthread_equal(thread, self->thread)) {
@@ -171,7 +171,7 @@ static PyObject *enter(Ledger *self, PyObject *object) {
     return PyFloat_FromDouble(now);
 }
 
-/* Have the slowest noted, if this chunk is among them. */
+/* Records a chunk that is among the slowest. */
 static int note_slow(Ledger *self, int stage, PyObject *chunk, double each_s, double now) {
     PyObject *slowest = PyObject_GetAttrString(chunk, "slowest");
     if (slowest == NULL) {
@@ -184,7 +184,7 @@ static int note_slow(Ledger *self, int stage, PyObject *chunk, double each_s, do
     if (PyErr_Occurred()) {
         return -1;
     }
-    if (seconds <= least_s) { /* nearly always: what `note` would do then, without a call */
+    if (seconds <= least_s) { /* nearly always; saves the call of `note` */
         return is_of_one ? PyObject_SetAttrString(chunk, "slowest", Py_None) : 0;
     }
     PyObject *done = PyObject_CallMethod(self->slow_items, "note", "iOdd", stage, chunk, each_s, now);
@@ -276,7 +276,7 @@ static void add_states(const Ledger *self, double now, double *state_s) {
         state_s[self->open_state] += now - self->since_s;
         return;
     }
-    /* The worker has gone on since `now`, in which time the reader may have waited for the GIL. */
+    /* The worker has continued since `now`, while the reader may have waited for the GIL. */
     double from_s, to_s;
     int state, is_any;
     for (long back = 0; (is_any = entry_of(self, back, now, self->since_s, &state, &from_s, &to_s)) >= 0; back++) {
@@ -346,7 +346,7 @@ static PyObject *rows_of(const Totals *totals, int num_stages) {
     return found;
 }
 
-/* Of several ledgers alike: one call for 64 workers, whose sums in Python take several times as long as all else of `stats()`. */
+/* The sums over several clocks in one call: for 64 workers they take, in Python, several times as long as the rest of `stats()`. */
 static PyObject *summed(PyObject *type, PyObject *args) {
     PyObject *ledgers;
     double now;

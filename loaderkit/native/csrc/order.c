@@ -1,4 +1,4 @@
-/* The arithmetic of the order; `loaderkit/sampling/permutation.py` says what it is. */
+/* The permutation of samples; see `loaderkit/sampling/permutation.py`. */
 #include "kernels.h"
 
 #define GOLDEN 0x9E3779B97F4A7C15u
@@ -21,8 +21,8 @@ static uint64_t scaled(uint64_t value, uint64_t key, uint64_t below) {
     return ((value >> 32) * below) >> 32;
 }
 
-/* Positions through the network on Z_a x Z_b, once. Several side by side: a round waits for the one before it, and one
- * position alone leaves the CPU idle for most of that time. */
+/* One pass of positions through the network on Z_a x Z_b, several at once: each round depends on the one before, so a single
+ * position would leave the CPU idle most of the time. */
 static inline void pass(int64_t *values, int count, uint64_t a, uint64_t b, const uint64_t *keys) {
     uint64_t left[LANES], right[LANES];
     for (int i = 0; i < count; i++) {
@@ -73,7 +73,7 @@ int get_column(PyObject *object, Py_buffer *view, Py_ssize_t count, int flags, P
     return 0;
 }
 
-/* permute(values, sizes, a, b, keys): every position becomes its image, in place. */
+/* permute(values, sizes, a, b, keys): replaces every position by its image. */
 PyObject *permute(PyObject *self, PyObject *args) {
     PyObject *objects[5];
     Py_buffer views[5];

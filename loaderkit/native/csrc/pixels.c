@@ -1,4 +1,4 @@
-/* Pixels into slots: split into planes, mirrored, scaled. */
+/* Writes pixels into slots: split into planes, mirrored, scaled. */
 #include "kernels.h"
 
 #include <string.h>
@@ -106,7 +106,7 @@ static int get_slots(PyObject *object, Py_buffer *view, const char *format, Py_s
     return 0;
 }
 
-/* Pixels [x, x + count) of row y, packed: where they lie, or in `spare` if the row runs backwards. */
+/* Pixels [x, x + count) of row y, packed: in place, or copied to `spare` if the row runs backwards. */
 static const uint8_t *tile_of(const Py_buffer *pixels, Py_ssize_t y, Py_ssize_t x, Py_ssize_t count, uint8_t *spare, int wide) {
     const uint8_t *row = (const uint8_t *)pixels->buf + y * pixels->strides[0];
     if (pixels->strides[1] > 0) {
@@ -173,7 +173,7 @@ PyObject *write_normalized(PyObject *self, PyObject *args) {
             }
         }
 #ifdef HAVE_AVX2
-        _mm_sfence(); /* a thread that is told that the slots are full must see the stores */
+        _mm_sfence(); /* a thread that learns that the slots are full must see the stores */
 #endif
         Py_END_ALLOW_THREADS;
     }

@@ -1,4 +1,4 @@
-/* Ranges of files, with few calls. */
+/* Reads ranges of files with few system calls. */
 #define _GNU_SOURCE /* O_DIRECT */
 #include "kernels.h"
 
@@ -18,7 +18,7 @@ static long long ns_of(struct timespec time) {
     return (long long)time.tv_sec * 1000000000LL + time.tv_nsec;
 }
 
-/* Fill `to` with the bytes from `start` on; how many there were. -1: errno says why. */
+/* Fills `to` with the bytes from `start` on; returns their number, or -1 with errno. */
 static Py_ssize_t pread_all(int fd, char *to, Py_ssize_t length, long long start) {
     Py_ssize_t done = 0;
     while (done < length) {
@@ -37,9 +37,9 @@ static Py_ssize_t pread_all(int fd, char *to, Py_ssize_t length, long long start
 #ifndef O_DIRECT /* Linux */
 #define O_DIRECT 0
 #endif
-#define ALIGNMENT 4096 /* of places in a file and lengths that are read past the page cache */
+#define ALIGNMENT 4096 /* of offsets and lengths in reads past the page cache */
 #define STEP (1 << 21)
-#define STEP_MEMORY (STEP + ALIGNMENT) /* a range of steps that begins between two borders ends behind one */
+#define STEP_MEMORY (STEP + ALIGNMENT) /* an unaligned range of a step touches one more block */
 
 static pthread_key_t step_key;
 static pthread_once_t step_once = PTHREAD_ONCE_INIT;
@@ -53,8 +53,8 @@ static void make_step_key(void) {
     has_step_key = pthread_key_create(&step_key, unmap_step) == 0;
 }
 
-/* STEP_MEMORY bytes at a border of large pages; NULL if there are none. A disk is asked for as many pieces as memory has, and with
- * pages of 4 KiB that took twice as long. */
+/* STEP_MEMORY bytes aligned to large pages; NULL if there are none. A disk request has one segment per page of memory, and with
+ * pages of 4 KiB it took twice as long. */
 static char *map_step(void) {
     char *mapped = mmap(NULL, STEP + STEP_MEMORY, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) {
@@ -71,7 +71,7 @@ static char *map_step(void) {
     return mapped + before;
 }
 
-/* What is read past the page cache goes through this: the calling thread's own, until it ends; NULL if there is no memory. */
+/* The calling thread's buffer for reads past the page cache, kept until the thread ends; NULL without memory. */
 static char *memory_for_step(void) {
     pthread_once(&step_once, make_step_key);
     char *memory = has_step_key ? pthread_getspecific(step_key) : NULL;
@@ -82,8 +82,8 @@ static char *memory_for_step(void) {
     return memory;
 }
 
-/* pread_all of a file that was opened with O_DIRECT, by way of `memory`. Bytes do not lie in a tensor as they would have to for the
- * disk to write them there, and a copy costs a tenth of what the page cache does. */
+/* pread_all of a file opened with O_DIRECT, through `memory`: a tensor's bytes are not aligned for the disk to write them there,
+ * and a copy costs a tenth of the page cache's. */
 static Py_ssize_t pread_around(int fd, char *memory, char *to, Py_ssize_t length, long long start) {
     Py_ssize_t done = 0;
     while (done < length) {
@@ -94,7 +94,7 @@ static Py_ssize_t pread_around(int fd, char *memory, char *to, Py_ssize_t length
         if (got < 0 && errno == EINTR) {
             continue;
         }
-        if (got < 0) { /* it wants more alignment than that, or cannot do it at all; what else is wrong is said by an ordinary read */
+        if (got < 0) { /* more alignment is needed, or O_DIRECT fails here; an ordinary read raises any other error */
             fcntl(fd, F_SETFL, O_NONBLOCK);
             const Py_ssize_t more = pread_all(fd, to + done, length - done, start + done);
             return more < 0 ? more : done + more;
@@ -109,13 +109,13 @@ static Py_ssize_t pread_around(int fd, char *memory, char *to, Py_ssize_t length
     return done;
 }
 
-/* pread_all, past the page cache if there is `around`, the memory for that. */
+/* pread_all; past the page cache if the buffer `around` is given. */
 static Py_ssize_t pread_either_way(int fd, char *around, char *to, Py_ssize_t length, long long start) {
     return around != NULL && start >= 0 ? pread_around(fd, around, to, length, start) : pread_all(fd, to, length, start);
 }
 
-/* Ranges of `length` bytes, one behind another in `to`, until one is short; how many bytes there were. -1: errno says why.
- * A record of 16 bytes in the page cache costs 0.3 us; ranges that are neighbours in the file are read together. */
+/* Reads ranges of `length` bytes, concatenated in `to`, until one is short; returns the number of bytes, or -1 with errno. A
+ * record of 16 bytes in the page cache costs 0.3 us; adjacent ranges are read together. */
 static Py_ssize_t pread_ranges(int fd, char *around, char *to, Py_ssize_t length, const int64_t *starts, Py_ssize_t count) {
     Py_ssize_t done = 0, i = 0;
     while (i < count && starts[i] >= 0) {
@@ -136,8 +136,8 @@ static Py_ssize_t pread_ranges(int fd, char *around, char *to, Py_ssize_t length
     return done;
 }
 
-/* Open a file and look at it: a descriptor, or -1; `error` says why, or why it could not be looked at. `around`: to read it past
- * the page cache, where the filesystem can. */
+/* Opens a file and calls fstat; returns a descriptor, or -1. `error` is the errno of either call. `around`: for reads past the
+ * page cache, if the filesystem supports them. */
 static int open_file(const char *path, struct stat *status, int *error, int around) {
     /* Without O_NONBLOCK, opening a named pipe would wait for a writer for ever. */
     const int flags = O_RDONLY | O_NONBLOCK | O_CLOEXEC;
@@ -151,8 +151,8 @@ static int open_file(const char *path, struct stat *status, int *error, int arou
     return fd;
 }
 
-/* Open, look, read the ranges, close: (bytes read, mode, size, time of change in ns), or None with an OSError set. What is no
- * regular file is not read. `path` is given back. */
+/* open, fstat, read the ranges, close: (bytes read, mode, size, mtime in ns), or NULL with an OSError set. Only a regular file is
+ * read. `path` is released. */
 static PyObject *read_from(PyObject *path, char *to, Py_ssize_t length, const int64_t *starts, Py_ssize_t count, int is_around) {
     struct stat status;
     Py_ssize_t done = 0;
@@ -204,7 +204,7 @@ static Py_ssize_t pread_hashed(int fd, char *around, char *to, Py_ssize_t length
     return length;
 }
 
-/* One range of a file, and where its bytes go. Neighbours of one file share `path`. */
+/* One range of a file, and the target of its bytes. Consecutive ranges of one file share `path`. */
 typedef struct {
     const char *path, *etag;
     long long start;
@@ -213,12 +213,12 @@ typedef struct {
     int failed;
 } Piece;
 
-#define MOST_GAP 8192 /* bytes between two wanted ranges (headers and padding of a tar) that are cheaper read than skipped */
+#define MOST_GAP 8192 /* gaps between two ranges (headers and padding of a tar) up to this size are cheaper read than skipped */
 #define MOST_PARTS 256
-#define SMALL 4096 /* pieces from here on are read to their places; smaller ones cost more as parts of a read than as copies */
+#define SMALL 4096 /* ranges of at least this size are read into their targets; smaller ones are cheaper to copy */
 #define MOST_SPAN 65536
 
-/* The number's hexadecimal digits, in small letters; what stands behind them. `printf` takes five times as long. */
+/* Writes a number in lower-case hexadecimal digits; returns the end. `printf` takes five times as long. */
 static char *put_hex(char *to, unsigned long long number) {
     int bits = 60;
     while (bits > 0 && (number >> bits) == 0) {
@@ -238,12 +238,12 @@ static int is_as_listed(const struct stat *status, const char *etag) {
     return etag == NULL || strcmp(found, etag) == 0;
 }
 
-/* From the first byte of the first piece to the last of the last. */
+/* The distance from the first byte of the first range to the end of the last. */
 static long long span_of(const Piece *pieces, Py_ssize_t count) {
     return pieces[count - 1].start + pieces[count - 1].length - pieces[0].start;
 }
 
-/* How many pieces from the first on lie so close behind one another that one call reads them all. */
+/* The number of ranges, from the first on, that lie close enough for one call. */
 static Py_ssize_t run_length(const Piece *pieces, Py_ssize_t count) {
     Py_ssize_t n = 1;
     const int are_small = pieces[0].length < SMALL;
@@ -257,7 +257,7 @@ static Py_ssize_t run_length(const Piece *pieces, Py_ssize_t count) {
     return n;
 }
 
-/* Small pieces of one open file that lie side by side: one read of all, and a copy of each. */
+/* Reads adjacent small ranges of one open file by one read, and copies each. */
 static int read_small(int fd, const Piece *pieces, Py_ssize_t count) {
     char bytes[MOST_SPAN];
     const long long start = pieces[0].start;
@@ -271,7 +271,7 @@ static int read_small(int fd, const Piece *pieces, Py_ssize_t count) {
     return 1;
 }
 
-/* Read `count` pieces of one open file that lie side by side; returns whether all bytes came. */
+/* Reads `count` adjacent ranges of one open file; returns true if all bytes came. */
 static int read_run(int fd, const Piece *pieces, Py_ssize_t count) {
     if (count > 2 && pieces[0].length < SMALL && span_of(pieces, count) <= MOST_SPAN) {
         return read_small(fd, pieces, count);
@@ -337,7 +337,7 @@ static void read_pieces(Piece *pieces, Py_ssize_t count) {
     }
 }
 
-/* Where a piece stands in the lists, and by what it is put in order: first of all where its file comes first. */
+/* A range's index in the lists, and its sort key: first the first index of its file. */
 typedef struct {
     PyObject *key;
     long long start;
@@ -355,7 +355,7 @@ static int compare_places(const void *left, const void *right) {
     return a->start != b->start ? (a->start < b->start ? -1 : 1) : a->place < b->place ? -1 : 1;
 }
 
-/* Whether they are as they are to be: those of one file, and then perhaps those of another, as samples in their order are. */
+/* True if the ranges are sorted already: file by file, ascending, as those of samples in canonical order. */
 static int are_in_order(const Place *places, Py_ssize_t count) {
     int num_changes = 0;
     for (Py_ssize_t i = 1; i < count; i++) {
@@ -368,8 +368,8 @@ static int are_in_order(const Place *places, Py_ssize_t count) {
     return num_changes <= 1;
 }
 
-/* Pieces of one file together, in its order: samples in any order from a few shards would else have a file opened for each (64
- * of 2 kB: 300 us instead of 130). */
+/* Sorts the ranges by file and offset: else shuffled samples from a few shards would open a file for each (64 of 2 kB: 300 us
+ * instead of 130). */
 static void put_in_order(Place *places, Py_ssize_t count) {
     if (are_in_order(places, count)) {
         return;

@@ -1,4 +1,4 @@
-/* Samples, many at a time: their keys and where they lie. */
+/* The keys and ranges of many samples at once. */
 #include "kernels.h"
 #include <string.h>
 
@@ -40,7 +40,7 @@ PyObject *texts(PyObject *self, PyObject *args) {
     return found;
 }
 
-/* The last of `firsts` that is not above `index`: looked for where the one before was, where most are. */
+/* The last of `firsts` that is at most `index`; the search begins at the previous result, which is usually right. */
 static Py_ssize_t shard_of(const int64_t *firsts, Py_ssize_t count, Py_ssize_t before, int64_t index) {
     Py_ssize_t low = 0, high = count;
     if (firsts[before] <= index && (before + 1 == count || index < firsts[before + 1])) {

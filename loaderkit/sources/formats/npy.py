@@ -1,10 +1,10 @@
-"""NumPy's `.npy` and `.npz`: where the numbers lie and what they are, from a few small ranges and without running anything.
+"""NumPy's `.npy` and `.npz`: locates arrays and their types from a few small ranges, without running code.
 
     .npy   magic, version, header (a dict as text) ──> NpyHeader ──> the array, row after row
     .npz   a zip: its directory (at the end) ──> NpzMember of every array ──> its own header and bytes, as in .npy
 
-The formats are NumPy's (numpy.lib.format) and PKWARE's APPNOTE. Everything that is wrong is a `FormatError`, which says where
-in the bytes; which file they are of is for the caller to say.
+The formats are NumPy's (numpy.lib.format) and PKWARE's APPNOTE. Every error is a `FormatError` that names the offset; the
+caller adds the file.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from numpy.typing import NDArray
 from loaderkit.errors import FormatError
 
 Read = Callable[[int, memoryview], None]
-"""Fills a buffer with the bytes from a place on, or raises."""
+"""Fills a buffer with the bytes from an offset on, or raises."""
 
 _MAGIC = b"\x93NUMPY"
-_USUAL_HEADER = 256  # NumPy pads to a multiple of 64: 128 bytes unless there are very many dimensions
-_MAX_HEADER = 65536  # structured types may have long ones; more is no array's, and not worth parsing
+_USUAL_HEADER = 256  # NumPy pads to a multiple of 64: usually 128 bytes
+_MAX_HEADER = 65536  # structured types may have long headers; a longer one is damaged
 _MAX_DIMENSIONS = 64
-_ESCAPED = re.compile(r"""(?:[^\\]|\\[\\'"abfnrtvxuUN0-7\n])*""", re.DOTALL)  # Python warns of other backslashes
+_ESCAPED = re.compile(r"""(?:[^\\]|\\[\\'"abfnrtvxuUN0-7\n])*""", re.DOTALL)  # Python warns about other backslashes
 
 # ------------------------------------------------------------------------------------------------------ one array
 
 
 class NpyHeader(NamedTuple):
-    """What an array is: its type, its shape, and the byte of the file where its numbers begin."""
+    """An array's type and shape, its order, and the offset of its data in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -48,12 +48,12 @@ class NpyHeader(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the numbers, without the header."""
+        """The size of the data, without the header."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_c_order(self) -> bool:
-        """Whether the last index runs fastest; so it does in either order if only one dimension is longer than 1."""
+        """True if the last index runs fastest, as it does in either order if only one dimension is longer than 1."""
         return not self.fortran_order or sum(length != 1 for length in self.shape) <= 1
 
 
@@ -70,11 +70,11 @@ def read_npy_header(read: Read, size: int) -> NpyHeader:
 
 
 def parse_npy_header(data: bytes | bytearray | memoryview, size: int) -> NpyHeader:
-    """The header at the beginning of `data`, which may hold the numbers, too, of an array in `size` bytes."""
+    """The header of an array of `size` bytes; `data` begins with it, and may go past it."""
     return _parsed(bytes(data[: _header_end(data, size)]))
 
 
-@lru_cache(maxsize=32)  # files of one data set have the same header: 20 us once instead of for each
+@lru_cache(maxsize=32)  # files of one data set share their header; parsing takes 20 us
 def _parsed(header: bytes) -> NpyHeader:
     version, begin = header[6], 10 if header[6] == 1 else 12
     where = f"the .npy header (bytes {begin} to {len(header)})"
@@ -84,21 +84,21 @@ def _parsed(header: bytes) -> NpyHeader:
             raise ValueError("a backslash in front of a letter that has no meaning there")
         # Python 2 wrote long numbers as "10L".
         fields = ast.literal_eval(re.sub(r"(?<=\d)L(?=\s*[,)])", "", text) if version < 3 else text)
-        repr(fields)  # fails of numbers with thousands of digits, which hexadecimal ones may have
+        repr(fields)  # fails for integers with thousands of digits
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise FormatError(f"{where} is damaged: {error}") from None
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise FormatError(f"{where} is damaged: {str(fields)[:200]}")
     if not isinstance(fields["fortran_order"], bool):
         raise FormatError(f"{where} is damaged: fortran_order is {fields['fortran_order']!r:.200}, not True or False")
-    found = NpyHeader(_dtype_of(fields["descr"]), _shape_of(fields["shape"]), fields["fortran_order"], len(header))
-    if found.num_bytes >= 2**63:
-        raise FormatError(f"{where} is damaged: {found.dtype} {list(found.shape)!s:.200} is larger than anything")
-    return found
+    parsed = NpyHeader(_dtype_of(fields["descr"]), _shape_of(fields["shape"]), fields["fortran_order"], len(header))
+    if parsed.num_bytes >= 2**63:
+        raise FormatError(f"{where} is damaged: {parsed.dtype} {list(parsed.shape)!s:.200} has more than 2**63 bytes")
+    return parsed
 
 
 def _header_end(data: bytes | bytearray | memoryview, size: int) -> int:
-    """Where the header ends, from the first 12 bytes."""
+    """The offset of the header's end, from the first 12 bytes."""
     if bytes(data[: len(_MAGIC)]) != _MAGIC:
         raise FormatError(f"not an .npy file: it begins with {bytes(data[:8])!r} instead of {_MAGIC!r}")
     if size < 12 or len(data) < 12:
@@ -142,9 +142,9 @@ def _shape_of(shape: object) -> tuple[int, ...]:
 
 
 def view_npy(data: memoryview) -> NDArray[Any]:
-    """The array in the bytes of an .npy file, without a copy: it lives as long as `data` is left alone.
+    """The array in the bytes of an .npy file, as a view of `data`.
 
-    What follows the array is ignored, as np.load does.
+    Bytes after the array are ignored, as by np.load.
     """
     header = parse_npy_header(data, len(data))
     num_left = len(data) - header.data_start
@@ -156,21 +156,27 @@ def view_npy(data: memoryview) -> NDArray[Any]:
     shape = header.shape[::-1] if header.fortran_order else header.shape
     try:
         array = np.ndarray(shape, header.dtype, data, header.data_start)
-    except (ValueError, TypeError, OverflowError) as error:  # no bytes at all, but lengths or types that NumPy refuses
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as error:  # an array without bytes whose lengths or type NumPy refuses
         raise FormatError(f"the .npy header's shape {header.shape} of {header.dtype} is no array: {error}") from None
     return array.T if header.fortran_order else array
 
 
 # ----------------------------------------------------------------------------------------------- several in a zip
 
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")  # a member's own header: the lengths of name and extra field come last
-_MAX_DEFLATE = 1032  # what deflate can pack at most: 258 bytes in 2 bits
+_LOCAL = struct.Struct(
+    "<4sHHHHHIIIHH"
+)  # a member's local header; the last fields are the lengths of name and extra field
+_MAX_DEFLATE = 1032  # the highest ratio of deflate: 258 bytes in 2 bits
 
 
 class NpzMember(NamedTuple):
-    """One array of an archive: its name, where its bytes lie in the archive, and how many there are, packed and unpacked.
+    """One array of an archive: its name, the offset of its bytes in the archive, and their number, stored and unpacked.
 
-    `head` is the beginning of those bytes as far as it was read anyway.
+    `head` holds the first of those bytes, which were read with the local header.
     """
 
     name: str
@@ -183,7 +189,7 @@ class NpzMember(NamedTuple):
 
 
 def read_npz_members(read: Read, size: int) -> list[NpzMember]:
-    """The arrays of an archive of `size` bytes, in its order: one read of its end, and one of some 300 bytes an array."""
+    """The arrays of an archive of `size` bytes, in its order: one read of its end, and one of about 300 bytes per array."""
     try:
         with zipfile.ZipFile(_RangeFile(read, size)) as archive:
             infos = archive.infolist()
@@ -230,10 +236,10 @@ def _member_of(info: zipfile.ZipInfo, read: Read, size: int) -> NpzMember:
 
 
 def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
-    """The bytes of the `.npy` file that a member is, from those of the archive: a view unless it is packed. Raises
-    FormatError, which leaves it to the caller to name the array.
+    """The bytes of a member's `.npy` file, from those of the archive: a view unless it is compressed. Raises FormatError, to
+    which the caller adds the array's name.
 
-    What is packed is checked by its CRC, as unpacking costs more; what is stored is not, as an `.npy` file has none.
+    The CRC of a compressed member is checked, as it costs less than unpacking; that of a stored one is not checked.
     """
     stored = data[member.start : member.start + member.num_stored]
     if not member.is_packed:
@@ -249,12 +255,12 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
         raise FormatError(
             f"it is damaged: it unpacks to {len(unpacked)} bytes of {member.size}, or to others than were packed"
         )
-    return memoryview(bytearray(unpacked))  # to be written to, as other arrays; a twentieth of unpacking
+    return memoryview(bytearray(unpacked))  # writable, as other arrays; a twentieth of unpacking
 
 
 def _check_unpacked(head: bytes, size: int) -> None:
-    """Raise FormatError unless an array that begins with `head` ends about where the directory says. What follows it is ignored
-    where it is stored, too, but a thousand times what is stored could follow it here."""
+    """Raise FormatError unless an array that begins with `head` has about the `size` in the directory: bytes after an array are
+    ignored, but compressed they could unpack to a thousand times their size."""
     header = parse_npy_header(head, size)
     end = header.data_start + header.num_bytes
     if not end <= size <= 2 * end + 2**20:
@@ -264,7 +270,7 @@ def _check_unpacked(head: bytes, size: int) -> None:
 
 
 def view_npz(data: memoryview) -> dict[str, NDArray[Any]]:
-    """The arrays in the bytes of an .npz file by name, those that are stored without a copy; see `view_npy`."""
+    """The arrays in the bytes of an .npz file by name; stored ones are views, see `view_npy`."""
 
     def read(start: int, buffer: memoryview) -> None:
         buffer[:] = data[start : start + len(buffer)]
@@ -279,15 +285,15 @@ def view_npz(data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 class _RangeFile(io.RawIOBase):
-    """A file to be read and sought in, over a function that reads ranges. The end, where a zip's directory is, is read
-    once: `zipfile` looks there three times."""
+    """A seekable file over a function that reads ranges. Its end, which holds a zip's directory, is read once: `zipfile` reads
+    it three times."""
 
     _TAIL = 8192
 
     def __init__(self, read: Read, size: int) -> None:
         self._read = read
         self._size = size
-        self._place = 0
+        self._position = 0
         self._tail_start = max(0, size - self._TAIL)
         self._tail = memoryview(bytearray(size - self._tail_start))
         read(self._tail_start, self._tail)
@@ -299,22 +305,22 @@ class _RangeFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        if place < 0:
-            raise OSError(f"byte {place} lies before the first")
-        self._place = place
-        return place
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if position < 0:
+            raise OSError(f"byte {position} lies before the first")
+        self._position = position
+        return position
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        num_bytes = max(0, min(len(target), self._size - self._place))
-        if self._place >= self._tail_start:
-            first = self._place - self._tail_start
+        num_bytes = max(0, min(len(target), self._size - self._position))
+        if self._position >= self._tail_start:
+            first = self._position - self._tail_start
             target[:num_bytes] = self._tail[first : first + num_bytes]
         elif num_bytes:
-            self._read(self._place, target[:num_bytes])
-        self._place += num_bytes
+            self._read(self._position, target[:num_bytes])
+        self._position += num_bytes
         return num_bytes

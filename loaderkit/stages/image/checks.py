@@ -1,4 +1,4 @@
-"""Whether the stages behind `decode` allow what it was asked for: smaller images, or to be done by DALI."""
+"""Checks that the stages after `decode` allow its settings: `scaled`, or a DALI device."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ def check_decode(
 def _check_scaled(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
-    """An image that was decoded smaller must be shrunk to its final size before another stage sees it."""
+    """An image decoded at reduced size must be resized to its final size before another stage sees it."""
     if not getattr(stages[number].args, "scaled", False):
         return
     following = next((stage for stage in stages[number + 1 :] if not kinds[stage.kind].is_pointwise), None)
     if following is None or "interpolation" not in type(following.args).model_fields:
         name = f"`{following.kind}`" if following is not None else "nothing"
-        why = f"`resize` or `random_resized_crop` has to come next, and {name} does"
+        reason = f"`resize` or `random_resized_crop` has to come next, and {name} does"
     elif getattr(following.args, "interpolation", None) != "bilinear" or not getattr(
         following.args, "antialias", False
     ):
-        why = f"`{following.kind}` has to be bilinear and antialiased"
+        reason = f"`{following.kind}` has to be bilinear and antialiased"
     elif getattr(following.args, "fields", None) is not None:
-        why = f"`{following.kind}` has to act on all images, and it names `fields`"
+        reason = f"`{following.kind}` has to act on all images, and it names `fields`"
     else:
         return
-    add_error(number, f"`scaled: true` decodes images smaller: {why}", "scaled")
+    add_error(number, f"`scaled: true` decodes images smaller: {reason}", "scaled")
 
 
 def _check_dali(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
-    """DALI must be able to do what the stages up to `batch` do."""
+    """DALI must support the stages up to `batch`."""
     decode = stages[number].args
     for name in ("scaled", "masks", "exif_orientation"):
         if getattr(decode, name):
@@ -54,7 +54,7 @@ def _check_dali(
         if is_whole and kind.ops is not None and not kind.shrinks and Adjust in kind.ops(stage.args).kinds:
             add_error(
                 place,
-                f"`{stage.kind}` of whole images may take gigabytes inside DALI: put it behind what crops or resizes them, or "
+                f"`{stage.kind}` of whole images may take gigabytes inside DALI: put it after a crop or resize, or "
                 "use `decode: {device: cpu}`",
             )
         is_whole = is_whole and not kind.shrinks
@@ -81,7 +81,7 @@ def _check_dali_arguments(
             number, f"bicubic without it is another filter inside DALI: leave it on, or use {instead}", "antialias"
         )
     if stage.args.workers != "auto":
-        add_error(number, f"`{stage.kind}` runs inside `decode` here: say there how many", "workers")
+        add_error(number, f"`{stage.kind}` runs inside `decode` here: set `workers` there", "workers")
     if named is not None and set(named) != set(decoded or ()):
         add_error(
             number,

@@ -82,7 +82,7 @@ def color_jitter(args: ColorJitterArgs) -> Callable[..., None]:
 
 
 def color_jitter_steps(args: ColorJitterArgs) -> ImageOps:
-    """The same, described."""
+    """The same as `ImageOp`s."""
     ranges = _ranges(args)
 
     def of(height: int, width: int, draws: NDArray[np.float64]) -> tuple[Adjust, ...]:
@@ -103,12 +103,12 @@ _ADJUST: tuple[Callable[[float], Adjust], ...] = (
 
 def _ranges(args: ColorJitterArgs) -> list[tuple[float, float] | None]:
     """Bounds of the four factors; None for one that changes nothing."""
-    found = ((args.brightness, 1.0), (args.contrast, 1.0), (args.saturation, 1.0), (args.hue, 0.0))
-    return [None if bounds == (neutral, neutral) else bounds for bounds, neutral in found]
+    ranges = ((args.brightness, 1.0), (args.contrast, 1.0), (args.saturation, 1.0), (args.hue, 0.0))
+    return [None if bounds == (neutral, neutral) else bounds for bounds, neutral in ranges]
 
 
 def _factors(ranges: Sequence[tuple[float, float] | None], draws: NDArray[np.float64]) -> Iterator[tuple[int, float]]:
-    """What is done to one image, in its order: (number of the step, factor)."""
+    """The steps for one image, in order: (number of the step, factor)."""
     for number in np.argsort(draws[4:8], kind="stable").tolist():
         bounds = ranges[number]
         if bounds is not None:

@@ -4,9 +4,9 @@
     crop boxes ────┼─ external sources ─> decode the crop ─> resize ─> mirror, normalise ─> tensor [n, C, H, W] ─DLPack─> torch
     sizes, flips ──┘  (host arithmetic: ops.py, with loaderkit's own draws)
 
-A chunk goes through at once, and is a whole batch: its tensor is the batch's, without a copy. What is no JPEG that DALI takes
-goes through the CPU's own stages instead, in the same batch: other formats, four-channel and damaged files, images that are
-objects already. So a damaged image costs one sample, and its error is the one the CPU gives.
+A chunk, which is a whole batch, is rendered in one run: its tensor is the batch's, without a copy. Images that are no JPEG for
+DALI go through the CPU's stages in the same batch: other formats, four-channel and damaged files, and decoded images. So a
+damaged image costs one sample, and its error is the CPU's.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from loaderkit.stages.values import to_tensor
 logger = logging.getLogger("loaderkit")
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
-_SAMPLE = re.compile(r"sample #(\d+)")  # in an error of DALI's, which does not always say it
-_MOST_NAMED = 3  # each costs a run, and another pipeline
+_SAMPLE = re.compile(r"sample #(\d+)")  # in some errors of DALI
+_MOST_NAMED = 3  # each costs a run and a new pipeline
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A DALI pipeline to be. `device`: None for its CPU backend, else the number of the CUDA device. `num_threads`: of its own,
-    on the CPU."""
+    """The description of a DALI pipeline. `device` is the number of the CUDA device, None for DALI's CPU backend; `num_threads`
+    are DALI's CPU threads."""
 
     stages: tuple[tuple[str, ImageOps], ...]
     finish: Finalizer | None
@@ -51,27 +51,27 @@ class Graph:
     num_threads: int = 1
 
     def lines(self) -> list[str]:
-        """One line an operator, for people."""
+        """One line per operator, for `explain`."""
         where = "cpu" if self.device is None else f"gpu {self.device}"
         first = "decoders.image_slice (only the crop)" if self.decodes_crops else "decoders.image"
         does = [(kind, name) for name, steps in self.stages for kind in steps.kinds]
         mirrored = does.pop()[1] if self.mirrors_last else None
-        found = [f"{_OPERATORS[kind]} on {where}: {name}" for kind, name in does[1 if self.decodes_crops else 0 :]]
+        operators = [f"{_OPERATORS[kind]} on {where}: {name}" for kind, name in does[1 if self.decodes_crops else 0 :]]
         last = [name for name in (mirrored, "normalize" if self.finish is not None else None) if name is not None]
         return [
             f"{first} on {'cpu' if self.device is None else 'mixed'}",
-            *dict.fromkeys(found),
+            *dict.fromkeys(operators),
             f"crop_mirror_normalize on {where}: {', '.join([*last, 'batch'])}",
         ]
 
     @property
     def mirrors_last(self) -> bool:
-        """Whether the last thing that is done is to mirror, so that the operator that writes the batch does it as well."""
+        """True if a mirror comes last, which the operator that writes the batch then does."""
         return bool(self.stages) and self.stages[-1][1].kinds[-1:] == (Flip,)
 
     @property
     def decodes_crops(self) -> bool:
-        """Whether the first thing that is done is to cut out a piece, so that only that need be decoded."""
+        """True if a crop comes first, so that only its pixels are decoded."""
         return bool(self.stages) and self.stages[0][1].takes_a_piece
 
 
@@ -79,8 +79,8 @@ _OPERATORS = {Crop: "slice", Scale: "resize", Flip: "flip", Adjust: "arithmetic"
 
 
 class _Job(NamedTuple):
-    """An image that DALI is to render: its place in the chunk, its bytes, what it goes through, and its (height, width) before
-    every stage that asks for images of one size."""
+    """An image for DALI: its index in the chunk, its bytes, its operations, and its (height, width) before every stage that
+    needs images of one size."""
 
     place: int
     data: NDArray[np.uint8]
@@ -89,12 +89,12 @@ class _Job(NamedTuple):
 
 
 class Renderer:
-    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`;
-    without `takes_jpegs` all images are left to `decode`, which refuses them.
+    """Runs a graph over chunks, for the images of `fields` (None: all) of at most `max_pixels`, as the stage `name`; without
+    `takes_jpegs` all images go to `decode`, which refuses them.
 
-    `draws(name, chunk)` gives a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes what is
-    left, `plain(chunk)` does the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; what
-    `finish` returns is not the memory that it was given.
+    `draws(name, chunk)` returns a stage's uniform numbers, float64 [n, num_draws]. On the CPU `decode(chunk)` decodes the other
+    images, `plain(chunk)` runs the stages between `decode` and `batch`, and `finish` those after it, on [n, C, H, W]; the
+    result of `finish` is new memory.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Renderer:
         self._decode = decode
         self._plain = plain
         self._finish = finish
-        self._idle: deque[Any] = deque()  # pipelines not in use: one thread at a time may run one
+        self._idle: deque[Any] = deque()  # pipelines not in use; a pipeline runs in one thread at a time
         self._has_warned = False
 
     def __call__(self, chunk: SampleChunk) -> None:
-        """A chunk stage: every image of every sample becomes a row of a tensor, or the sample fails. Raises StageError where
-        DALI has no memory, or the GPU fails."""
+        """A chunk stage: every image becomes a row of a tensor, or its sample fails. Raises StageError if DALI has no memory or
+        the GPU fails."""
         chunk.current = None
         for field, jobs in self._jobs(chunk).items():
             self._render(chunk, field, jobs)
@@ -135,32 +135,32 @@ class Renderer:
                 self._on_the_cpu(chunk, place, sample)
 
     def close(self) -> None:
-        """Let go of the pipelines."""
+        """Drop the pipelines."""
         self._idle.clear()
 
     def _jobs(self, chunk: SampleChunk) -> dict[str, list[_Job]]:
-        """What DALI can do, by field."""
+        """The jobs for DALI, by field."""
         draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
-        found: dict[str, list[_Job]] = {}
+        by_field: dict[str, list[_Job]] = {}
         for place, sample in enumerate(chunk.samples):
             numbers = [column[place] for column in draws]
             jobs = {name: self._job(place, value, numbers) for name, value in self._encoded(sample or {}).items()}
             if not self._fit_together(list(jobs.values())):
-                continue  # which the CPU finds out about
+                continue  # the CPU raises the error
             for name, job in jobs.items():
                 if job is not None:
-                    found.setdefault(name, []).append(job)
-        return found
+                    by_field.setdefault(name, []).append(job)
+        return by_field
 
     def _fit_together(self, jobs: list[_Job | None]) -> bool:
-        """Whether the images of one sample are all here and of one size where they share a crop."""
+        """True unless the images of one sample share a crop and are incomplete or of different sizes."""
         if len(jobs) < 2 or not any(steps.is_shared for _, steps in self._graph.stages):
             return True
-        known = [job.shared_sizes for job in jobs if job is not None]
-        return len(known) == len(jobs) and all(sizes == known[0] for sizes in known)
+        shared_sizes = [job.shared_sizes for job in jobs if job is not None]
+        return len(shared_sizes) == len(jobs) and all(sizes == shared_sizes[0] for sizes in shared_sizes)
 
     def _encoded(self, sample: Sample) -> dict[str, Encoded]:
-        """The images of a sample that are still to be decoded."""
+        """The images of a sample that are not decoded yet."""
         return {
             name: value
             for name, value in sample.items()
@@ -170,7 +170,7 @@ class Renderer:
         }
 
     def _job(self, place: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
-        """What an image goes through; None where the CPU has to look at it."""
+        """The job of an image; None if it must go through the CPU's stages."""
         size = jpeg_size(value.data) if value.extension.rpartition(".")[2] in self._extensions else None
         if size is None or size[0] * size[1] > self._max_pixels or not is_well_formed(value.data):
             return None
@@ -178,7 +178,7 @@ class Renderer:
         for (_, stage), numbers in zip(self._graph.stages, draws, strict=True):
             try:
                 steps = stage.of(*size, numbers)
-            except ValueError:  # which the CPU says better
+            except ValueError:  # the CPU raises the error
                 return None
             if stage.is_shared:
                 job.shared_sizes.append(size)
@@ -187,7 +187,7 @@ class Renderer:
         return job
 
     def _render(self, chunk: SampleChunk, field: str, jobs: list[_Job]) -> None:
-        """Let DALI do what it can of the jobs; the rest stays encoded."""
+        """Run the jobs in DALI; images it fails on stay encoded."""
         for num_named in range(_MOST_NAMED + 1):
             error = self._run(chunk, field, jobs)
             if error is None:
@@ -199,28 +199,28 @@ class Renderer:
             del jobs[number]
             if not jobs:
                 return
-        # A damaged image fails the whole chunk, and DALI often does not name it: our decoder does.
+        # A damaged image fails the whole chunk, and DALI often does not name it, so the CPU's decoder looks for it.
         whole = [job for job in jobs if self._is_whole(chunk, job.place, field)]
         error = self._run(chunk, field, whole) if whole else None
         if error is not None:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "DALI fails on images in which our own decoder finds no fault; it decodes them instead, on the CPU (said "
-                    "once): %s",
+                    "DALI fails on images that the CPU's decoder accepts; they are decoded on the CPU instead (logged once): "
+                    "%s",
                     error,
                 )
             self._render_halves(chunk, field, whole)
 
     def _render_halves(self, chunk: SampleChunk, field: str, jobs: list[_Job]) -> None:
-        """Find those that DALI fails on, in about 2 log2(n) tries each."""
+        """Bisect for the images that DALI fails on, with about 2 log2(n) runs each."""
         middle = len(jobs) // 2
         for half in (jobs[:middle], jobs[middle:]) if middle else ():
             if self._run(chunk, field, half) is not None:
                 self._render_halves(chunk, field, half)
 
     def _is_whole(self, chunk: SampleChunk, place: int, field: str) -> bool:
-        """Whether our decoder takes an image."""
+        """True if the CPU's decoder accepts an image."""
         sample = chunk.samples[place]
         assert sample is not None
         attempt = _alone(chunk, place, {field: sample[field]})
@@ -228,30 +228,30 @@ class Renderer:
         return attempt.samples[0] is not None
 
     def _run(self, chunk: SampleChunk, field: str, jobs: Sequence[_Job]) -> Exception | None:
-        """Put what DALI makes of the jobs into their samples; its error if it fails on one of them."""
+        """Put DALI's results of the jobs into their samples; returns its error if it fails on one of them."""
         try:
             pipeline = self._idle.pop()
         except IndexError:
             pipeline = self._built(chunk.epoch)
         pipeline.feed_input("encoded", [job.data for job in jobs])
-        # What is fed is not copied: it is to be there until the run is over.
+        # Inputs are not copied, so they must stay alive until the run ends.
         fed = [_arguments(column) for column in zip(*(job.steps for job in jobs), strict=True)]
         for number, arguments in enumerate(fed):
             for name, values in arguments.items():
                 pipeline.feed_input(f"{name}-{number}", values)
         try:
             (output,) = pipeline.run()
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # whichever it makes of its own
-            del pipeline  # it is not valid any more
-            error = error.with_traceback(None)  # whose frames keep its memory
-            if (complaint := _complaint(error, self._graph)) is not None:
-                failed = StageError(f"{self._name} failed: {complaint}", stage=self._name, epoch=chunk.epoch)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:  # DALI's errors have no common type
+            del pipeline  # invalid after an error
+            error = error.with_traceback(None)  # its frames would keep memory alive
+            if (failure := _system_failure(error, self._graph)) is not None:
+                failed = StageError(f"{self._name} failed: {failure}", stage=self._name, epoch=chunk.epoch)
                 raise failed from error
             return error
         rows = self._rows(output)
         self._idle.append(
             pipeline
-        )  # not after anything else: a run that was interrupted gives its images to the next one
+        )  # only after the output was taken: the next run of an interrupted pipeline would return these images
         for job, row in zip(jobs, rows, strict=True):
             sample = chunk.samples[job.place]
             assert sample is not None
@@ -259,37 +259,37 @@ class Renderer:
         return None
 
     def _built(self, epoch: int) -> Any:
-        """A new pipeline. Raises StageError where there is no memory for it, or no driver that DALI takes."""
+        """A new pipeline. Raises StageError without memory for it, or without a suitable driver."""
         try:
             return _build(self._dali, self._graph)
         except (RuntimeError, ValueError) as error:
-            reason = _complaint(error, self._graph) or str(error).strip().partition("\n")[0]
+            reason = _system_failure(error, self._graph) or str(error).strip().partition("\n")[0]
             failed = StageError(
                 f"{self._name} failed: DALI cannot build its pipeline: {reason}", stage=self._name, epoch=epoch
             )
             raise failed from error.with_traceback(None)
 
     def _rows(self, output: Any) -> list[GpuDecoded]:
-        """What DALI has made, image by image."""
+        """DALI's output, image by image."""
         if output.is_dense_tensor():
-            # The tensor sees DALI's memory, which is not used again before the tensor is gone.
+            # The tensor shares DALI's memory, which is not reused before the tensor is freed.
             tensor = self._taken_over(from_dlpack(output.as_tensor()))
             return [GpuDecoded(tensor, row) for row in range(len(tensor))]
         images = [self._taken_over(from_dlpack(output[row]), copy=True) for row in range(len(output))]
         return [GpuDecoded(image.unsqueeze(0), 0) for image in images]
 
     def _taken_over(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-        """A tensor of DALI's in the dtype that is wanted."""
+        """A tensor of DALI's in the output dtype, copied if its memory may be reused."""
         on_gpu = self._graph.device is not None
         dtype = tensor.dtype if self._graph.finish is None else self._graph.finish.dtype
-        # On a GPU DALI would use its memory again as soon as the tensor is gone, whatever the loop's stream still does with it.
+        # On a GPU DALI would reuse the memory once the tensor is freed, even if the loop's stream still uses it.
         tensor = tensor.to(dtype, copy=copy or on_gpu)
         if on_gpu:
             torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
 
     def _on_the_cpu(self, chunk: SampleChunk, place: int, sample: Sample) -> None:
-        """What DALI has not done of a sample; one at a time, as a batch of decoded images takes gigabytes."""
+        """Process a sample's remaining images on the CPU, one sample at a time: a batch of decoded images takes gigabytes."""
         attempt = _alone(chunk, place, sample)
         self._decode(attempt)
         if attempt.samples[0] is not None:
@@ -315,34 +315,34 @@ _MEMORY = (
 )
 
 
-def _complaint(error: Exception, graph: Graph) -> str | None:
-    """What to say of an error of DALI's that no image can have caused; None if one may have.
+def _system_failure(error: Exception, graph: Graph) -> str | None:
+    """The message for an error of DALI that no image can have caused; None if an image may have.
 
-    DALI has one type for all: the text tells them apart. Numbers 5 and 15 are nvImageCodec's for what an allocator refused.
+    DALI has one type for all errors, so the text tells them apart. 5 and 15 are nvImageCodec's numbers for a failed allocation.
     """
-    reason = str(error).rpartition("encountered:")[2].strip()  # before it are lines of programs, and names of folders
+    reason = str(error).rpartition("encountered:")[2].strip()  # before it come source lines and paths
     if any(text in reason for text in _MEMORY):
         where = "the machine" if graph.device is None else f"GPU {graph.device}"
         return (
             f"{where} has no memory for what DALI needs for a batch of {graph.batch_size} ({reason.splitlines()[0]}): make "
-            "stages.batch.size smaller, or prefetch.batches: each batch in work has a DALI pipeline of its own"
+            "stages.batch.size smaller, or prefetch.batches: each batch in progress uses one DALI pipeline"
         )
     if "CUDA" in reason:
-        return f"DALI cannot use the GPU any more, which is no image's fault: {reason}"
+        return f"DALI cannot use the GPU any more, independent of the images: {reason}"
     return None
 
 
 def _alone(chunk: SampleChunk, place: int, sample: Sample) -> SampleChunk:
-    """A chunk of one sample of a chunk, with its memory."""
+    """A chunk of one sample, with the memory of the original chunk."""
     slot = chunk.lo + place
-    found = SampleChunk(chunk.work_item, slot, slot + 1, chunk.indices[place : place + 1])
-    found.samples[0] = sample
-    found.scratch = chunk.scratch
-    return found
+    single = SampleChunk(chunk.work_item, slot, slot + 1, chunk.indices[place : place + 1])
+    single.samples[0] = sample
+    single.scratch = chunk.scratch
+    return single
 
 
 def _arguments(column: Sequence[ImageOp]) -> dict[str, NDArray[Any]]:
-    """What an operator needs of all images, by the name of its input; a row for each."""
+    """An operator's inputs by name, with a row per image."""
     if isinstance(column[0], Crop):
         boxes = np.array(column, np.int32)
         return {"start": np.ascontiguousarray(boxes[:, :2]), "shape": np.ascontiguousarray(boxes[:, 2:])}
@@ -365,7 +365,7 @@ def _build(dali: Any, graph: Graph) -> Any:
             "device": "cpu" if graph.device is None else "mixed",
             "output_type": types.RGB,
             "adjust_orientation": False,
-            "jpeg_fancy_upsampling": True,  # of chroma: as libjpeg-turbo does it, and our own decoder
+            "jpeg_fancy_upsampling": True,  # of chroma, as in libjpeg-turbo
         }
         images = None
         if not graph.decodes_crops:
@@ -416,7 +416,7 @@ def _build(dali: Any, graph: Graph) -> Any:
             mirror=mirror,
         )
 
-    # Depth 1: loaderkit's workers are what works ahead, each with a pipeline of its own.
+    # Depth 1: loaderkit's workers prefetch, each with its own pipeline.
     pipeline = dali.pipeline_def(define)(
         batch_size=graph.batch_size,
         num_threads=graph.num_threads,
@@ -433,19 +433,19 @@ def _adjusted(dali: Any, images: Any, numbers: Any, steps: ImageOps) -> Any:
     fn, types, math = dali.fn, dali.types, dali.math
     levels = fn.cast(images, dtype=types.FLOAT)
     red, green, blue = channels = [levels[:, :, channel : channel + 1] for channel in range(3)]
-    found = levels * numbers[0]
+    adjusted = levels * numbers[0]
     if steps.uses_luma:
         grey = math.floor(red * LUMA[0] + green * LUMA[1] + blue * LUMA[2])
         mean = fn.reductions.mean(grey, axes=[0, 1, 2], keep_dims=True)
-        found = found + (grey * numbers[1] + mean * numbers[2])
-    found = math.floor(math.clamp(found, 0.0, 255.0))
+        adjusted = adjusted + (grey * numbers[1] + mean * numbers[2])
+    adjusted = math.floor(math.clamp(adjusted, 0.0, 255.0))
     if steps.turns_hue:
-        found = found * (1.0 - numbers[4]) + _turned(dali, channels, numbers[3]) * numbers[4]
-    return fn.reshape(fn.cast(found, dtype=types.UINT8), layout="HWC")
+        adjusted = adjusted * (1.0 - numbers[4]) + _turned(dali, channels, numbers[3]) * numbers[4]
+    return fn.reshape(fn.cast(adjusted, dtype=types.UINT8), layout="HWC")
 
 
 def _turned(dali: Any, channels: Sequence[Any], shift: Any) -> Any:
-    """The hue of red, green and blue, [H, W, 1] each, turned, through HSV."""
+    """Red, green and blue, [H, W, 1] each, with the hue turned, computed in HSV."""
     math = dali.math
     red, green, blue = (channel / 255.0 for channel in channels)
     value, least = math.max(math.max(red, green), blue), math.min(math.min(red, green), blue)
@@ -457,12 +457,12 @@ def _turned(dali: Any, channels: Sequence[Any], shift: Any) -> Any:
     )
     turned = hue / 6.0 + shift
     sixths = (turned - math.floor(turned)) * 6.0
-    found = []
+    turned_channels = []
     for number in (5.0, 3.0, 1.0):
-        place = sixths + number
-        place = place - 6.0 * math.floor(place / 6.0)
-        found.append(value - spread * math.clamp(math.min(place, 4.0 - place), 0.0, 1.0))
-    return math.floor(math.clamp(dali.fn.cat(*found, axis=2) * (255.0 + 1.0 - 1e-3), 0.0, 255.0))
+        k = sixths + number
+        k = k - 6.0 * math.floor(k / 6.0)
+        turned_channels.append(value - spread * math.clamp(math.min(k, 4.0 - k), 0.0, 1.0))
+    return math.floor(math.clamp(dali.fn.cat(*turned_channels, axis=2) * (255.0 + 1.0 - 1e-3), 0.0, 255.0))
 
 
 def _import_dali() -> Any:

@@ -1,9 +1,9 @@
 """`decode`: turn encoded bytes into images, numbers, text and arrays, by extension.
 
-JPEG goes through libjpeg-turbo, with the same DCT and upsampling as Pillow's: where a crop comes next, only its pixels are
-made (`native/_jpeg`, if that was built), else all of them (simplejpeg). Everything that these refuse (CMYK, odd markers),
-and every other image format, goes through Pillow (`formats.py`). A truncated JPEG is an error on every way, wherever
-the crop lies; warnings that leave the picture whole are not.
+JPEG is decoded by libjpeg-turbo, with Pillow's DCT and upsampling: before a crop only the crop's pixels (by `native/_jpeg`, if
+it was built), else all of them (by simplejpeg). What these refuse (CMYK, unusual markers), and every other format, goes
+through Pillow (`formats.py`). A truncated JPEG is an error in each of them, wherever the crop lies; warnings that leave the
+picture whole are not.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ class DecodeArgs(StageArgs):
 
 
 def decode(args: DecodeArgs) -> Callable[..., Any]:
-    """A function `(sample, draws, scratch)` that decodes all there is of each image; see `Decoder.begin`."""
+    """A function `(sample, draws, scratch)` that decodes whole images; see `Decoder.begin`."""
     return Decoder(args).begin
 
 
 class PartialImage(NamedTuple):
-    """A piece of a JPEG that is to be made into pixels: `there` are those it has in the picture decoded at 1/`step`, and the
-    `buffer` has room for them. `box` is the same piece in the whole picture, of `size` = (height, width)."""
+    """A part of a JPEG to be decoded: `window` of the picture decoded at 1/`step`, into `buffer`. `box` is the same part of the
+    whole picture, of `size` = (height, width)."""
 
     data: memoryview
     step: int
-    there: tuple[int, int, int, int]
+    window: tuple[int, int, int, int]
     buffer: NDArray[np.uint8]
     box: Crop
     size: tuple[int, int]
@@ -114,8 +114,8 @@ class PartialImage(NamedTuple):
     memory: dict[str, Any] | None
 
     def image(self, first_column: int, num_columns: int) -> Image:
-        """What was asked for of the rows in the buffer, which begin with `first_column`."""
-        top, left, height, width = self.there
+        """The part, from the rows in the buffer, which begin with `first_column`."""
+        top, left, height, width = self.window
         strides = (3 * num_columns, 3, 1)
         pixels: NDArray[np.uint8] = np.ndarray(
             (height, width, 3), np.uint8, self.buffer, 3 * (left - first_column), strides
@@ -124,12 +124,12 @@ class PartialImage(NamedTuple):
 
 
 class Decoder:
-    """Decodes samples. JPEGs are decoded into `scratch`'s memory, which the next sample with that scratch overwrites, and
-    arrays are views of the bytes they were read as; where that is None, all own their memory.
+    """Decodes samples. With `scratch`, JPEGs are decoded into its memory, which the next sample with that scratch overwrites,
+    and arrays are views of the bytes read; without, all values own their memory.
 
-    `needs(height, width, draws)` says what the next stage will look at, from the draws of that stage, of the fields `needed`;
-    of all of them if that is None. A piece is left to be decoded with those of other samples: behind half a millisecond of
-    decoding Python finds nothing of its own in the CPU's caches, and takes twice as long.
+    `needs(height, width, draws)` is the part that the next stage needs, from that stage's draws, of the fields `needed` (None:
+    all). The parts of a whole chunk are decoded together in `finish`: Python code between two decodes finds the CPU's caches
+    cold and takes twice as long.
     """
 
     def __init__(self, args: DecodeArgs, needs: Needs | None = None, needed: tuple[str, ...] | None = None) -> None:
@@ -142,8 +142,8 @@ class Decoder:
         self._max_pixels = args.max_pixels
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
-        """Decode the fields of a sample, but for the pieces that are returned. Raises ValueError."""
-        left = []
+        """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
+        partial_images = []
         named = self._args.fields
         for field in named or tuple(sample):
             value = sample.get(field)
@@ -153,33 +153,33 @@ class Decoder:
                 elif named is not None and type(value) not in (FieldGroup, InPlace, GpuDecoded):
                     value = self._value(value, field, draws, scratch)
                 if type(value) is PartialImage:
-                    left.append(value)
+                    partial_images.append(value)
                 else:
                     sample[field] = value
                 if type(value) is FieldGroup:
-                    _open_bundle(sample, field, value, scratch)
+                    _unpack(sample, field, value, scratch)
             except ValueError as error:
                 raise _named(sample, field, error) from error
-        return left
+        return partial_images
 
     def finish(
         self,
         chunk: SampleChunk,
-        left: list[tuple[int, PartialImage]],
+        jobs: list[tuple[int, PartialImage]],
         failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> None:
-        """Decode the pieces that are left of a chunk's samples: (place, piece) of each, a sample's one behind another."""
+        """Decode the partial images of a chunk: (index in the chunk, image) of each, those of one sample consecutive."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
-        found = native.decode_pieces([piece for _, piece in left])
+        decoded = native.decode_pieces([partial for _, partial in jobs])
         before, seconds = -1, 0.0
-        for (place, piece), (first_column, num_columns, took_s) in zip(left, found, strict=True):
+        for (place, partial), (first_column, num_columns, took_s) in zip(jobs, decoded, strict=True):
             seconds = took_s if place != before else seconds + took_s
             before = place
             sample = chunk.samples[place]
             if sample is not None and num_columns:
-                sample[piece.field] = piece.image(first_column, num_columns)
+                sample[partial.field] = partial.image(first_column, num_columns)
             elif sample is not None:
-                seconds += self._decode_whole(chunk, place, piece, failed)
+                seconds += self._decode_whole(chunk, place, partial, failed)
             if seconds > longest_s:
                 longest_s, slowest = seconds, place
         chunk.slowest = longest_s, slowest
@@ -188,18 +188,18 @@ class Decoder:
         self,
         chunk: SampleChunk,
         place: int,
-        piece: PartialImage,
+        partial: PartialImage,
         failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> float:
-        """All of what could not be had in part; returns how long that took, in s."""
+        """Decode the whole of a JPEG that could not be decoded in part; returns the seconds taken."""
         sample = chunk.samples[place]
         assert sample is not None
         chunk.current = place
         begin_s = perf_counter()
         try:
-            sample[piece.field] = self._whole(piece.data, piece.field, piece.size, piece.step, piece.memory)
+            sample[partial.field] = self._whole(partial.data, partial.field, partial.size, partial.step, partial.memory)
         except USER_ERRORS as error:
-            failed(chunk, place, _named(sample, piece.field, error) if isinstance(error, ValueError) else error)
+            failed(chunk, place, _named(sample, partial.field, error) if isinstance(error, ValueError) else error)
         return perf_counter() - begin_s
 
     def _encoded(self, value: Encoded, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
@@ -215,7 +215,7 @@ class Decoder:
         return bytes(data) if reader is None else reader(data)
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
-        """A field that was named, of a source that gives objects: encoded bytes, or an image already."""
+        """A named field of a source of objects: encoded bytes, or an image."""
         if value is None:
             raise ValueError("the sample has no such field")
         if isinstance(value, (bytes, bytearray, memoryview)):
@@ -244,14 +244,14 @@ class Decoder:
         box, step = need
         if box is None or not native.HAS_JPEG:
             return self._whole(data, field, size, step, memory)
-        there = reduced_box(box, step)
-        buffer = _memory(there[2] * (there[3] + native.SPARE_COLUMNS) * 3, memory)
-        return PartialImage(data, step, there, buffer, box, size, field, memory)
+        window = reduced_box(box, step)
+        buffer = _memory(window[2] * (window[3] + native.SPARE_COLUMNS) * 3, memory)
+        return PartialImage(data, step, window, buffer, box, size, field, memory)
 
     def _whole(
         self, data: memoryview, field: str, size: tuple[int, int], step: int, memory: dict[str, Any] | None
     ) -> Image:
-        """All of a JPEG, at 1/step."""
+        """The whole JPEG at 1/step."""
         image = _whole_jpeg(data, size, step, memory)
         return self._with_pillow(data, field) if image is None else image
 
@@ -272,14 +272,14 @@ def _named(sample: Sample, field: str, error: Exception) -> ValueError:
 
 
 def _whole_jpeg(data: memoryview, size: tuple[int, int], step: int, memory: dict[str, Any] | None) -> Image | None:
-    """All of a JPEG, at 1/step; None where Pillow has to decide."""
+    """The whole JPEG at 1/step; None if Pillow must decode it."""
     height, width = (-(-length // step) for length in size)
     buffer = None if memory is None else _memory(height * width * 3, memory).reshape(height, width, 3)
     try:
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
             data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
         )
-    except Exception as error:  # KeyError, too: it does not know every sampling of chroma
+    except Exception as error:  # also KeyError, for chroma subsamplings it does not know
         if "premature end" in str(error).lower():
             raise ValueError(f"truncated JPEG ({len(data)} bytes, {size[1]} x {size[0]}: {error})") from None
         return None
@@ -291,10 +291,10 @@ def _whole_jpeg(data: memoryview, size: tuple[int, int], step: int, memory: dict
 def _memory(num_bytes: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8]:
     if scratch is None:
         return np.empty(num_bytes, np.uint8)
-    kept: NDArray[np.uint8] | None = scratch.get("pixels")
-    if kept is None or kept.size < num_bytes:
-        kept = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
-    return kept[:num_bytes]
+    memory: NDArray[np.uint8] | None = scratch.get("pixels")
+    if memory is None or memory.size < num_bytes:
+        memory = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
+    return memory[:num_bytes]
 
 
 def _read_npy(data: memoryview, scratch: dict[str, Any] | None) -> NDArray[Any]:
@@ -302,14 +302,14 @@ def _read_npy(data: memoryview, scratch: dict[str, Any] | None) -> NDArray[Any]:
 
 
 def _owned(array: NDArray[Any], scratch: dict[str, Any] | None) -> NDArray[Any]:
-    """The array itself where the memory it was read into is reused, and so not kept by the user; else a copy."""
+    """The array itself if its memory belongs to the chunk; else a copy that the user may keep."""
     return array if scratch is not None else array.copy(order="K")
 
 
-def _open_bundle(sample: Sample, field: str, bundle: FieldGroup, scratch: dict[str, Any] | None) -> None:
-    """Put the fields of a bundle in the place of the one that held it."""
+def _unpack(sample: Sample, field: str, group: FieldGroup, scratch: dict[str, Any] | None) -> None:
+    """Replace a field by the fields that its archive holds."""
     del sample[field]
-    for name, value in bundle.fields.items():
+    for name, value in group.fields.items():
         if name in sample:
             raise ValueError(
                 f"the archive holds an array called {name!r}, and so is another field of the sample: rename one of them"
@@ -337,8 +337,8 @@ def _read_text(data: memoryview) -> str:
 def _read_json(data: memoryview) -> Any:
     try:
         return json.loads(bytes(data))
-    except (ValueError, RecursionError) as error:  # the latter of lists in lists in lists
-        raise ValueError(f"not JSON that can be read ({len(data)} bytes): {error}") from None
+    except (ValueError, RecursionError) as error:  # RecursionError for deeply nested lists
+        raise ValueError(f"not JSON ({len(data)} bytes): {error}") from None
 
 
 _READERS: dict[str, Callable[[memoryview], Any]] = {
@@ -350,7 +350,7 @@ _READERS: dict[str, Callable[[memoryview], Any]] = {
 
 
 def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfig, DecodeHint | None]:
-    """The stage that a `decode` decodes for, and what that needs of a JPEG, if it is not everything."""
+    """The stage after a `decode`, and its hint for JPEGs; None if it needs whole images."""
     args, behind = stage.args, context.behind(stage)
     assert isinstance(args, DecodeArgs)
     following = next(one for one in behind if not (args.scaled and context.kind_of(one).is_pointwise))
@@ -368,7 +368,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     if hint is None:
         return stage.ready("sample", each_sample(decode(stage.args), 0, context.keys(stage), failed, reuse=reuse))
     decoder = Decoder(stage.args, hint.of, getattr(following.args, "fields", None))
-    # With the numbers that the stage it decodes for will draw.
+    # Uses the draws of the stage that it decodes for.
     num_draws, keys = context.kind_of(following).num_draws, context.keys(following)
     run = each_sample(decoder.begin, num_draws, keys, failed, reuse=reuse, finish=decoder.finish)
     return stage.ready("sample", run)

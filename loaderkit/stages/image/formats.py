@@ -1,6 +1,6 @@
-"""Pictures, through Pillow: of a closed list of formats, and whatever it raises of one is a ValueError that says what is wrong.
+"""Decodes pictures by Pillow, in a closed list of formats; every error becomes a ValueError that names the damage.
 
-The other formats that Pillow knows stay shut, whatever a file is called: the one for PostScript starts Ghostscript.
+Pillow's other formats are never opened, whatever a file's name: its PostScript reader starts Ghostscript.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from loaderkit import native
 from loaderkit.stages.base import Image
 
 Format = Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]
-"""A format that may be opened: Pillow's own name, in lower case. "jpeg" is MPO as well, of which the first picture counts."""
+"""A format that may be opened, by Pillow's name in lower case. "jpeg" includes MPO, of which the first picture is read."""
 
 FORMATS: tuple[Format, ...] = get_args(Format)
 MOST_PIXELS = 178_956_970
-"""Of a picture: Pillow opens none that has more."""
+"""Pillow refuses pictures with more pixels."""
 
-_OPTIONAL = {"webp": "webp", "avif": "avif", "jpeg2000": "jpg_2000"}  # what Pillow can be built without
+_OPTIONAL = {"webp": "webp", "avif": "avif", "jpeg2000": "jpg_2000"}  # Pillow may be built without these
 _BEGINNINGS: dict[str, re.Pattern[bytes]] = {
     name: re.compile(pattern, re.DOTALL)
     for name, pattern in {
@@ -68,7 +68,7 @@ _TURNS = {
 def decode_picture(
     data: memoryview, *, formats: tuple[Format, ...], is_mask: bool, upright: bool, max_pixels: int
 ) -> Image:
-    """A picture of one of the `formats`, told by its bytes. Raises ValueError."""
+    """A picture in one of the `formats`, recognized by its bytes. Raises ValueError."""
     try:
         image: Pillow.Image = Pillow.open(io.BytesIO(data), formats=_available(formats))
     except UnidentifiedImageError:
@@ -93,7 +93,7 @@ def decode_picture(
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:
-    """Raise ValueError for a picture with more pixels than that."""
+    """Raise ValueError for a picture with more than `max_pixels`."""
     if height * width > max_pixels:
         raise ValueError(
             f"the image is {width} x {height}, more than max_pixels = {max_pixels}: a decompression bomb, or raise the bound"
@@ -101,14 +101,14 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def _check_tiles(data: memoryview, image: Pillow.Image) -> None:
-    """Raise ValueError for tiles that take far more memory than the picture: of JPEG 2000 very many, as OpenJPEG takes 12 kB
-    for each, also for those that are not there; of TIFF a large one, of which the picture is a corner."""
+    """Raise ValueError for tiles that take far more memory than the picture: very many in JPEG 2000, as OpenJPEG allocates
+    12 kB for each, even a missing one; very large ones in TIFF."""
     num_pixels = image.height * image.width
     if image.format == "JPEG2000":
-        at = _codestream(data)
-        if bytes(data[at : at + 4]) != b"\xff\x4f\xff\x51":
+        offset = _codestream(data)
+        if bytes(data[offset : offset + 4]) != b"\xff\x4f\xff\x51":
             raise ValueError("it has no codestream where its boxes end")
-        right, bottom, _, _, width, height, left, top = struct.unpack_from(">8I", data, at + 8)
+        right, bottom, _, _, width, height, left, top = struct.unpack_from(">8I", data, offset + 8)
         num_tiles = math.ceil((right - left) / width) * math.ceil((bottom - top) / height)
         if num_tiles > 4096 + num_pixels // 1024:
             raise ValueError(f"its header cuts it into {num_tiles} tiles")
@@ -119,22 +119,22 @@ def _check_tiles(data: memoryview, image: Pillow.Image) -> None:
 
 
 def _codestream(data: memoryview) -> int:
-    """Where the numbers of a JPEG 2000 begin: in its first box that holds them, or at once."""
-    at = 0
-    while bytes(data[at : at + 4]) != b"\xff\x4f\xff\x51" and at + 16 <= len(data):
-        size, kind = struct.unpack_from(">I4s", data, at)
+    """The offset of a JPEG 2000 codestream: in its box, or 0 without boxes."""
+    offset = 0
+    while bytes(data[offset : offset + 4]) != b"\xff\x4f\xff\x51" and offset + 16 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, offset)
         head = 8
-        if size == 1:  # a long one
-            size, head = struct.unpack_from(">Q", data, at + 8)[0], 16
+        if size == 1:  # a 64-bit size follows
+            size, head = struct.unpack_from(">Q", data, offset + 8)[0], 16
         if kind == b"jp2c":
-            return at + head
-        at += max(size, head) if size else len(data)
-    return at
+            return offset + head
+        offset += max(size, head) if size else len(data)
+    return offset
 
 
 @cache
 def _available(formats: tuple[Format, ...]) -> tuple[Format, ...]:
-    """Those that this Pillow was built with."""
+    """The formats that this Pillow was built with."""
     Pillow.init()
     return tuple(
         name
@@ -149,7 +149,7 @@ def _looks_like(data: memoryview) -> str | None:
 
 
 def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
-    """Why Pillow finds none of the formats in it."""
+    """The message for a file in none of the formats."""
     name, allowed = _looks_like(data), ", ".join(formats)
     if name is None:
         return (
@@ -167,12 +167,12 @@ def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
 
 def _damaged(data: memoryview, kind: str, size: str, error: Exception) -> ValueError:
     reason = str(error) if " " in str(error) else repr(error)
-    what = "truncated" if re.search("truncated|premature", reason, re.IGNORECASE) else "damaged"
-    return ValueError(f"{what} {kind} ({len(data)} bytes{size}: {reason:.200})")
+    problem = "truncated" if re.search("truncated|premature", reason, re.IGNORECASE) else "damaged"
+    return ValueError(f"{problem} {kind} ({len(data)} bytes{size}: {reason:.200})")
 
 
 def _upright(image: Pillow.Image) -> Pillow.Image:
-    """Turned as its EXIF says; where that cannot be read, it says nothing."""
+    """The picture rotated by its EXIF orientation; unchanged if that cannot be read."""
     try:
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
     except Exception:
@@ -181,8 +181,8 @@ def _upright(image: Pillow.Image) -> Pillow.Image:
 
 
 def _rgb(image: Pillow.Image, kind: str) -> NDArray[np.uint8]:
-    """[H, W, 3]. Of 16 bits the upper 8 count, for grey as Pillow does for colour; its own conversion of 16-bit grey
-    clips at 255 and so turns most of a picture white."""
+    """[H, W, 3]. Of 16-bit values the upper 8 bits are kept, for grey as Pillow does for colour; its own conversion of 16-bit
+    grey clips at 255, which turns most of a picture white."""
     if image.mode.startswith("I"):
         values = np.asarray(image)
         upper = (values >> 8 if values.dtype.itemsize == 2 or values.max(initial=0) > 255 else values).astype(np.uint8)

@@ -24,8 +24,8 @@ from loaderkit.stages.values import image_fields
 Draws = NDArray[np.float64]
 Scratch = dict[str, Any]
 SampleFunction = Callable[..., list[ResampleJob] | None]
-"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict for each field, or None to take fresh one. The
-targets of jobs are in the sample already."""
+"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict per field, or None to allocate. The targets of jobs
+are in the sample already."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -67,7 +67,7 @@ class CenterCropArgs(StageArgs):
 
 
 class RandomCropArgs(StageArgs):
-    """Cut out a piece at random."""
+    """Crop a random window."""
 
     size: Size = Field(description="[height, width], or one number for both")
     padding: NonNegativeInt = Field(0, description="pixels of `fill` added on every side first")
@@ -77,10 +77,10 @@ class RandomCropArgs(StageArgs):
 
 
 class RandomResizedCropArgs(StageArgs):
-    """Cut out a piece of random area and aspect ratio, and resize it."""
+    """Crop a window of random area and aspect ratio, and resize it."""
 
     size: Size = Field(description="[height, width], or one number for both")
-    scale: Range = Field((0.08, 1.0), description="bounds of the piece's share of the image's area")
+    scale: Range = Field((0.08, 1.0), description="bounds of the crop's share of the image's area")
     ratio: Annotated[Range, AfterValidator(_positive)] = Field((3 / 4, 4 / 3), description="bounds of width / height")
     interpolation: Interpolation = Field("bilinear", description="the filter; masks always take the nearest pixel")
     antialias: bool = Field(True, description="widen the filter when shrinking, as Pillow does")
@@ -163,7 +163,7 @@ def _pad_to(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
 
 
 def random_crop(args: RandomCropArgs) -> SampleFunction:
-    """Two draws: where the piece starts, from the top and from the left."""
+    """Two draws: the crop's top and left."""
     height, width = _pair(args.size)
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
@@ -215,7 +215,7 @@ RANDOM_RESIZED_CROP_DRAWS = 22
 
 
 def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
-    """22 draws: areas and ratios of ten tries, and the place of the first that fits."""
+    """22 draws: areas and ratios of ten attempts, and the position of the first that fits."""
     target = _pair(args.size)
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
@@ -249,8 +249,7 @@ def crop_box(
 ) -> tuple[int, int, int, int]:
     """(top, left, height, width) of a random resized crop: torchvision's rule, from draws float64 [22].
 
-    Ten tries of a random area and a log-uniform aspect ratio; if none fits, the largest centred piece whose ratio is
-    allowed.
+    Ten attempts with a random area and a log-uniform aspect ratio; if none fits, the largest centred crop of an allowed ratio.
     """
     values = draws.tolist()
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
@@ -270,7 +269,7 @@ def crop_box(
 
 
 def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
-    """One draw: mirrored when it is below `p`. A view: the pixels are read backwards when they are written into their slot."""
+    """One draw: mirrored if it is below `p`, as a view that is read backwards when it is written into its slot."""
 
     p, fields = args.p, args.fields
 
@@ -292,7 +291,7 @@ def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
 
 
 def _check_sizes(images: list[tuple[str, Image]]) -> None:
-    """A crop of one place needs images of one size."""
+    """A shared crop needs images of one size."""
     if len(images) > 1 and len({image.size for _, image in images}) > 1:
         listed = ", ".join(f"{name} {image.size[1]} x {image.size[0]}" for name, image in images)
         raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")

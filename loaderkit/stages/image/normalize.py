@@ -1,7 +1,7 @@
 """`normalize`: (x / 255 - mean) / std of every channel, as float.
 
-Right behind `batch` on the CPU it is what writes the pixels into their slots, once, as floats; anywhere else it acts on the
-finished batch. Both do the same arithmetic: x * (1 / (255 std)) + (-mean / std) in float32.
+Directly after `batch` on the CPU it writes the pixels into their slots as floats; elsewhere it acts on the finished batch. Both
+compute x * (1 / (255 std)) + (-mean / std) in float32.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class NormalizeArgs(StageArgs):
     def _channels_agree(self) -> NormalizeArgs:
         lengths = {3 if values == "imagenet" else len(values) for values in (self.mean, self.std)} - {1}
         if len(lengths) > 1:
-            raise ValueError("`mean` and `std` have to be for the same number of channels")
+            raise ValueError("`mean` and `std` need the same number of channels")
         return self
 
 
 def _factors(args: NormalizeArgs, num_channels: int) -> tuple[list[float], list[float]]:
-    """(scale, shift), C numbers of 32 bits each; one number serves all channels. Raises ValueError for too few or many.
+    """(scale, shift), C float32 numbers each; one number is used for all channels. Raises ValueError for too few or many.
 
-    By NumPy: torch's first operations in a process take up to 8 ms.
+    Computed by NumPy, as torch's first operations in a process take up to 8 ms.
     """
     mean = _IMAGENET["mean"] if args.mean == "imagenet" else args.mean
     std = _IMAGENET["std"] if args.std == "imagenet" else args.std
@@ -64,7 +64,7 @@ def _factors(args: NormalizeArgs, num_channels: int) -> tuple[list[float], list[
 
 
 def finish_of(args: NormalizeArgs) -> Finalizer:
-    """The same for three channels, described."""
+    """The arithmetic of `normalize` for three channels, as a `Finalizer`."""
     mean = _IMAGENET["mean"] if args.mean == "imagenet" else args.mean
     std = _IMAGENET["std"] if args.std == "imagenet" else args.std
     _factors(args, 3)
@@ -76,9 +76,9 @@ def finish_of(args: NormalizeArgs) -> Finalizer:
 
 
 def normalize_slots(args: NormalizeArgs) -> Callable[[SampleChunk], None]:
-    """A chunk stage right behind `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
+    """A chunk stage directly after `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
 
-    factors = cache(lambda num_channels: [tuple(found) for found in _factors(args, num_channels)])
+    factors = cache(lambda num_channels: [tuple(values) for values in _factors(args, num_channels)])
 
     def run(chunk: SampleChunk) -> None:
         for name in image_fields(chunk.work_item.specs):
@@ -99,12 +99,12 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
         for name in fields:
             images = batch.get(name)
             if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
-                what = describe(images) if name in batch else "missing"
-                raise ValueError(f"the field {name!r} is {what}: only uint8 images [B, C, H, W] can be normalised")
+                actual = describe(images) if name in batch else "missing"
+                raise ValueError(f"the field {name!r} is {actual}: only uint8 images [B, C, H, W] can be normalised")
             floats = images.to(torch.float32)
             scale, shift = (
-                torch.tensor(found, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
-                for found in _factors(args, floats.shape[1])
+                torch.tensor(values, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
+                for values in _factors(args, floats.shape[1])
             )
             floats.mul_(scale).add_(shift)
             batch[name] = floats.to(dtype)
@@ -129,7 +129,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 def _naming_batches(name: str, run: Callable[[SampleChunk], None]) -> Callable[[SampleChunk], None]:
-    """A chunk stage whose errors say which batch failed."""
+    """A chunk stage whose errors name the batch."""
 
     def checked(chunk: SampleChunk) -> None:
         if not image_fields(chunk.work_item.specs):

@@ -1,7 +1,7 @@
-"""What stages do to an image, as arithmetic on the host: so that pixels may be worked on somewhere else.
+"""Image operations as data, computed on the host, so that DALI or the decoder can apply them.
 
-A stage is a fixed sequence of steps; `ImageOps.of` gives their numbers for one image of known size, from the stage's draws.
-The numbers are those that the stage itself works with on the CPU.
+A stage is a fixed sequence of operations; `ImageOps.of` computes their parameters for one image of known size from the stage's
+draws. They equal the parameters that the stage itself uses on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 class Crop(NamedTuple):
-    """The window [top, top + height) x [left, left + width); what lies outside the image is filled."""
+    """The window [top, top + height) x [left, left + width); pixels outside the image are filled."""
 
     top: int
     left: int
@@ -25,25 +25,25 @@ class Crop(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Resize to this."""
+    """Resize to (height, width)."""
 
     height: int
     width: int
 
 
 class Flip(NamedTuple):
-    """Mirror left and right, or not."""
+    """Mirror left and right if `is_on`."""
 
     is_on: bool
 
 
 LUMA = (0.2989, 0.587, 0.114)
-"""Of red, green and blue."""
+"""The luma weights of red, green and blue."""
 
 
 class Adjust(NamedTuple):
-    """Every level x becomes `image` * x + `grey` * (the pixel's luma) + `mean` * (the mean of all luma), and then the hue is
-    turned by `turn` of the colour circle if `probe`; within 0 and 255, and rounded down, as luma is."""
+    """Every level x becomes `image` * x + `grey` * (the pixel's luma) + `mean` * (the mean luma), clamped to 0 to 255 and
+    rounded down; then, if `probe`, the hue is turned by `turn` of the colour circle."""
 
     image: float = 1.0
     grey: float = 0.0
@@ -57,9 +57,9 @@ ImageOp = Crop | Scale | Flip | Adjust
 
 @dataclass(frozen=True)
 class ImageOps:
-    """`kinds`: what every image goes through. `of(height, width, draws)`: the steps, one of each kind; ValueError for an image
-    that the stage refuses. `is_inside`: crops never reach beyond the image. `is_shared`: a sample's images are cropped at one
-    place, so they have to be of one size. `uses_luma`, `turns_hue`: whether any step does."""
+    """`kinds` are the operations, `of(height, width, draws)` their parameters, one of each kind; it raises ValueError for an
+    image that the stage refuses. `is_inside`: crops never exceed the image. `is_shared`: a sample's images share one crop, so
+    they need one size. `uses_luma`, `turns_hue`: any operation does."""
 
     kinds: tuple[type[ImageOp], ...]
     of: Callable[[int, int, NDArray[np.float64]], tuple[ImageOp, ...]]
@@ -73,12 +73,12 @@ class ImageOps:
 
     @property
     def takes_a_piece(self) -> bool:
-        """Whether the rest of an image does not matter."""
+        """True if the stage needs only a part of an image."""
         return self.is_inside and self.kinds[:1] == (Crop,)
 
 
 class DecodeNeed(NamedTuple):
-    """What a stage looks at of an image: `box`, None for all of it, and no finer than decoded at 1/`step`."""
+    """The part of an image that a stage needs: `box` (None: the whole), decoded at 1/`step`."""
 
     box: Crop | None = None
     step: int = 1
@@ -86,20 +86,20 @@ class DecodeNeed(NamedTuple):
 
 EVERYTHING = DecodeNeed()
 Needs = Callable[[int, int, NDArray[np.float64]], DecodeNeed]
-"""`(height, width, draws) -> Need` of an image's size and the draws of the stage that will be given it."""
+"""`(height, width, draws) -> DecodeNeed`, from an image's size and the draws of the stage after `decode`."""
 
 
 class DecodeHint(NamedTuple):
-    """What a stage will need of each image, and whether that may be a piece of it."""
+    """The needs of the stage after `decode`, and True if a part of an image may be enough."""
 
     of: Needs
     takes_a_piece: bool
 
 
 def foresight(steps: ImageOps, *, is_next: bool, scaled: bool) -> DecodeHint | None:
-    """What a stage will need of the image decoded for it; None if that is always everything.
+    """The hint for the `decode` before a stage; None if the stage always needs the whole image.
 
-    A piece will do for the stage that `is_next`; with `scaled`, fewer pixels where it shrinks them further.
+    A part is enough only for the stage that `is_next`; with `scaled`, fewer pixels are enough if it shrinks them further.
     """
     takes_a_piece = is_next and steps.takes_a_piece
     if not takes_a_piece and not scaled:
@@ -107,15 +107,15 @@ def foresight(steps: ImageOps, *, is_next: bool, scaled: bool) -> DecodeHint | N
 
     def of(height: int, width: int, draws: NDArray[np.float64]) -> DecodeNeed:
         try:
-            found = steps.of(height, width, draws)
+            ops = steps.of(height, width, draws)
         except ValueError:
-            return EVERYTHING  # the stage will say why it refuses the image
-        first = found[0]
+            return EVERYTHING  # the stage raises the error
+        first = ops[0]
         crop = first if isinstance(first, Crop) else None
         if not scaled:
             return DecodeNeed(crop)
         shown = (height, width) if crop is None else (crop.height, crop.width)
-        return DecodeNeed(crop if takes_a_piece else None, _reduction(*shown, found[-1]))
+        return DecodeNeed(crop if takes_a_piece else None, _reduction(*shown, ops[-1]))
 
     return DecodeHint(of, takes_a_piece)
 
@@ -128,7 +128,7 @@ def _reduction(height: int, width: int, target: ImageOp) -> int:
 
 @dataclass(frozen=True)
 class Finalizer:
-    """What becomes of the pixels after geometry: (x * scale + shift) as float32, by channel, and then `dtype`."""
+    """The last operation on pixels: (x - mean) / std per channel in float32, then a cast to `dtype`."""
 
     mean: tuple[float, ...]  # in levels of 255
     std: tuple[float, ...]
@@ -136,7 +136,7 @@ class Finalizer:
 
 
 def size_after(steps: tuple[ImageOp, ...], height: int, width: int) -> tuple[int, int]:
-    """(height, width) of an image after the steps."""
+    """(height, width) of an image after the operations."""
     for step in steps:
         if isinstance(step, (Crop, Scale)):
             height, width = step.height, step.width

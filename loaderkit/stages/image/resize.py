@@ -1,7 +1,7 @@
-"""Resizing images: what is cut out of which image, and how it becomes an image of another size.
+"""Crops and resizes images.
 
-Bilinear, the usual case, is left to be done as jobs, those of a whole chunk in one call: every call that
-gives the GIL away may wait to get it back.
+Bilinear resizes, the usual case, become jobs that run in one call per chunk, as every call that releases the GIL may have to
+wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Box = tuple[int, int, int, int]
 
 
 ResampleJob = tuple[NDArray[np.uint8], NDArray[np.uint8], Part | None, bool]
-"""(target, pixels, part, antialias): resize a part of pixels, None for all of them, into the target, uint8 [H, W, 3]; without
-`antialias` the filter does not widen where it shrinks."""
+"""(target, pixels, part, antialias): resize a part of the pixels (None: all) into the target, uint8 [H, W, 3]; without
+`antialias` the filter does not widen when shrinking."""
 
 
 def resized(
@@ -39,8 +39,8 @@ def resized(
 ) -> Image:
     """Resize `box` of an image to (height, width), rounding as Pillow does. Masks take the nearest pixel.
 
-    What is left to do is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized
-    with that scratch overwrites.
+    Remaining work is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized with that
+    scratch overwrites.
     """
     pixels, part = cut(image, box)
     if part is None and pixels.shape[:2] == size:
@@ -61,10 +61,10 @@ def resized(
 
 
 def cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], Part | None]:
-    """The pixels of a box, None for all of them, and which part of these it is, if not all: a reduced image has a pixel for
-    several."""
+    """The pixels that cover a box (None: the whole image), and the box's part of them in a reduced image, where it may begin
+    between two pixels; None: all of them."""
     if image.reduction == 1 and (box is None or box == image.box):
-        return image.pixels, None  # all of it, or the piece it was made for
+        return image.pixels, None  # the whole image, or a partial image of this box
     top, left, height, width = box or (0, 0, *image.size)
     row, column, num_rows, num_columns = reduced_box((top, left, height, width), image.reduction)
     first_row, first_column = row - image.origin[0], column - image.origin[1]
@@ -74,7 +74,7 @@ def cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], Part | None]:
 
 
 def reduced_box(box: Box, step: int) -> Box:
-    """The pixels that a box has in the image decoded at 1/step."""
+    """The box in the image decoded at 1/step, widened to whole pixels."""
     if step == 1:
         return box
     top, left, height, width = box
@@ -91,9 +91,9 @@ def _with_pillow(pixels: NDArray[np.uint8], part: Part, size: tuple[int, int]) -
 
 
 def _memory(shape: tuple[int, ...], scratch: dict[str, Any] | None) -> NDArray[np.uint8]:
-    kept: NDArray[np.uint8] | None = None if scratch is None else scratch.get("resized")
-    if kept is None or kept.shape != shape:
-        kept = np.empty(shape, np.uint8)
+    target: NDArray[np.uint8] | None = None if scratch is None else scratch.get("resized")
+    if target is None or target.shape != shape:
+        target = np.empty(shape, np.uint8)
         if scratch is not None:
-            scratch["resized"] = kept
-    return kept
+            scratch["resized"] = target
+    return target

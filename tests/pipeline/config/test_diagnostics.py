@@ -665,7 +665,7 @@ def test_what_is_wrong_is_named(name: str, write: Callable[[str], Path]) -> None
         (
             {"kind": "files", "url": "data"},
             ["decode", {"batch": {"size": 4}}, {"normalize": {"mean": [1, 2], "std": [1, 2, 3]}}],
-            "stages.3.normalize: `mean` and `std` have to be for the same number of channels",
+            "stages.3.normalize: `mean` and `std` need the same number of channels",
         ),
     ],
 )

@@ -150,7 +150,7 @@ def test_cut_at_every_byte(form: str) -> None:
                 continue
         assert found == expected[: len(found)]
         if caught:
-            assert "may have been cut short" in str(caught[0].message)
+            assert "may be truncated" in str(caught[0].message)
             assert len(caught) == 1
             num_warned += 1
         else:
@@ -191,11 +191,11 @@ def forged(header: bytearray) -> bytes:
         (b"0", b"-0000000001\0", "no number"),
         (b"0", b"0o7\0", "no number"),
         (b"0", b"00000000009\0", "no number"),
-        (b"0", b"77777777777\0", "cut short"),
-        (b"0", b"\x80" + b"\x7f" * 11, "cut short"),
+        (b"0", b"77777777777\0", "truncated"),
+        (b"0", b"\x80" + b"\x7f" * 11, "truncated"),
         (b"L", b"77777777777\0", "extended header of"),
         (b"x", b"\xff" * 12, "extended header of"),
-        (b"x", b"00000004000\0", "cut short"),
+        (b"x", b"00000004000\0", "truncated"),
         (b"S", b"00000000001\0", "without --sparse"),
         (b"M", b"00000000001\0", "another volume"),
     ],
@@ -248,5 +248,5 @@ def test_bad_checksum_in_the_middle_names_the_offset() -> None:
 
 def test_joined_archives_are_warned_about() -> None:
     data = archive([("a.txt", b"x")])
-    with pytest.warns(UserWarning, match="more data follow"):
+    with pytest.warns(UserWarning, match="data after the end-of-archive mark"):
         assert len(scanned(data + data)) == 1

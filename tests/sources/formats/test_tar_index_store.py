@@ -69,7 +69,7 @@ def test_a_cut_archive_is_warned_about_every_time(tmp_path: Path) -> None:
     data = archive([("a.jpg", b"1"), ("b.jpg", b"2")], "ustar")[:2048]
     connector = MemoryConnector({"s.tar": data})
     for _ in range(2):
-        with pytest.warns(UserWarning, match="may have been cut short"):
+        with pytest.warns(UserWarning, match="may be truncated"):
             assert len(load_index(connector, connector.stat("s.tar"), tmp_path)) == 2
 
 

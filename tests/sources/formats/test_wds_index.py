@@ -111,7 +111,7 @@ def test_names_the_text_cannot_hold(name: str) -> None:
         ("v2.0 1\n", "line 1"),
         ("v1.2 x\n", "line 1"),
         ("v1.2 2\njpg 512 1 a.jpg\n", "promises 2 samples, but 1"),
-        ("v1.2 1\njpg 512 1 a.jpg", "line 2: the last line does not end"),
+        ("v1.2 1\njpg 512 1 a.jpg", "line 2: the last line is incomplete"),
         ("v1.2 1\njpg 512 1\n", "line 2: groups"),
         ("v1.2 2\njpg 512 1 a.jpg\n\n", "line 3: groups"),
         ("v1.2 1\njpg 5x2 1 a.jpg\n", "line 2: an offset"),
@@ -139,7 +139,7 @@ def test_old_versions_are_not_used() -> None:
 def stale_cases() -> Iterator[tuple[str, list[tarfile.TarInfo | tuple[str, bytes]], str]]:
     members: list[tarfile.TarInfo | tuple[str, bytes]] = [(f"{i}.jpg", b"x" * 600) for i in range(4)]
     yield "shorter", members[:2], "beyond the archive"
-    yield "longer", [*members, ("4.jpg", b"")], "goes on with '4.jpg'"
+    yield "longer", [*members, ("4.jpg", b"")], "continues with '4.jpg'"
     yield "first", [("9.jpg", b"x" * 600), *members[1:]], "where the archive has '9.jpg'"
     yield "last", [*members[:3], ("9.jpg", b"x" * 600)], "where the archive has '9.jpg'"
     yield "sizes", [*members[:3], ("3.jpg", b"x" * 601)], r"where the archive has '3.jpg' \(601\)"

@@ -320,7 +320,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("decode", "stages", "said"),
         [
-            ({}, [{"color_jitter": {"hue": 0.1}}, {"resize": {"size": 8}}], "put it behind what crops or resizes"),
+            ({}, [{"color_jitter": {"hue": 0.1}}, {"resize": {"size": 8}}], "put it after a crop or resize"),
             ({}, [{"call": {"function": "json:dumps"}}], "put it after `batch`"),
             ({}, [{"resize": {"size": 8, "interpolation": "nearest"}}], "nearest takes other pixels inside DALI"),
             ({"scaled": True}, [{"resize": {"size": 8}}], "not with `device: dali-cpu`"),

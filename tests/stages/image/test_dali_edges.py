@@ -348,7 +348,9 @@ class TestNoImagesFault:
             self.render(words, monkeypatch)
 
     def test_a_gpu_that_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(StageError, match=r"no image's fault: CUDA runtime API error cudaErrorIllegalAddress"):
+        with pytest.raises(
+            StageError, match=r"independent of the images: CUDA runtime API error cudaErrorIllegalAddress"
+        ):
             self.render("CUDA runtime API error cudaErrorIllegalAddress (700)", monkeypatch)
 
     def test_any_other_may_be_an_images(self, monkeypatch: pytest.MonkeyPatch) -> None:

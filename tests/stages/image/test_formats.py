@@ -477,8 +477,8 @@ def test_pillows_own_images_are_loaded_in_words() -> None:
 @pytest.mark.parametrize(
     ("extension", "data", "words"),
     [
-        ("json", b"[" * 100_000, r"not JSON that can be read \(100000 bytes\): maximum recursion"),
-        ("json", b"{", r"not JSON that can be read \(1 bytes\)"),
+        ("json", b"[" * 100_000, r"not JSON \(100000 bytes\): maximum recursion"),
+        ("json", b"{", r"not JSON \(1 bytes\)"),
         ("json", b'"\xff"', "not JSON"),
         ("json", b"9" * 5000, r"not JSON.*4300"),
         ("txt", b"caf\xe9", r"UTF-8.*4 bytes.*position 3"),

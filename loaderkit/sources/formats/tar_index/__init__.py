@@ -1,8 +1,8 @@
-"""Where the members of a tar archive lie, without reading the members.
+"""Indexes of tar archives: the ranges of the members, without reading the members.
 
-load_index   an index beside the archive (wds.py), or one kept on this machine (store.py), or else:
+load_index   an index beside the archive (wds.py), or a copy on this machine (store.py), or else
 scan_tar     the archive's headers, read through a connector by ranges (scan.py)
-TarIndex     what all of them give (index.py)
+TarIndex     the result (index.py)
 """
 
 from loaderkit.sources.formats.tar_index.index import TarIndex

@@ -1,4 +1,4 @@
-"""The regular files of one tar archive, compactly."""
+"""A compact table of the regular files of one tar archive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Member(NamedTuple):
-    """One regular file inside an archive: where its bytes lie in the archive."""
+    """One regular file inside an archive, with the offset of its bytes in the archive."""
 
     name: str
     start: int
@@ -20,9 +20,8 @@ class Member(NamedTuple):
 class TarIndex(Sequence[Member]):
     """The members of one archive in archive order: 16 bytes a member, and its name.
 
-    `starts` and `sizes` are int64 [number of members], in bytes from the archive's beginning. `packed_names` holds
-    the names as they are in the archive (UTF-8, or whatever it has), each ended by a NUL. `is_whole` is False when
-    something about the archive's end looked wrong and was warned about.
+    `starts` (offsets in the archive) and `sizes` are int64 [number of members]. `packed_names` holds the names as bytes of the
+    archive (usually UTF-8), each ended by a NUL. `is_whole` is False after a warning about the archive's end.
     """
 
     def __init__(
@@ -41,18 +40,18 @@ class TarIndex(Sequence[Member]):
         return len(self.starts)
 
     @overload
-    def __getitem__(self, place: int) -> Member: ...
+    def __getitem__(self, number: int) -> Member: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Member]: ...
-    def __getitem__(self, place: int | slice) -> Member | list[Member]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"member {place} of {len(self)}")
-        place %= len(self)
-        first = int(self._name_ends[place - 1]) + 1 if place else 0
-        name = self.packed_names[first : int(self._name_ends[place])]
-        return Member(name.decode("utf-8", "surrogateescape"), int(self.starts[place]), int(self.sizes[place]))
+    def __getitem__(self, number: slice) -> list[Member]: ...
+    def __getitem__(self, number: int | slice) -> Member | list[Member]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"member {number} of {len(self)}")
+        number %= len(self)
+        first = int(self._name_ends[number - 1]) + 1 if number else 0
+        name = self.packed_names[first : int(self._name_ends[number])]
+        return Member(name.decode("utf-8", "surrogateescape"), int(self.starts[number]), int(self.sizes[number]))
 
     def __iter__(self) -> Iterator[Member]:
         return map(Member, self.names(), self.starts.tolist(), self.sizes.tolist())
@@ -67,9 +66,9 @@ class TarIndex(Sequence[Member]):
 
 
 def sample_key_and_extension(name: str) -> tuple[str, str] | None:
-    """Split a member's name at the first dot of its base name: the sample's key and the extension, as written.
+    """A member's name split at the first dot of its base name: the sample's key and the extension.
 
-    None for what belongs to no sample: hidden files, and names without an extension.
+    None for a member of no sample: a hidden file, or a name without an extension.
     """
     base = name.rfind("/") + 1
     dot = name.find(".", base)

@@ -1,4 +1,4 @@
-"""Find the members of a tar archive by reading its headers, through a connector, by ranges.
+"""Finds the members of a tar archive by reading its headers as ranges, through a connector.
 
 Formats: v7, ustar, GNU (long names and links, base-256 sizes) and PAX (`path` and `size`, of one member or of all that
 follow). POSIX.1-2017, pax, "ustar Interchange Format"; GNU tar manual, "Basic Tar Format".
@@ -25,10 +25,10 @@ _MAX_EXTENDED_BYTES = 1 << 20
 _EXTENDED = frozenset(b"LKxXg")
 _REFUSED = {
     ord("S"): "is stored sparse; create the archive again without --sparse",
-    ord("M"): "goes on from another volume; join the volumes first",
+    ord("M"): "continues from another volume; join the volumes first",
 }
-_REGULAR = frozenset(b"\x0007")  # "7" is a file once meant to lie in one piece
-_WITHOUT_DATA = frozenset(b"123456")  # links, devices, directories, pipes: their size field means nothing
+_REGULAR = frozenset(b"\x0007")  # "7" is a contiguous file
+_WITHOUT_DATA = frozenset(b"123456")  # links, devices, directories, pipes: their size field has no meaning
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -37,16 +37,16 @@ _COMPRESSED = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 
-Found = tuple[bytes, int, int]
-"""Name, first byte and number of bytes of a regular file."""
+MemberRange = tuple[bytes, int, int]
+"""Name, offset and size of a regular file."""
 
 
 def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], float] = time.perf_counter) -> TarIndex:
     """The regular files of the archive `info`, in archive order, up to the first block of zeros.
 
-    Directories, links and devices are left out. `clock` (seconds) only decides how far apart members must lie to be
-    worth skipping. Warns when the archive may have been cut at the end of a member. Raises `FormatError` naming the
-    archive and the offset for everything else that is wrong, and what the connector raises.
+    Directories, links and devices are left out. `clock` (seconds) only decides how far apart members must lie to be worth
+    skipping. Warns if the archive may be truncated at the end of a member. Raises `FormatError` with the archive and the offset
+    for any other damage, and what the connector raises.
     """
     scanner = TarScanner(connector, info, clock)
     runs = list(scanner.runs(0))
@@ -58,7 +58,7 @@ def scan_tar(connector: Connector, info: ObjectInfo, *, clock: Callable[[], floa
 
 @dataclass
 class _Extended:
-    """What extended headers have said about the member to come."""
+    """The contents of extended headers for the next member."""
 
     is_pending: bool = False
     long_name: bytes | None = None
@@ -75,13 +75,13 @@ class TarScanner:
         self._num_bytes = info.size
         self._globals: dict[bytes, bytes] = {}
 
-    def walk(self, position: int) -> Iterator[Found]:
-        """All regular files whose headers stand at `position` (the start of a header) or later, one by one."""
+    def walk(self, position: int) -> Iterator[MemberRange]:
+        """All regular files whose headers are at `position` (the start of a header) or later, one by one."""
         for run in self.runs(position):
             yield from zip(run.names.split(b"\0")[:-1], run.starts.tolist(), run.sizes.tolist(), strict=True)
 
     def runs(self, position: int) -> Iterator[WindowRun]:
-        """The same, as many at a time as are found together."""
+        """The same, in runs of consecutive plain files."""
         extended = _Extended()
         name = b""
         while position + _BLOCK <= self._num_bytes:
@@ -118,7 +118,7 @@ class TarScanner:
         return self._end(position, name, extended)
 
     def _read_extended(self, position: int, kind: int, size: int | None, extended: _Extended) -> int:
-        """Take in the extended header at `position`; returns where the next header stands."""
+        """Read the extended header at `position`; returns the offset of the next header."""
         body = self._extended_body(position, size)
         if kind == ord("g"):
             self._globals.update(self._pax_records(position, body))
@@ -131,14 +131,14 @@ class TarScanner:
         return position + _BLOCK + _padded(len(body))
 
     def _override(
-        self, position: int, found: tuple[bytes, int | None, int], extended: _Extended
+        self, position: int, header: tuple[bytes, int | None, int], extended: _Extended
     ) -> tuple[bytes, int | None, int]:
-        """Name, size and kind of the member at `position`, as its extended headers have them."""
-        name, size, kind = found
+        """Name, size and kind of the member at `position`, overridden by its extended headers."""
+        name, size, kind = header
         if extended.long_name is not None:
             name = extended.long_name
         records = {**self._globals, **extended.records}
-        name = records.get(b"path") or name  # an empty value takes a record back
+        name = records.get(b"path") or name  # an empty value revokes a record
         if records.get(b"size"):
             size = _decimal(records[b"size"])
         if any(key.startswith(b"GNU.sparse.") for key in records):
@@ -154,7 +154,7 @@ class TarScanner:
             self._fail(
                 position,
                 f"{_shown(name)} should have {size} bytes from byte {position + _BLOCK} on, but the archive has only "
-                f"{self._num_bytes} bytes: it was cut short; copy it again",
+                f"{self._num_bytes} bytes: it is truncated; copy it again",
             )
         return size
 
@@ -164,30 +164,30 @@ class TarScanner:
         if size is None or not 0 <= size <= _MAX_EXTENDED_BYTES:
             self._fail(position, f"an extended header of {size} bytes (at most {_MAX_EXTENDED_BYTES}); it is damaged")
         if start + size > self._num_bytes:
-            self._fail(position, "the archive ends inside an extended header: it was cut short; copy it again")
+            self._fail(position, "the archive ends inside an extended header: it is truncated; copy it again")
         return bytes(self._window.take(start, size))
 
     def _pax_records(self, position: int, body: bytes) -> dict[bytes, bytes]:
         """The records "<length> <key>=<value>\\n" of an extended header."""
         records = {}
-        place = 0
-        while place < len(body) and body[place]:
-            blank = body.find(b" ", place, place + 20)
-            length = _decimal(body[place:blank]) if blank > place else None
-            if not length or place + length > len(body) or body[place + length - 1] != 0x0A:
-                self._fail(position, f"damaged PAX header, at its byte {place}")
-            key, equals, value = body[blank + 1 : place + length - 1].partition(b"=")
+        offset = 0
+        while offset < len(body) and body[offset]:
+            blank = body.find(b" ", offset, offset + 20)
+            length = _decimal(body[offset:blank]) if blank > offset else None
+            if not length or offset + length > len(body) or body[offset + length - 1] != 0x0A:
+                self._fail(position, f"damaged PAX header, at its byte {offset}")
+            key, equals, value = body[blank + 1 : offset + length - 1].partition(b"=")
             if not equals:
-                self._fail(position, f"damaged PAX header, at its byte {place}: a record without '='")
+                self._fail(position, f"damaged PAX header, at its byte {offset}: a record without '='")
             if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
                 records[key] = value
-            place += length
+            offset += length
         return records
 
     def _end(self, position: int, name: bytes, extended: _Extended) -> None:
         """The archive's bytes end at, or less than a header after, `position`, without an end-of-archive mark."""
         if self._num_bytes == 0:
-            self._fail(0, "the archive is empty (0 bytes), which is not even a tar without members; copy it again")
+            self._fail(0, "the archive is empty (0 bytes), and even a tar without members has a header; copy it again")
         if extended.is_pending:
             self._fail(position, "the archive ends after an extended header, before its member; copy it again")
         if position > self._num_bytes:
@@ -198,8 +198,8 @@ class TarScanner:
                 self._fail_as_no_header(0, rest)
             self._fail(position, f"the archive ends inside the header after {_shown(name)}; copy it again")
         self._warn(
-            f"{self._where} ends without the mark that ends a tar, after {_shown(name)}: it may have been cut short "
-            "there, and members may be missing"
+            f"{self._where} ends without an end-of-archive mark, after {_shown(name)}: it may be truncated there, and "
+            "members may be missing"
         )
 
     def _end_mark(self, position: int, extended: _Extended) -> None:
@@ -207,7 +207,7 @@ class TarScanner:
             self._fail(position, "the archive ends after an extended header, before its member; it is damaged")
         if any(self._window.rest_after(position + _BLOCK)):
             self._warn(
-                f"{self._where}: more data follow the end-of-archive mark at byte {position} and are not read; "
+                f"{self._where}: data after the end-of-archive mark at byte {position} is not read; "
                 "archives joined with `cat` must be created again, or joined with `tar --concatenate`"
             )
 
@@ -215,24 +215,24 @@ class TarScanner:
         self.has_odd_end = True
         warnings.warn(printable(message), stacklevel=4)
 
-    def _fail_as_no_header(self, position: int, found: bytes | bytearray) -> NoReturn:
+    def _fail_as_no_header(self, position: int, header: bytes | bytearray) -> NoReturn:
         if position == 0:
-            for magic, how in _COMPRESSED.items():
-                if found.startswith(magic):
+            for magic, program in _COMPRESSED.items():
+                if header.startswith(magic):
                     raise FormatError(
-                        f"{self._where} is compressed with {how}, so its members cannot be read one by one; "
+                        f"{self._where} is compressed with {program}, so its members cannot be read one by one; "
                         "decompress it first"
                     )
             raise FormatError(f"{self._where} is not a tar archive (no valid header at byte 0)")
         self._fail(position, "no valid tar header (its checksum is wrong): the archive is damaged; copy it again")
 
-    def _fail(self, position: int, what: str) -> NoReturn:
-        raise FormatError(f"{self._where}, byte {position}: {what}")
+    def _fail(self, position: int, problem: str) -> NoReturn:
+        raise FormatError(f"{self._where}, byte {position}: {problem}")
 
 
 def _checksum_fits(header: bytes | bytearray) -> bool:
     stored = _number(header[148:156])
-    # The low half of Adler-32 is 1 + the sum of the bytes modulo 65521, which 256 bytes cannot reach: a sum in C.
+    # The low half of Adler-32 is 1 + the sum of the bytes modulo 65521, which 256 bytes cannot reach: it sums in C.
     total = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2
     total += 8 * 0x20 - sum(header[148:156])
     if stored == total:
@@ -257,13 +257,13 @@ def _number(field: bytes | bytearray) -> int | None:
 
 
 def _decimal(text: bytes) -> int | None:
-    # 20 digits are more than any size: int() of an endless number would take endless time.
+    # No size has more than 20 digits; int() of a longer text could take very long.
     return int(text) if text.isdigit() and len(text) <= 20 else None
 
 
 def _name_of(header: bytes | bytearray) -> bytes:
     name = bytes(header[:100].partition(b"\0")[0])
-    # Only POSIX archives have a prefix; old GNU ones keep times in its place.
+    # Only POSIX archives have a prefix; old GNU archives store times there.
     if header[345] and header[257:263] == b"ustar\0":
         return bytes(header[345:500].partition(b"\0")[0]) + b"/" + name
     return name

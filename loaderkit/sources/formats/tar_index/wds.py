@@ -33,7 +33,7 @@ def write_wds_index(index: TarIndex) -> str:
         if len(name.encode("utf-8", "surrogateescape").split()) != 1 or name[0].isspace() or name[-1].isspace():
             raise FormatError(
                 f"the index format v1.2 cannot hold the member {name!r}: its fields are separated by white space; "
-                "rename it, or do without an index file (loaderkit keeps its own)"
+                "rename it, or write no index file (loaderkit keeps its own)"
             )
         group = f"{parts[1]} {start} {size} {name}"
         if parts[0] == last_key:
@@ -47,10 +47,10 @@ def write_wds_index(index: TarIndex) -> str:
 def parse_wds_index(text: str, where: str) -> TarIndex | None:
     """The members listed in an index; `where` names it in messages.
 
-    None for the versions 1.0 and 1.1, which have no names. Raises `FormatError` with the line for anything else that
-    is not as `wds2idx` writes it.
+    None for the versions 1.0 and 1.1, which have no names. Raises `FormatError` with the line for any other deviation from
+    the format of `wds2idx`.
     """
-    # White space is that of ASCII, as DALI reads it: a name may contain any other.
+    # Only ASCII white space separates, as in DALI: a name may contain any other.
     lines = text.encode("utf-8", "surrogateescape").split(b"\n")
     head = lines[0].split()
     if len(head) == 2 and head[0] in (b"v1.0", b"v1.1"):
@@ -58,7 +58,7 @@ def parse_wds_index(text: str, where: str) -> TarIndex | None:
     if len(head) != 2 or head[0] != b"v1.2" or not head[1].isdigit():
         raise FormatError(f"{where}, line 1: 'v1.2 <number of samples>' expected, not {_shown(lines[0])}")
     if lines[-1].strip():
-        raise FormatError(f"{where}, line {len(lines)}: the last line does not end; the file was cut short")
+        raise FormatError(f"{where}, line {len(lines)}: the last line is incomplete; the file is truncated")
     if len(lines) - 2 != int(head[1][:20]):
         raise FormatError(f"{where}, line 1: it promises {int(head[1][:20])} samples, but {len(lines) - 2} follow")
     starts: list[int] = []

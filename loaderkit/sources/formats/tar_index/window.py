@@ -1,4 +1,4 @@
-"""A window on an object that moves forward and finds out by itself how much to read at a time."""
+"""A window on an object that moves forward and adapts its read size to the store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_WINDOW_BYTES = 4 << 20
 _MOST_CACHED_BYTES = 512 << 10
 _MOST_BREAK_EVEN_BYTES = 8 << 20
 _MEMORY_S = 1e-4
-# A first request as quick as that took most of it for what was new in the process: the second tells more.
+# A first request this fast is dominated by warm-up, so a second one is measured.
 _WARM_UP_S = 1e-3
 
 
 class WindowRun(NamedTuple):
-    """Regular files in archive order: their names, each ended by a NUL, first bytes and numbers of bytes, int64 [n]."""
+    """Regular files in archive order: their names, each ended by a NUL, their offsets and sizes, int64 [n]."""
 
     names: bytes
     starts: NDArray[np.int64]
@@ -30,11 +30,11 @@ class WindowRun(NamedTuple):
 
 
 class Window:
-    """Small pieces of an object, taken in ascending order, served from few reads.
+    """Small ranges of an object, taken in ascending order, served from few reads.
 
-    Where pieces lie close together one read serves many of them; where they lie far apart each is read alone. What
-    "far" means follows from the store: the number of bytes it delivers in the time one more request costs (about
-    70 kB for a file in the page cache, more than 1 MB for S3), taken from the reads made so far.
+    One read serves many ranges that lie close together; distant ones are read alone. The limit follows from the store: the
+    bytes it delivers in the time of one more request (about 70 kB for a file in the page cache, more than 1 MB for S3),
+    measured on the reads so far.
     """
 
     def __init__(self, connector: Connector, info: ObjectInfo, clock: Callable[[], float]) -> None:
@@ -59,8 +59,8 @@ class Window:
         return self._data[offset : offset + num_bytes]
 
     def plain_files(self, position: int) -> tuple[WindowRun | None, int]:
-        """The plain files whose headers follow one another from `position` on, as far as these lie in what was read already,
-        and where the next header stands. A hundredth of the time of looking at each."""
+        """The plain files from the header at `position` on, while the window holds their headers, and the offset of the next
+        header; in a hundredth of the time of parsing each."""
         if not self._start <= position < self._start + self._num_filled:
             return None, position
         base = self._start
@@ -74,20 +74,20 @@ class Window:
         return run, after + base
 
     def rest_after(self, position: int) -> bytearray:
-        """What was already read from `position` on."""
+        """The bytes of the window from `position` on."""
         return self._data[max(0, position - self._start) : self._num_filled]
 
     def _move(self, position: int, num_bytes: int) -> None:
-        wanted = max(num_bytes, self._num_bytes_to_read(position))
-        wanted = min(wanted, self._info.size - position)
-        if wanted > len(self._data):
-            self._data = bytearray(wanted)
+        num_read = max(num_bytes, self._num_bytes_to_read(position))
+        num_read = min(num_read, self._info.size - position)
+        if num_read > len(self._data):
+            self._data = bytearray(num_read)
         before_s = self._clock()
-        with memoryview(self._data) as whole, whole[:wanted] as part:
+        with memoryview(self._data) as whole, whole[:num_read] as part:
             self._connector.read_into(self._info.key, position, part, etag=self._info.etag)
-        self._learn(wanted, self._clock() - before_s)
+        self._learn(num_read, self._clock() - before_s)
         self._num_reads += 1
-        self._start, self._num_filled, self._num_taken = position, wanted, 0
+        self._start, self._num_filled, self._num_taken = position, num_read, 0
 
     def _num_bytes_to_read(self, position: int) -> int:
         if self._info.size <= _LEAST_WINDOW_BYTES:
@@ -99,13 +99,13 @@ class Window:
             break_even = min(self._request_s / self._byte_s, _MOST_BREAK_EVEN_BYTES)
         if (position - self._start) / max(1, self._num_taken) > break_even:
             return _SMALL_BYTES
-        # At eight times the break-even the cost of the request itself is a ninth. Where requests are that quick, the store is
-        # memory; then what fits into a CPU's cache is read faster.
+        # At eight times the break-even the request itself costs a ninth. A store with requests this fast is memory, where reads
+        # that fit the CPU's cache are faster.
         most = _MOST_CACHED_BYTES if self._request_s < _MEMORY_S else _MOST_WINDOW_BYTES
         return int(min(max(8 * break_even, _LEAST_WINDOW_BYTES), most))
 
     def _learn(self, num_bytes: int, seconds: float) -> None:
-        # The fastest read of each kind is the one that was disturbed least.
+        # The fastest read of each kind was disturbed least.
         if num_bytes <= _SMALL_BYTES:
             self._request_s = min(self._request_s, max(seconds, 1e-9))
         elif self._request_s < float("inf"):

@@ -59,10 +59,10 @@ def main() -> None:
                     raise SystemExit(f"renew the credentials and go on with loader.state_dict(): {error}") from error
                 raise
             after = loader.stats()
-            found = after.to_dict() if epoch == 0 else loader.stats(since=before).to_dict()
-            before, store = after, found["store"]
+            stats = after.to_dict() if epoch == 0 else loader.stats(since=before).to_dict()
+            before, store = after, stats["store"]
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, waited {found['stall']['percent']:.0f} % of the time, "
+                f"epoch {epoch}: loss {loss.item():.3f}, waited {stats['stall']['percent']:.0f} % of the time, "
                 f"{store['num_requests']:.0f} requests, {store['fetched_bytes'] / 1e6:.2f} MB fetched, "
                 f"{100 * store.get('cache_hit_rate', 0):.0f} % from the cache, {store['num_retries']:.0f} retries"
             )

@@ -21,10 +21,11 @@ from PIL import Image as Pillow
 from PIL import features
 
 import loaderkit
-from loaderkit import Pipeline
+from loaderkit import Pipeline, native
 from loaderkit.cli import main
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, StageError
+from loaderkit.native import fallback
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import BatchWork, Encoded, SampleChunk
 from loaderkit.stages.image import formats as pictures
@@ -340,8 +341,8 @@ def test_what_nobody_can_tell_is_read(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_without_libjpeg_only_the_first_complaint_is_known(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "jpeg", None)
-    monkeypatch.setattr("loaderkit.stages.image.decode.jpeg", None)
+    monkeypatch.setattr(native, "HAS_JPEG", False)
+    monkeypatch.setattr(native, "is_cut", fallback.is_cut)
     for name in ("baseline", "grey", "CMYK", "chroma 4:4:1", "YCCK"):
         data = JPEGS[name]
         if way != "piece":

@@ -27,7 +27,10 @@ import loaderkit
 def live(executor: str) -> float:
     """One life without an interruption; how long it took, in s."""
     begin = time.perf_counter()
-    with loaderkit.build(numbers(4000), overrides=EXECUTORS[executor]) as loader:
+    patient = EXECUTORS[executor] | {
+        "prefetch.timeout": "1h"
+    }  # a busy machine starts processes slowly: no warning of that
+    with loaderkit.build(numbers(4000), overrides=patient) as loader:
         for number, _ in enumerate(loader):
             if number == 40:
                 loader.set_epoch(3)

@@ -131,9 +131,8 @@ class WorkerMain:
         self._outbox = outbox
         self._control = control
         self._arena = arena
-        self._specs: SimpleQueue[bytes] = (
-            SimpleQueue()
-        )  # pickled: to open it imports modules that the main thread is importing
+        # Pickled: to open it imports modules, which the main thread imports just now.
+        self._specs: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()
         self._sender: BatchSender | None = None
         self._early: list[tuple[Any, ...]] = []  # messages that came before the BatchSender existed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from numbers_dataset import PROCESS, Numbers, build, hang, numbers, pid_of, wait
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.errors import ClosedError, ConfigError, RemoteError, SourceError, StageError
 
 pytestmark = pytest.mark.matrix(1)
@@ -73,6 +76,31 @@ class TestSending:
                     assert (found[name] == expected[name]).all()
                 assert found["nested"]["captions"] == expected["nested"]["captions"]
                 assert found["nested"]["same"] is found["scaled"]
+
+    def test_no_command_makes_the_thread_that_listens_import_anything(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # While the main thread imports, two threads in modules that import one another would wait for each other.
+        packets: list[bytes] = []
+        tell = WorkerConnection.tell
+
+        def note(connection: WorkerConnection, name: str, *arguments: Any) -> None:
+            packets.append(pickle.dumps((name, *arguments), 5))
+            tell(connection, name, *arguments)
+
+        monkeypatch.setattr(WorkerConnection, "tell", note)
+        with build(numbers(200)) as loader:
+            loader.start()
+            loader.resize(batches=3)
+            list(loader)
+        assert {"spec", "taken"} <= {pickle.loads(packet)[0] for packet in packets}
+        program = (
+            "import pickle, sys\n"
+            "for packet in pickle.load(sys.stdin.buffer): pickle.loads(packet)\n"
+            "print(*(name for name in sys.modules if name.partition('.')[0] in ('loaderkit', 'torch', 'numpy')))"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-c", program], input=pickle.dumps(packets), capture_output=True, check=True
+        )
+        assert ran.stdout.strip() == b""
 
     def test_where_functions_run(self) -> None:
         with build(Pipeline.dataset(Numbers()).read().call(in_which_process).batch(8)) as loader:

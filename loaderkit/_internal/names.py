@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pkgutil
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 
@@ -13,4 +14,5 @@ def is_name(text: str) -> bool:
 
 def import_named(name: str) -> Any:
     """The object of that name. Raises ValueError, ImportError, AttributeError, and what importing the module raises."""
-    return pkgutil.resolve_name(name)
+    module, _, path = name.partition(":")  # pkgutil.resolve_name refuses modules such as my-data.py
+    return attrgetter(path)(import_module(module))

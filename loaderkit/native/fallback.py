@@ -104,6 +104,9 @@ def members(  # noqa: PLR0917 - as in C
 ) -> tuple[list[str], list[int], list[int], list[str | None]]:
     """(keys, starts, sizes, etags) of the members at `offsets` of samples that all have `num_members`; `firsts` are the first
     samples of the archives."""
+    num_samples = len(starts) // max(num_members, 1)
+    if len(indices) and not 0 <= indices.min() <= indices.max() < num_samples:
+        raise IndexError(f"samples {indices.min()} to {indices.max()} of {num_samples}")
     numbers = (indices[:, None] * num_members + offsets).ravel()
     shards = (np.searchsorted(firsts, indices, "right") - 1).repeat(len(offsets)).tolist()
     return (

@@ -45,7 +45,8 @@ class ExecutorLifecycle:
 
     def at(self, epoch: int, position: int) -> Executor:
         """The executor, with (epoch, position) next; a new one at first and after an error."""
-        if self.executor is None:
+        executor = self.executor  # `close` in another thread may take it away meanwhile
+        if executor is None:
             self.check_open()
             self.executor = executor = make_executor(self._plan, self._clock)
             self._next_position = None
@@ -59,9 +60,9 @@ class ExecutorLifecycle:
             if self.monitor is not None:
                 self.monitor.start()
         if self._next_position != (epoch, position):
-            self.executor.seek(epoch, position)
+            executor.seek(epoch, position)
             self._next_position = (epoch, position)
-        return self.executor
+        return executor
 
     def check_open(self) -> None:
         """Raise ClosedError once the loader is closed."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
+from loaderkit._internal.cgroups import free_memory
 from loaderkit._internal.units import say_bytes
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.file import FileConnector
@@ -15,17 +14,16 @@ from loaderkit.sources.tar import TarSource
 
 # Such a batch takes about 0.2 ms; the wake-up of another thread and two passes of the GIL take 0.1 ms.
 _TINY_BYTES, _FEW_READS = 128 * 1024, 64
-_CACHED_SHARE = 0.5  # of the machine's memory: data of that size stays in the page cache
+_CACHED_SHARE = 0.5  # of the memory that is free or holds cached files: data of that size stays in the page cache
 
 
 def why_inline(config: PipelineConfig, source: Source, connector: Connector | None) -> str | None:
     """The reason to make batches inline under `executor: thread`; None: no reason.
 
-    The rule needs `concurrency` and `workers` to be auto, stages without the user's code, and data in the page cache.
+    The rule needs a pipeline that says nothing of `prefetch` and `workers`, stages without the user's code, and data in the
+    page cache.
     """
-    prefetch = config.prefetch
-    is_fixed = prefetch.concurrency != "auto" or any(stage.args.workers != "auto" for stage in config.stages)
-    if prefetch.executor != "thread" or is_fixed or prefetch.on_timeout == "raise":
+    if config.prefetch.model_fields_set or any(stage.args.workers != "auto" for stage in config.stages):
         return None
     store = connector.inner if isinstance(connector, RetryConnector) else connector
     if type(store) is not FileConnector or [stage.kind for stage in config.stages] != ["read", "batch"]:
@@ -39,7 +37,8 @@ def why_inline(config: PipelineConfig, source: Source, connector: Connector | No
         num_reads = batch.size * source.num_members // len(source)
     else:
         return None
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_reads > _FEW_READS or batch.size * sample_bytes > _TINY_BYTES or data_bytes > _CACHED_SHARE * memory_bytes:
+    if num_reads > _FEW_READS or batch.size * sample_bytes > _TINY_BYTES:
+        return None
+    if data_bytes > _CACHED_SHARE * (free_memory()[0] or 0):
         return None
     return f"a batch of {say_bytes(batch.size * sample_bytes)} takes longer to hand over than to make"

@@ -12,12 +12,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.parsing import parse, stage_names
-from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
+from loaderkit.pipeline.config.yaml_text import YAML_ERRORS, compose, from_yaml, to_yaml
 from loaderkit.profile.report_parts import Setting
 
 
@@ -38,7 +37,7 @@ def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
         expected = parse(from_yaml(before), overrides={setting.key: setting.value for setting in settings})
         if parse(from_yaml(after)) != expected:
             return None
-    except ConfigError:
+    except (ConfigError, *YAML_ERRORS):
         return None
     # Lines as `patch` has them: str.splitlines would also cut at characters that may stand in a comment.
     lines = difflib.unified_diff([*StringIO(before)], [*StringIO(after)], str(path), str(path))
@@ -46,7 +45,7 @@ def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
 
 
 def _set(text: str, key: str, value: Any) -> str:
-    root = YAML(typ="safe", pure=True).compose(text)
+    root = compose(text)
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{key} cannot be set: the file is no mapping")
     section, _, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""Tiny batches of local records run inline; whatever a user asked for with a number is done."""
+"""Tiny batches of local records run inline; what a pipeline says of `prefetch` and of workers is done."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ def test_tiny_batches_of_local_records_and_members_run_inline(tmp_path: Path) ->
         {"prefetch.concurrency": 2, "prefetch.executor": "thread"},
         {"stages.read.workers": 1},
         {"prefetch.on_timeout": "raise"},
+        {"prefetch.executor": "thread"},
+        {"prefetch.batches": 16},
+        {"prefetch.timeout": "5s"},
     ],
 )
 def test_what_was_asked_for_is_done(tmp_path: Path, overrides: dict[str, Any]) -> None:

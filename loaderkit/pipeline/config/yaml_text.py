@@ -8,6 +8,7 @@ from io import StringIO
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.docinfo import DocInfo
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -17,16 +18,17 @@ from ruamel.yaml.tag import Tag
 
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems
 
-YAML_ERRORS = (YAMLError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
+YAML_ERRORS = (YAMLError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
 """The errors of ruamel.yaml, and of the functions that it calls for values such as a date."""
 
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 64
 _CHARACTERS_A_VALUE = 100
 _MERGE = "tag:yaml.org,2002:merge"
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")  # of mappings and lists
 _WORD = re.compile(r"[\w.+-]+")
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
-_OLD_BOOLEAN = re.compile(r"(?i:yes|no|on|off)")
+_OLD_BOOLEAN = re.compile("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
 _LINE_ENDS = re.compile("[\x85\u2028\u2029\ufeff]")
 
 
@@ -54,12 +56,19 @@ def _yaml() -> YAML:
     yaml = YAML(typ="safe", pure=True)
     yaml.Resolver, yaml.Representer = _Resolver, _Representer
     yaml.composer.warn_double_anchors = False
+    yaml.doc_infos.append(DocInfo())  # `load` does that itself; to compose a document with a directive needs it, too
     return yaml
 
 
 def from_yaml(text: str) -> Any:
     """The value of a YAML document. Raises one of YAML_ERRORS."""
     return _yaml().load(text)
+
+
+def compose(text: str) -> Node | None:
+    """The nodes of a YAML document, with their marks. Raises one of YAML_ERRORS."""
+    node: Node | None = _yaml().compose(text)
+    return node
 
 
 def to_yaml(value: Any, *, flow: bool | None = None, width: int = 100) -> str:
@@ -105,6 +114,8 @@ class _Values:
         if self._num_values > _MAX_VALUES or len(path) > _MAX_DEPTH:
             raise YAMLError(f"more than {_MAX_VALUES} values: aliases that repeat one another?")
         self._problems.lines.setdefault(path, node.start_mark.line + 1)
+        if not isinstance(node, ScalarNode) and str(node.tag) not in _PLAIN_TAGS:
+            raise MarkedYAMLError(problem=f"the tag {node.tag} is of no plain value", problem_mark=node.start_mark)
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
         if isinstance(node, SequenceNode):
@@ -116,7 +127,7 @@ class _Values:
         mapping: dict[str, Any] = {}
         for key_node, value_node in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
             if key_node.tag == _MERGE:
-                inherited |= self._merged(value_node, path)
+                inherited = self._merged(value_node, path) | inherited
                 self._num_values += len(inherited)  # a chain of merges copies them each time
                 continue
             line = key_node.start_mark.line + 1
@@ -142,7 +153,7 @@ class _Values:
     def _scalar(self, node: Node) -> Any:
         try:
             return self._constructor.construct_object(node, deep=True)
-        except (ValueError, TypeError, KeyError, OverflowError) as error:  # for example a 13th month
+        except (ValueError, TypeError, LookupError, OverflowError) as error:  # for example a 13th month
             problem = f"{str(node.value)!r} is no value of its kind ({type(error).__name__}: {error})"
             raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 

@@ -14,8 +14,9 @@ from config_cases import MINIMAL
 
 import loaderkit
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.diagnostics import Problems
 from loaderkit.pipeline.config.parsing import load_yaml, parse
-from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
+from loaderkit.pipeline.config.yaml_text import from_yaml, read_yaml, to_yaml
 
 # "<<" marks the line that the error must name. Then: the key it must name, and what else it must say.
 
@@ -687,6 +688,16 @@ def test_invalid_yaml(write: Callable[[str], Path]) -> None:
             load_yaml(write(text))
 
 
+def test_truth_values_and_merges_are_those_of_yaml_1_1(write: Callable[[str], Path]) -> None:
+    problems = Problems(None)
+    text = "a: [yes, No, ON, off, yEs, y]\nb: {<<: {k: 1, m: 1}, <<: {k: 2, n: 2}, n: 3}\n"
+    value = read_yaml(text, problems)
+    assert value["a"] == [True, False, True, False, "yEs", "y"]
+    assert value["b"] == {"k": 1, "m": 1, "n": 3}
+    for directive in ("%YAML 1.1", "%YAML 1.2", "%TAG !e! tag:example.com,2000:"):
+        assert load_yaml(write(f"{directive}\n---\n{MINIMAL}")) == load_yaml(write(MINIMAL))
+
+
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
@@ -696,6 +707,8 @@ def test_invalid_yaml(write: Callable[[str], Path]) -> None:
         ("version: 1\nname: " + "[" * 3000 + "]" * 3000 + "\n", 2, "nested too deeply"),
         ("version: 1\nname: 2024-13-45\n", 2, "'2024-13-45' is no value of its kind"),
         ("version: 1\n!!int x: y\n", 2, "'x' is no value of its kind"),
+        ("version: 1\nname: !!int \n", 2, "'' is no value of its kind"),
+        ("version: 1\nprefetch: !!python/object:os.system {}\n", 2, "is of no plain value"),
     ],
 )
 def test_yaml_that_its_reader_stumbles_over(text: str, line: int, said: str, write: Callable[[str], Path]) -> None:

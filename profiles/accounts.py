@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats

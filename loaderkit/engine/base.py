@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from loaderkit._internal.cgroups import idle_so_far_s
-from loaderkit.engine.autotune.concurrency import ContentionProbe, Ticket
+from loaderkit.engine.autotune.contention_probe import ContentionProbe, Ticket
 from loaderkit.engine.autotune.solo_gate import SoloGate
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls

@@ -17,7 +17,7 @@ import torch
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig

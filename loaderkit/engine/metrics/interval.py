@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.metrics.tuning import PoolTuning

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
-from loaderkit.engine.metrics.concurrency import ContentionResult, merged_trials
+from loaderkit.engine.metrics.contention import ContentionResult, merged_trials
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.slow_samples import Slow, slowest

@@ -15,7 +15,7 @@ from numbers_dataset import Numbers
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats, Verdict
-from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning

@@ -19,7 +19,7 @@ from numbers_dataset import TWO_PROCESSES, Numbers, build, is_running, numbers, 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
-from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats, merged

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from loaderkit.engine.autotune.chunk_window import LEAST_S, NUM_CHUNKS
-from loaderkit.engine.autotune.concurrency import PATIENCE, PATIENCE_S, ContentionProbe, Ticket
+from loaderkit.engine.autotune.contention_probe import PATIENCE, PATIENCE_S, ContentionProbe, Ticket
 from loaderkit.engine.autotune.solo_gate import SoloGate
 from loaderkit.engine.base import WorkerPool
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates

@@ -22,7 +22,7 @@ from loaderkit import native
 from loaderkit.engine.autotune.chunk_window import LEAST_S, NUM_CHUNKS, ChunkMeter, ChunkWindow, Overlap, Started
 from loaderkit.engine.autotune.gil_probe import GilProbe, gil_is_taken
 from loaderkit.engine.autotune.solo_gate import SoloGate
-from loaderkit.engine.metrics.concurrency import ContentionResult
+from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock
 
 PATIENCE = 1000  # chunks until one worker alone is tried again, doubled after each trial that it lost

@@ -15,6 +15,7 @@ from numbers_dataset import PROCESS, Numbers, hang, numbers, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.torch_threads import ONE_AT_A_TIME
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.stages.time_limit import TimeLimit
 
@@ -196,6 +197,7 @@ def note_threads(seen: set[int], sample: dict[str, Any]) -> None:
 def threads_of_a_thread_to_come() -> list[int]:
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
+    with ONE_AT_A_TIME:  # a thread of the loader may begin just now, and changes the number for a moment
+        thread.start()
+        thread.join()
     return found

@@ -123,6 +123,8 @@ def _dtype_of(descr: object) -> np.dtype[Any]:
         raise FormatError(f"the .npy header's descr {descr!r:.200} is no type of NumPy: {error}") from None
     if not dtype.itemsize:
         raise FormatError(f"the .npy header's descr {descr!r:.200} is a type of no bytes: there is nothing to read")
+    if dtype.subdtype is not None:  # np.save writes none; NumPy itself changes what '1i2' means from version to version
+        raise FormatError(f"the .npy header's descr {descr!r:.200} is an array within an array: save it as numbers")
     if dtype.hasobject:
         raise FormatError(
             f"the array holds Python objects ({descr!r:.200}), which only pickle could read, running whatever "

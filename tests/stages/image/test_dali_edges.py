@@ -286,7 +286,7 @@ class TestRefusedByDali:
         kinds = [type(sample["image"]) for sample in chunk.samples if sample is not None]
         assert kinds == [GpuDecoded] * 5 + [Encoded] + [GpuDecoded] * 2
         (record,) = caplog.records
-        assert "our own decoder" in record.getMessage()
+        assert "decoded on the CPU instead" in record.getMessage()
 
 
 class Refusing:

@@ -261,7 +261,7 @@ def test_shards_that_may_be_read_and_not_listed(proxy: FaultProxy, photos: Path,
     proxy.rule = lambda request: Fault(answer=(403, "AccessDenied")) if "list-type" in request.path else None
     names = "s3://faults/shards/shard-{000..002}.tar"
     assert epoch_of(source(proxy, "tar", url=names), BLOCKS)[0] == local(photos, shards, "tar")
-    with pytest.raises(SourceError, match=r"is called 'shard-003.tar'; what is there may not be listed"):
+    with pytest.raises(SourceError, match=r"is called 'shard-003.tar'; the objects below it cannot be listed"):
         epoch_of(source(proxy, "tar", url="s3://faults/shards/shard-{000..003}.tar"), BLOCKS)
     with pytest.raises(AccessDeniedError, match=r"s3://faults/shards/\*"):
         epoch_of(source(proxy, "tar"), BLOCKS)

@@ -205,6 +205,12 @@ def test_what_only_other_pipelines_need_is_not_imported(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path / "records.npy")], capture_output=True, text=True, check=True
     )
     assert "loaderkit.engine.base" in done.stdout.split()
-    for name in ("connectors.s3", "connectors.layers.cache", "engine.process.executor", "profile", "checkpoint"):
+    for name in (
+        "connectors.s3",
+        "connectors.layers.cache",
+        "engine.process.executor",
+        "profile",
+        "checkpoint.restore",
+    ):
         assert find_spec(f"loaderkit.{name}") is not None
         assert f"loaderkit.{name}" not in done.stdout.split()

@@ -143,7 +143,7 @@ class TestSending:
         with pytest.raises(ConfigError, match=r"source\.object"):
             build(Pipeline.dataset(Locked()).read().batch(8))
         with (
-            pytest.raises(SourceError, match="make it give the same"),
+            pytest.raises(SourceError, match="make it return the same items"),
             build(Pipeline.dataset(f"{__name__}:different").read().batch(8)) as loader,
         ):
             next(iter(loader))

@@ -13,7 +13,7 @@ from loaderkit.sources.base import Source
 from loaderkit.sources.tar import TarSource
 
 # Such a batch takes about 0.2 ms; the wake-up of another thread and two passes of the GIL take 0.1 ms.
-_TINY_BYTES, _FEW_READS = 128 * 1024, 64
+_TINY_BYTES, _FEW_READS = 128 * 1024, 128
 _CACHED_SHARE = 0.5  # of the memory that is free or holds cached files: data of that size stays in the page cache
 
 

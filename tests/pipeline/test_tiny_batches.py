@@ -44,9 +44,9 @@ def executor_of(pipeline: Pipeline, **overrides: Any) -> str:
 
 def test_tiny_batches_of_local_records_and_members_run_inline(tmp_path: Path) -> None:
     assert executor_of(records(tmp_path)) == "inline"
-    assert executor_of(records(tmp_path, 64)) == "inline"
-    assert executor_of(members(tmp_path, 64)) == "inline"
-    assert executor_of(members(tmp_path, 32, ("bin", "cls"))) == "inline"
+    assert executor_of(records(tmp_path, 128)) == "inline"
+    assert executor_of(members(tmp_path, 128)) == "inline"
+    assert executor_of(members(tmp_path, 64, ("bin", "cls"))) == "inline"
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_what_was_asked_for_is_done(tmp_path: Path, overrides: dict[str, Any]) -
 
 
 def test_batches_that_are_not_tiny_have_workers(tmp_path: Path) -> None:
-    assert executor_of(records(tmp_path, 65)) == "thread"
-    assert executor_of(members(tmp_path, 65)) == "thread"
-    assert executor_of(members(tmp_path, 33, ("bin", "cls"))) == "thread"
+    assert executor_of(records(tmp_path, 129)) == "thread"
+    assert executor_of(members(tmp_path, 129)) == "thread"
+    assert executor_of(members(tmp_path, 65, ("bin", "cls"))) == "thread"
     assert executor_of(members(tmp_path, 16, size=10_000)) == "thread"
 
 

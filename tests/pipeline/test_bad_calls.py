@@ -185,7 +185,7 @@ OWN = "test_bad_calls"
         (f"{OWN}:Sized", {"size": 2.5}, r"len\(\) of the Sized failed \(TypeError", TypeError),
         (f"{OWN}:Sized", {"size": None}, r"len\(\) of the Sized failed \(UnluckyError: who knows", UnluckyError),
         (f"{OWN}:READY", {"num": 3}, r"source\.args: .* is a Items, not.*num", type(None)),
-        (".mod:x", {}, "cannot be imported: ValueError", ValueError),
+        (".mod:x", {}, "cannot be imported: TypeError", TypeError),
         ("raising_module:make", {}, "cannot be imported: ValueError: not today", ValueError),
         ("broken_module:make", {}, "cannot be imported: SyntaxError", SyntaxError),
         ("leaving_module:make", {}, "cannot be imported: SystemExit", SystemExit),

@@ -19,7 +19,7 @@ from loaderkit.errors import ClosedError
 
 T = TypeVar("T")
 _MOST_ABANDONED = 64
-_CLOSED = "the connector was closed during the read"
+_CLOSED = "it was closed before the call ended"
 
 
 class CallCancelled(Exception):  # noqa: N818 - a signal to the thread, not an error

@@ -80,7 +80,10 @@ def _set_under(text: str, mapping: MappingNode, path: list[str], value: Any) -> 
         return _insert(text, mapping, first, value)
     begin, end = node.start_mark.index, node.end_mark.index
     if begin == end:  # nothing stands there, and the mark is that of the next key
-        begin = end = text.index(":", name_node.end_mark.index) + 1
+        begin = end = name_node.end_mark.index
+        if not text[end:].lstrip().startswith(":"):  # in braces a key may stand alone
+            return f"{text[:end]}: {_flow(value)}{text[end:]}"
+        begin = end = text.index(":", end) + 1
     return _replace(text, begin, end, _flow(value))
 
 

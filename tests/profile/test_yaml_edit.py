@@ -106,6 +106,12 @@ def test_what_cannot_be_changed_is_refused(text: str, key: str) -> None:
         edited(text, [Setting(key=key, value=1)])
 
 
+def test_a_key_without_a_colon_gets_one() -> None:
+    text = "{prefetch, source: {kind: files, url: x}, stages: [read, {batch: {size: 4}}]}"
+    changed = edited(text, [Setting(key="prefetch.batches", value=8)])
+    assert from_yaml(changed) == from_yaml(text) | {"prefetch": {"batches": 8}}
+
+
 def test_a_diff_names_the_file(tmp_path: Any) -> None:
     path = tmp_path / "pipeline.yaml"
     path.write_text(BLOCK)

@@ -13,6 +13,7 @@ of two turns of one round, above 1 where the checkout after is faster; its media
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ from loaderkit.sources.formats.tar_index import default_cache_dir
 from profiles.peers import rounds
 from profiles.peers.__main__ import prepare, shortened
 from profiles.peers.environments import OWN, ROOT
+from profiles.peers.places import WINDOW, Places
 from profiles.peers.report import number, spread
 from profiles.peers.works import WORKS, Contestant
 from profiles.record import record
@@ -68,6 +70,8 @@ COMPARISONS = (
     Comparison("dataset", _INLINE, "dataloader-in-process", 0.7),
     Comparison("records", (), "dataloader", 5.0),
 )
+DEFAULTS = ("tokens", "raw-tar", "records")
+"""Works that are also measured as a pipeline without `prefetch` runs: the peers' contestants have two threads."""
 RESTORES = {"restore-warm": 8, "restore-cold": 1, "restore-s3": 1}
 """How often a turn restores: enough to outlast the clock's noise."""
 
@@ -83,6 +87,58 @@ for _ in sys.stdin:
         loaderkit.restore(url, into)
     print((time.perf_counter() - begin_s) / num_times, flush=True)
 """
+
+_ITERATOR = """
+import itertools, json, sys, time, loaderkit
+pipeline, size, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+print(loaderkit.__file__, flush=True)
+with loaderkit.build(pipeline) as loader:
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for _ in range(200):
+        next(batches)
+    for _ in sys.stdin:
+        begin_s, num_batches = time.perf_counter(), 0
+        while time.perf_counter() - begin_s < seconds:
+            for _ in range(20):
+                next(batches)
+            num_batches += 20
+        print(num_batches * size / (time.perf_counter() - begin_s), flush=True)
+"""
+
+
+def compare_defaults(name: str, before: Path, after: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """A row of the table: the work's batches in order, in samples/s, by a pipeline that says nothing of `prefetch`."""
+    places, work = Places(options.data), WORKS[name]
+    source, size = {
+        "tokens": ({"kind": "array", "url": str(places.tokens), "dtype": "uint16", "window": WINDOW}, 16),
+        "raw-tar": ({"kind": "tar", "url": str(places.small_shards)}, 64),
+        "records": ({"kind": "array", "url": str(places.records)}, 64),
+    }[name]
+    pipeline = {
+        "source": source,
+        "order": {"shuffle": "none" if name == "raw-tar" else "global"},
+        "stages": ["read", {"batch": {"size": size, "drop_last": True}}],
+    }
+    arguments = (json.dumps(pipeline), str(size), str(options.seconds))
+    with ExitStack() as stack:
+        turns = {
+            "before": stack.enter_context(turns_of(before, _ITERATOR, *arguments)),
+            "after": stack.enter_context(turns_of(after, _ITERATOR, *arguments)),
+        }
+        rates = in_turns(f"{name}, default", turns, options.rounds, lambda turn: turn())
+    return _compared(f"{name}, default settings", work.unit, rates)
+
+
+def in_turns(
+    title: str, turns: dict[str, Callable[[], float]], num_rounds: int, rate_of: Callable[[Callable[[], float]], float]
+) -> dict[str, list[float]]:
+    """The rates of both checkouts, which begin a round by turns."""
+    rates: dict[str, list[float]] = {"before": [], "after": []}
+    for turn_number in range(num_rounds):
+        for side in sorted(turns, reverse=turn_number % 2 == 0):
+            rates[side].append(rate_of(turns[side]))
+            print(f"{title:<22} round {turn_number + 1}: {side:<24} {rates[side][-1]:12.2f}", flush=True)
+    return rates
 
 
 def compare(comparison: Comparison, before: Path, after: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -130,26 +186,31 @@ def compare_restores(name: str, before: Path, after: Path, options: argparse.Nam
             os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
             url = "s3://restore/plain/model.safetensors"
         turns = {
-            "before": stack.enter_context(restorer(before, url, RESTORES[name])),
-            "after": stack.enter_context(restorer(after, url, RESTORES[name])),
+            "before": stack.enter_context(turns_of(before, _RESTORER, url, str(RESTORES[name]))),
+            "after": stack.enter_context(turns_of(after, _RESTORER, url, str(RESTORES[name]))),
         }
-        rates: dict[str, list[float]] = {"before": [], "after": []}
-        for number in range(options.rounds):
-            for side in sorted(turns, reverse=number % 2 == 0):
-                if name == "restore-cold":
-                    drop(file)
-                rates[side].append(num_bytes / turns[side]() / 1e9)
-                print(f"{name:<22} round {number + 1}: {side:<24} {rates[side][-1]:12.2f} GB/s", flush=True)
+
+        def restored(turn: Callable[[], float]) -> float:
+            if name == "restore-cold":
+                drop(file)
+            return num_bytes / turn() / 1e9
+
+        rates = in_turns(name, turns, options.rounds, restored)
+    return _compared(name, "GB/s", rates)
+
+
+def _compared(title: str, unit: str, rates: dict[str, list[float]]) -> dict[str, Any]:
     ratios = [new / old for new, old in zip(rates["after"], rates["before"], strict=True)]
     figures = {side: statistics.median(rates[side]) for side in rates}
-    return _row(name, "GB/s", figures, ratios, judged=ratios, bar=_BAR)
+    return _row(title, unit, figures, ratios, judged=ratios, bar=_BAR)
 
 
 @contextmanager
-def restorer(tree: Path, url: str, num_times: int) -> Iterator[Callable[[], float]]:
-    """A process with the package of `tree` that has restored once; each call restores again and returns the seconds."""
+def turns_of(tree: Path, program: str, *arguments: str) -> Iterator[Callable[[], float]]:
+    """A process with the package of `tree` that runs a program, ready to begin; each call has it work again and returns the
+    figure that it prints."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _RESTORER, url, str(num_times)],
+        [sys.executable, "-c", program, *arguments],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": str(tree)},
         stdin=subprocess.PIPE,
@@ -233,6 +294,8 @@ def main() -> int:
         comparison = next((one for one in COMPARISONS if one.work == name), None)
         if comparison is not None:
             rows.append(compare(comparison, before, after, options))
+            if name in DEFAULTS:
+                rows.append(compare_defaults(name, before, after, options))
         else:
             rows.append(compare_restores(name, before, after, options))
         if options.out is not None:  # after each work, so that what was measured stays

@@ -169,10 +169,10 @@ WORKS: dict[str, tuple[Callable[[ExitStack], dict[str, Iterator[Any]]], float]] 
 }
 
 
-def measure(pair: Mapping[str, Iterator[Any]], rounds: int, probe: int, seconds: float) -> dict[str, Any]:
+def measure(pair: Mapping[str, Iterator[Any]], rounds: int, turns: int, seconds: float) -> dict[str, Any]:
     ratios = []
     for number in range(rounds + 1):
-        took = cpu_s_a_batch(pair, probe, seconds)
+        took = cpu_s_a_batch(pair, turns, seconds)
         if number:  # the first warms up
             ratios.append(took["with"] / took["without"])
     mean, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(rounds)
@@ -192,7 +192,7 @@ def main() -> None:
         if arguments.only not in name:
             continue
         with ExitStack() as stack:
-            one = found[name] = measure(make(stack), arguments.rounds, arguments.probe, seconds)
+            one = found[name] = measure(make(stack), arguments.rounds, arguments.turns, seconds)
         print(f"{name}: {100 * (one['mean'] - 1):+.1f} %, at most {100 * (one['upper_limit'] - 1):+.1f} %", flush=True)
     if arguments.only in "profile":
         calls = profiler_calls(arguments.rounds)
@@ -200,7 +200,7 @@ def main() -> None:
         print(
             f"the profiler's own calls: {calls['median_percent']:.3f} % of 60 steps, {calls['most_percent']:.3f} % at most"
         )
-    record(arguments.out, "overhead", rounds=arguments.rounds, probe=arguments.probe, works=found)
+    record(arguments.out, "overhead", rounds=arguments.rounds, turns=arguments.turns, works=found)
 
 
 if __name__ == "__main__":

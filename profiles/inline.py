@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.pipeline.slabs import SlabLayout, SlabPool
+from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
 from loaderkit.sampling.schedule import GlobalOrder
 from loaderkit.stages.base import FieldSpec
 from profiles.record import record

@@ -16,10 +16,10 @@ from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.threaded import ThreadEngine
-from loaderkit.pipeline.batch_assembler import BatchAssembler, BatchShape
-from loaderkit.pipeline.batch_cursor import BatchCursor
-from loaderkit.pipeline.batch_memory import BatchMemory
-from loaderkit.pipeline.batch_plan import BatchPlan, specs_of_first
+from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
+from loaderkit.pipeline.batches.cursor import BatchCursor
+from loaderkit.pipeline.batches.memory import BatchMemory
+from loaderkit.pipeline.batches.plan import BatchPlan, specs_of_first
 from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.sampling.shard import Shard
 from loaderkit.sources.base import Source

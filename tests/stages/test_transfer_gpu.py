@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 from transferred import HAS_CUDA, Items, Large, Pair, batches, keyed, nest, pack, pipeline
 
 import loaderkit
-from loaderkit.pipeline.slabs import Slab
+from loaderkit.pipeline.batches.slabs import Slab
 
 
 @pytest.mark.gpu
@@ -73,7 +73,7 @@ class TestOnTheGpu:
                 item.memory.fill(255)
                 super().put(item, block, timeout)
 
-        monkeypatch.setattr("loaderkit.pipeline.slabs.SimpleQueue", Poisoned)
+        monkeypatch.setattr("loaderkit.pipeline.batches.slabs.SimpleQueue", Poisoned)
         stream: Any = torch.cuda.Stream() if late_loop else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
         made = loaderkit.Pipeline.dataset(Large()).shuffle("global", seed=3).read().batch(64).transfer("cuda")
         found: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -12,7 +12,7 @@ import pytest
 from loaderkit import Pipeline
 from loaderkit.engine.process.shared_memory import check_room
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.batch_plan import BatchPlan
+from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.sampling.shard import Shard
@@ -85,7 +85,7 @@ def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: p
     root = lay_out(tmp_path, "0::/jobs\n", group("jobs", "max", 300, 0))
     pipeline = Pipeline.dataset(Megabytes()).read().batch(1).prefetch(batches=10)
     execution = compile_pipeline(pipeline.config, rank=0, world_size=1)
-    monkeypatch.setattr("loaderkit.pipeline.batch_memory.check_room", partial(check_room, root=root))
+    monkeypatch.setattr("loaderkit.pipeline.batches.memory.check_room", partial(check_room, root=root))
 
     def plan_of(share: Shard) -> BatchPlan:
         plan = make_batch_plan(replace(execution, shard=share), lambda size: np.empty(size, np.uint8))

@@ -25,7 +25,7 @@ from loaderkit.engine.metrics.host import HostStats
 from loaderkit.engine.metrics.snapshot import StageStats, merged
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.errors import ConfigError, StageError, WorkerDiedError
-from loaderkit.pipeline.batch_plan import BatchPlan
+from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.engine_factory import make_batch_plan
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.sampling.schedule import BatchSampler

@@ -22,7 +22,7 @@ import loaderkit
 import profiles.memory
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.slabs import SlabLayout, SlabPool
+from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
 from loaderkit.stages.base import FieldSpec
 
 pytestmark = pytest.mark.matrix(2)
@@ -43,7 +43,7 @@ INTERRUPTED = """
 import _thread, signal, sys, threading
 from queue import SimpleQueue
 import numpy as np
-from loaderkit.pipeline.slabs import Lease
+from loaderkit.pipeline.batches.slabs import Lease
 
 ignored, is_inside = [], False
 sys.unraisablehook = ignored.append

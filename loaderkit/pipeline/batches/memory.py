@@ -10,7 +10,7 @@ from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.units import say_bytes
 from loaderkit.engine.process.shared_memory import check_room
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.slabs import SlabLayout, SlabPool
+from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.stages.base import FieldSpec
 from loaderkit.stages.slots import Slots

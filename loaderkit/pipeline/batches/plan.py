@@ -13,9 +13,9 @@ import numpy as np
 
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import StageError
-from loaderkit.pipeline.batch_assembler import BatchAssembler
-from loaderkit.pipeline.batch_cursor import BatchCursor
-from loaderkit.pipeline.batch_memory import BatchMemory
+from loaderkit.pipeline.batches.assembler import BatchAssembler
+from loaderkit.pipeline.batches.cursor import BatchCursor
+from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.sources.base import Sample, Source
 from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_fields
 from loaderkit.stages.runner import raise_store_failure

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loaderkit import checkpoint, errors
-from loaderkit._internal.public_names import public_names
-from loaderkit._internal.version import __version__
+from loaderkit._internal.imports import public_names
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.restore.api import restore
     from loaderkit.pipeline.config.builder import Pipeline
     from loaderkit.pipeline.loader import Loader, build
 
+__version__ = "0.1.0"
 __all__ = ["Loader", "Pipeline", "__version__", "build", "checkpoint", "errors", "restore"]
 # On first use: `import loaderkit` alone must not cost the import of torch (a second or more).
 __getattr__ = public_names(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loaderkit._internal.public_names import public_names
+from loaderkit._internal.imports import public_names
 
 if TYPE_CHECKING:
     from loaderkit.profile.compare import compare_reports

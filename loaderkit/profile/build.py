@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from loaderkit import __version__
 from loaderkit._internal.cgroups import num_cpus
-from loaderkit._internal.version import __version__
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.stalls import START

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loaderkit._internal.public_names import public_names
+from loaderkit._internal.imports import public_names
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.config.model import PipelineConfig

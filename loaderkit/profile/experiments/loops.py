@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Protocol
 
-from loaderkit._internal.names import import_named, is_name
+from loaderkit._internal.imports import import_named, is_name
 from loaderkit.errors import ConfigError
 
 Step = Callable[[Any], object]

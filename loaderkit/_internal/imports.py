@@ -1,11 +1,23 @@
-"""Imports the modules of a package's public names on first use."""
+"""Imports objects by name: "package.module:name" in a config, and a package's public names on first use."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
+
+
+def is_name(text: str) -> bool:
+    """True if `text` has the form "package.module:name"."""
+    return all(text.partition(":")[::2])
+
+
+def import_named(name: str) -> Any:
+    """The object of that name. Raises ValueError, ImportError, AttributeError, and what importing the module raises."""
+    module, _, path = name.partition(":")  # pkgutil.resolve_name refuses modules such as my-data.py
+    return attrgetter(path)(import_module(module))
 
 
 def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

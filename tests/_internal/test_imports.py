@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loaderkit._internal.names import import_named
+from loaderkit._internal.imports import import_named
 
 
 def test_modules_whose_names_are_no_identifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

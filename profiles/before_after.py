@@ -163,7 +163,7 @@ def compare(comparison: Comparison, before: Path, after: Path, options: argparse
         if entry.error is not None or entry.off:
             raise SystemExit(f"{work.name}, {entry.contestant.name}: {entry.error or entry.off}")
     figures = {
-        name: statistics.median(rounds.value_of(work, turn) for turn in entry.probe.values())
+        name: statistics.median(rounds.value_of(work, turn) for turn in entry.turns.values())
         for name, entry in entries.items()
     }
     ratios = rounds.ratios(work, entries["before"], entries["after"])

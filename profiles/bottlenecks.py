@@ -103,10 +103,10 @@ def light(sample: dict[str, Any]) -> None:
     sample["label"] = len(sample["__key__"])
 
 
-def in_python(sample: dict[str, Any], probe: int) -> None:
-    """Work that holds Python's lock: a loop of `probe` turns."""
+def in_python(sample: dict[str, Any], turns: int) -> None:
+    """Work that holds Python's lock: a loop of `turns` turns."""
     value = 1
-    for _ in range(probe):
+    for _ in range(turns):
         value = (value * 1103515245 + 12345) & 0x7FFFFFFF
     sample["label"] = value
 
@@ -205,8 +205,8 @@ def decoding(size: float) -> Parts:
     return Parts(ordinary(), "decode", lambda: Store(photographs(int(size))))
 
 
-def python(probe: float) -> Parts:
-    return Parts(ordinary(in_python, {"turns": int(probe)}), "call", small_photographs)
+def python(turns: float) -> Parts:
+    return Parts(ordinary(in_python, {"turns": int(turns)}), "call", small_photographs)
 
 
 def locked(seconds: float) -> Parts:

@@ -318,13 +318,13 @@ def main() -> None:
             found.setdefault("bare copies", []).append({"copied_bytes_per_s": bare_copies(arguments.seconds / 4)})
         for name, make in contestants(arguments.photos).items():
             found.setdefault(name, []).append(measure(make, arguments.seconds, step))
-    for name, probe in found.items():
-        known = {key: [value for turn in probe if (value := turn[key]) is not None] for key in probe[0]}
+    for name, turns in found.items():
+        known = {key: [value for turn in turns if (value := turn[key]) is not None] for key in turns[0]}
         print(f"{name:<22}" + ", ".join(f"{key} {statistics.median(v):,.2f}" for key, v in known.items() if v))
     ratios = compared(found)
     for name, value in ratios.items():
         print(f"{name}: {'not known' if value is None else f'{value:.2f}'}")
-    record(arguments.out, "gpu", **facts, ratios=ratios, probe=found)
+    record(arguments.out, "gpu", **facts, ratios=ratios, turns=found)
 
 
 if __name__ == "__main__":

@@ -110,13 +110,13 @@ def worker_clocks(pipeline: Pipeline, stack: ExitStack, executor: str = "thread"
 
 def profiled(stack: ExitStack, *, trace: bool) -> dict[str, Iterator[Any]]:
     """Steps of a loop that is profiled, and of one that is not."""
-    probe = {}
+    loops = {}
     for name in ("with", "without"):
         loader = stack.enter_context(loaderkit.build(pictures(), overrides={"prefetch.concurrency": 2}))
         if name == "with":
             stack.enter_context(loader.profile(trace=trace))
-        probe[name] = steps(endless(loader))
-    return probe
+        loops[name] = steps(endless(loader))
+    return loops
 
 
 def steps(batches: Iterator[Any]) -> Iterator[None]:

@@ -110,12 +110,12 @@ def measure(work: Work, seconds: float, turn_s: float, rounds: int) -> dict[str,
         return tuned
     grid = {(w, b): speed(work, w, b, turn_s) for w in WORKERS for b in sorted({4, batches})}
     rivals = sorted(grid, key=lambda sizes: -grid[sizes])[:3]
-    probe: dict[tuple[int, int], list[float]] = {sizes: [] for sizes in {(workers, batches), *rivals}}
+    speeds_of: dict[tuple[int, int], list[float]] = {sizes: [] for sizes in {(workers, batches), *rivals}}
     for _ in range(rounds):
-        for sizes, speeds in probe.items():
+        for sizes, speeds in speeds_of.items():
             speeds.append(speed(work, *sizes, turn_s))
-    best = max(rivals, key=lambda sizes: median(probe[sizes]))
-    shares = [mine / other for mine, other in zip(probe[workers, batches], probe[best], strict=True)]
+    best = max(rivals, key=lambda sizes: median(speeds_of[sizes]))
+    shares = [mine / other for mine, other in zip(speeds_of[workers, batches], speeds_of[best], strict=True)]
     return {**tuned, "best": best, "share_of_best": median(shares), "shares": shares}
 
 

@@ -35,7 +35,7 @@ def work_report(work: Work, entries: Sequence[Entry]) -> dict[str, Any]:
 
 
 def _entry_report(work: Work, entry: Entry, entries: Sequence[Entry]) -> dict[str, Any]:
-    values = [value_of(work, entry.probe[number]) for number in sorted(entry.probe)]
+    values = [value_of(work, entry.turns[number]) for number in sorted(entry.turns)]
     reference = reference_of(entry, entries)
     # A contestant that failed on the way has figures, but they are not to be compared.
     compared = reference is not None and reference is not entry and entry.error is None
@@ -48,7 +48,7 @@ def _entry_report(work: Work, entry: Entry, entries: Sequence[Entry]) -> dict[st
         "against": reference.contestant.name if reference is not None and compared else None,
         "ratio": summary(ratios(work, entry, reference)) if reference is not None and compared else None,
         "checks": entry.checks,
-        "turns": [{"round": number + 1, **entry.probe[number]} for number in sorted(entry.probe)],
+        "turns": [{"round": number + 1, **entry.turns[number]} for number in sorted(entry.turns)],
     }
 
 

@@ -35,7 +35,7 @@ class Entry:
     """What came out for one contestant."""
 
     contestant: Contestant
-    probe: dict[int, dict[str, Any]] = field(default_factory=dict)  # by round
+    turns: dict[int, dict[str, Any]] = field(default_factory=dict)  # by round
     checks: dict[str, Any] = field(default_factory=dict)
     version: str = ""
     error: str | None = None
@@ -73,7 +73,7 @@ def _run_together(work: Work, entries: list[Entry], settings: Settings) -> None:
                 if entry.error is None:
                     with _failing(entry, settings):
                         turn = child.ask("measure", skip=work.skip, seconds=settings.seconds, least=work.least)
-                        entry.probe[number] = turn
+                        entry.turns[number] = turn
                         _say_turn(work, entry, number, settings)
         for entry, child in children:
             if entry.error is None:
@@ -97,12 +97,12 @@ def _run_afresh(work: Work, entries: list[Entry], settings: Settings) -> None:
                 try:
                     if work.mode == "memory":
                         entry.version = child.ask("open")["version"]
-                        entry.probe[number] = child.ask("memory", batches=_MEMORY_BATCHES)
+                        entry.turns[number] = child.ask("memory", batches=_MEMORY_BATCHES)
                     else:
                         child.ask("checks")  # when it answers, everything is imported
                         turn = child.ask("first", epoch=work.mode == "first-epoch")
                         entry.version = turn.pop("version")
-                        entry.probe[number] = turn
+                        entry.turns[number] = turn
                     entry.checks = child.ask("checks")
                 finally:
                     child.end()
@@ -126,7 +126,7 @@ def _rotated(items: Sequence[Any], number: int) -> list[Any]:
 
 
 def _say_turn(work: Work, entry: Entry, number: int, settings: Settings) -> None:
-    value = value_of(work, entry.probe[number])
+    value = value_of(work, entry.turns[number])
     settings.say(f"{work.name:<22} round {number + 1}: {entry.contestant.name:<24} {value:12.2f} {work.unit}")
 
 
@@ -149,8 +149,8 @@ def reference_of(entry: Entry, entries: Sequence[Entry]) -> Entry | None:
 
 def ratios(work: Work, entry: Entry, reference: Entry) -> list[float]:
     """How many times as good loaderkit is, round by round: of speeds its own by the other's, of times and memory reversed."""
-    shared = sorted(entry.probe.keys() & reference.probe.keys())
-    found = [value_of(work, reference.probe[n]) / value_of(work, entry.probe[n]) for n in shared]
+    shared = sorted(entry.turns.keys() & reference.turns.keys())
+    found = [value_of(work, reference.turns[n]) / value_of(work, entry.turns[n]) for n in shared]
     return [1 / ratio for ratio in found] if work.mode in ("first", "memory") else found
 
 
@@ -169,7 +169,7 @@ def _compare(work: Work, entries: list[Entry]) -> None:
             continue
         if reference is not None and entry is not reference and entry.contestant.look is None:
             entry.off = differences(reference.checks, entry.checks)
-        for turn in entry.probe.values():
+        for turn in entry.turns.values():
             if "slab_bytes" in turn:
                 bound = (turn["batches"] + 2) * turn["slab_bytes"] + _SPARE_BYTES
                 if turn["resident_bytes"] > bound:

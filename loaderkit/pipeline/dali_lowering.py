@@ -17,7 +17,8 @@ from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.sampling.random import uniforms
 from loaderkit.stages.base import SampleChunk, StageConfig
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.image.dali import Graph, Renderer
+from loaderkit.stages.image.dali import Renderer
+from loaderkit.stages.image.dali_graph import Graph
 from loaderkit.stages.image.decode import DecodeArgs
 from loaderkit.stages.image.normalize import NormalizeArgs, finish_of, normalize
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
-from loaderkit._internal.dtypes import all_have_dtype, type_in_numpy, type_of_all
+from loaderkit._internal.dtypes import all_have_dtype, type_of_all
 from loaderkit.engine.work import Stage
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import (
@@ -34,7 +34,7 @@ from loaderkit.stages.context import CompileContext
 from loaderkit.stages.kernels import write_image
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.slots import Slots
-from loaderkit.stages.values import describe, to_tensor
+from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
 
 class BatchArgs(StageArgs):
@@ -73,7 +73,7 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
     if type(value) is GpuDecoded:
         tensor = value.tensor[0]
         return FieldSpec("rendered", tuple(tensor.shape), dtype_of(tensor), True, key, tensor.nbytes)
-    numbers = _numbers_in(value)
+    numbers = shape_and_dtype(value)
     if numbers is not None:
         return FieldSpec("slab", *numbers, example_key=key)
     try:
@@ -85,43 +85,6 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
     return FieldSpec("slab", tuple(tensor.shape), dtype_of(tensor), example_key=key)
-
-
-def _numbers_in(value: Any) -> tuple[tuple[int, ...], str] | None:
-    """The shape and dtype of the tensor of an array or a number; None if only torch can tell."""
-    if isinstance(value, np.ndarray) and type_in_numpy(value.dtype.name) is not None:
-        return value.shape, value.dtype.name
-    dtype = _NUMBERS.get(type(value))
-    return None if dtype is None or (dtype == "int64" and not _INT64.min <= value <= _INT64.max) else ((), dtype)
-
-
-def dtype_of(tensor: torch.Tensor) -> str:
-    """Torch's name of a tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def as_tensor(value: Any) -> torch.Tensor:
-    """A number, array, tensor or image as a tensor; int64 for int and float64 for float, as in torch's default_collate.
-    Raises TypeError."""
-    if isinstance(value, torch.Tensor):
-        return value
-    if type(value) is Image:
-        return to_tensor(value)
-    if type(value) is GpuDecoded:
-        return value.tensor[value.row]
-    if isinstance(value, np.ndarray):
-        if type_in_numpy(value.dtype.name) is None:
-            raise TypeError(f"torch has no type for an array of {value.dtype}")
-        if not value.dtype.isnative:
-            value = value.astype(value.dtype.newbyteorder("="))
-        if not (value.flags.writeable and value.flags.aligned) or any(stride < 0 for stride in value.strides):
-            value = value.copy()
-        return torch.from_numpy(value)
-    if isinstance(value, (bool, int, np.generic)):
-        return torch.as_tensor(value, device="cpu")
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64, device="cpu")
-    raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
 
 
 def write_samples(
@@ -228,7 +191,7 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
     if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:
         numbers: tuple[tuple[int, ...], str] | None = (value.shape, slots.dtype)  # `dtype.name` takes 3 us
     else:
-        numbers = _numbers_in(value)
+        numbers = shape_and_dtype(value)
     if numbers is None:
         _write_tensor(value, name, spec, slots, slot)
         return
@@ -288,15 +251,13 @@ def _write_arrays(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> 
 
 
 def _write_numbers(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -> bool:
-    fits = not spec.shape and spec.dtype == _NUMBERS[type(values[0])]
+    fits = not spec.shape and spec.dtype == NUMBER_DTYPES[type(values[0])]
     if fits:
         assert slots.array is not None
         slots.array[lo : lo + len(values)] = values  # NumPy, as torch's operations take tenths of a ms after a decoder
     return fits
 
 
-_NUMBERS = {int: "int64", float: "float64", bool: "bool"}
-_INT64 = np.iinfo(np.int64)
 _WRITERS: dict[type, Callable[[list[Any], FieldSpec, Slots, int], bool]] = {
     np.ndarray: _write_arrays,
     int: _write_numbers,
@@ -337,31 +298,6 @@ def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
             f"{spec.example_key!r}): give all samples one type and number of dimensions, or set `ragged: {{{name}: list}}`"
         )
     return tensor.detach().clone()
-
-
-def stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
-    """Rows as one tensor [n, ...]: their common tensor if they are all its rows in order, else a copy."""
-    first = rows[0].tensor
-    if len(first) == len(rows) and all(row.tensor is first and row.row == place for place, row in enumerate(rows)):
-        return first
-    stacked = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
-    rows_by_tensor: dict[int, list[int]] = {}  # by id of the tensor
-    for place, row in enumerate(rows):
-        rows_by_tensor.setdefault(id(row.tensor), []).append(place)
-    for group in rows_by_tensor.values():
-        tensor = rows[group[0]].tensor.to(first.device)
-        stacked[group] = tensor[[rows[place].row for place in group]]
-    return stacked
-
-
-def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors of equal rank and dtype padded into one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
-    first = tensors[0]
-    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
-    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device=first.device)
-    for slot, tensor in zip(padded, tensors, strict=True):
-        slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
-    return padded, sizes[:, 0] if first.ndim == 1 else sizes
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

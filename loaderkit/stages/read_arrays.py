@@ -18,7 +18,8 @@ from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import ByteRange, Connector
 from loaderkit.errors import ConnectorError, FormatError
 from loaderkit.sources.base import FieldRange
-from loaderkit.sources.formats.npy import NpyHeader, NpzMember, parse_npy_header, read_npy_header, read_npz_members
+from loaderkit.sources.formats.npy import NpyHeader, parse_npy_header, read_npy_header
+from loaderkit.sources.formats.npz import NpzMember, read_npz_members
 from loaderkit.stages.base import Encoded, FieldGroup, InPlace, SampleChunk
 from loaderkit.stages.slots import Slots
 

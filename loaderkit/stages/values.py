@@ -1,7 +1,7 @@
-"""Images between stages: uint8 [H, W, C] in NumPy, passed to users as torch uint8 [C, H, W].
+"""The values of samples: which are images, and the tensor of each value.
 
-Decoders write and resizers read rows of pixels, where a crop is a free view. Only `call` and `batch` use
-torch's layout.
+Images between stages are uint8 [H, W, C] in NumPy, passed to users as torch uint8 [C, H, W]: decoders write and resizers read
+rows of pixels, where a crop is a free view. Only `call` and `batch` use torch's layout.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit.native.fallback import packed
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import GpuDecoded, Image
+
+NUMBER_DTYPES = {int: "int64", float: "float64", bool: "bool"}
+_INT64 = np.iinfo(np.int64)
 
 
 def as_image(value: Any) -> Image | None:
@@ -79,6 +83,43 @@ def to_tensor(image: Image) -> torch.Tensor:
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
+def shape_and_dtype(value: Any) -> tuple[tuple[int, ...], str] | None:
+    """The shape and dtype of the tensor of an array or a number; None if only torch can tell."""
+    if isinstance(value, np.ndarray) and type_in_numpy(value.dtype.name) is not None:
+        return value.shape, value.dtype.name
+    dtype = NUMBER_DTYPES.get(type(value))
+    return None if dtype is None or (dtype == "int64" and not _INT64.min <= value <= _INT64.max) else ((), dtype)
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Torch's name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """A number, array, tensor or image as a tensor; int64 for int and float64 for float, as in torch's default_collate.
+    Raises TypeError."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) is Image:
+        return to_tensor(value)
+    if type(value) is GpuDecoded:
+        return value.tensor[value.row]
+    if isinstance(value, np.ndarray):
+        if type_in_numpy(value.dtype.name) is None:
+            raise TypeError(f"torch has no type for an array of {value.dtype}")
+        if not value.dtype.isnative:
+            value = value.astype(value.dtype.newbyteorder("="))
+        if not (value.flags.writeable and value.flags.aligned) or any(stride < 0 for stride in value.strides):
+            value = value.copy()
+        return torch.from_numpy(value)
+    if isinstance(value, (bool, int, np.generic)):
+        return torch.as_tensor(value, device="cpu")
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
+    raise TypeError(f"{type(value).__name__} is not a number, array or tensor")
+
+
 def describe(value: Any) -> str:
     """A value's type and shape, for messages."""
     if type(value) is Image:
@@ -86,7 +127,7 @@ def describe(value: Any) -> str:
         return f"image uint8 [{channels}, {height}, {width}]"
     if isinstance(value, (GpuDecoded, torch.Tensor)):
         noun, value = ("image", value.tensor[value.row]) if isinstance(value, GpuDecoded) else ("tensor", value)
-        return f"{noun} {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return f"{noun} {dtype_of(value)} {list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"array {value.dtype} {list(value.shape)}"
     if isinstance(value, str):

@@ -112,7 +112,8 @@ def picture_kinds() -> Iterator[Kind]:
 def array_kinds() -> Iterator[Kind]:
     from loaderkit import Pipeline
     from loaderkit.errors import FormatError
-    from loaderkit.sources.formats.npy import view_npy, view_npz
+    from loaderkit.sources.formats.npy import view_npy
+    from loaderkit.sources.formats.npz import view_npz
 
     numbers = np.arange(60, dtype=np.float32).reshape(10, 6)
     npy, npz, packed = io.BytesIO(), io.BytesIO(), io.BytesIO()

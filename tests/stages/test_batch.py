@@ -14,8 +14,10 @@ from torch.utils.data import default_collate
 
 import loaderkit
 from loaderkit.errors import StageError
+from loaderkit.pipeline.batches.assembler import pad
 from loaderkit.stages.base import Encoded, Image
-from loaderkit.stages.batch import as_tensor, pad, specs_of
+from loaderkit.stages.batch import specs_of
+from loaderkit.stages.values import as_tensor
 
 
 class Items:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Source
-from loaderkit.stages.base import BatchWork
-from loaderkit.stages.batch import pad, stack_rows
+from loaderkit.stages.base import BatchWork, GpuDecoded
 from loaderkit.stages.slots import Slots
 
 
@@ -61,7 +61,7 @@ class BatchAssembler:
             values = work_item.values[name]
             kept = values if slots is None else [values[slot] for slot in slots]
             if spec.kind == "rendered":
-                batch[name] = stack_rows(kept)
+                batch[name] = _stack_rows(kept)
             elif spec.kind == "pad":
                 batch[name], batch[f"{name}_sizes"] = pad(kept, shape.pad_value)
             else:
@@ -92,3 +92,28 @@ class BatchAssembler:
                 epoch=work_item.epoch,
             ) from first.__cause__
         return np.array([slot for slot in range(num_slots) if slot not in bad], np.int64)
+
+
+def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
+    """Rows as one tensor [n, ...]: their common tensor if they are all its rows in order, else a copy."""
+    first = rows[0].tensor
+    if len(first) == len(rows) and all(row.tensor is first and row.row == place for place, row in enumerate(rows)):
+        return first
+    stacked = torch.empty((len(rows), *first.shape[1:]), dtype=first.dtype, device=first.device)
+    rows_by_tensor: dict[int, list[int]] = {}  # by id of the tensor
+    for place, row in enumerate(rows):
+        rows_by_tensor.setdefault(id(row.tensor), []).append(place)
+    for group in rows_by_tensor.values():
+        tensor = rows[group[0]].tensor.to(first.device)
+        stacked[group] = tensor[[rows[place].row for place in group]]
+    return stacked
+
+
+def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors of equal rank and dtype padded into one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
+    first = tensors[0]
+    sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
+    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device=first.device)
+    for slot, tensor in zip(padded, tensors, strict=True):
+        slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
+    return padded, sizes[:, 0] if first.ndim == 1 else sizes

@@ -23,7 +23,8 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
-from loaderkit.sources.formats.npy import view_npy, view_npz
+from loaderkit.sources.formats.npy import view_npy
+from loaderkit.sources.formats.npz import view_npz
 from loaderkit.stages.base import (
     Encoded,
     FieldGroup,

@@ -16,14 +16,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
-from loaderkit.sources.formats.npy import (
-    parse_npy_header,
-    read_npy_header,
-    read_npz_members,
-    unpack_member,
-    view_npy,
-    view_npz,
-)
+from loaderkit.sources.formats.npy import parse_npy_header, read_npy_header, view_npy
+from loaderkit.sources.formats.npz import read_npz_members, unpack_member, view_npz
 
 MAGIC = b"\x93NUMPY"
 arrays = hnp.arrays(

@@ -23,7 +23,8 @@ from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.stages.base import BatchWork, Encoded, GpuDecoded, SampleChunk
-from loaderkit.stages.image.dali import Graph, Renderer
+from loaderkit.stages.image.dali import Renderer
+from loaderkit.stages.image.dali_graph import Graph
 from loaderkit.stages.image.geometry import ResizeArgs, resize_steps
 from loaderkit.stages.image.jpeg import jpeg_size
 
@@ -311,7 +312,7 @@ class TestNoImagesFault:
         def decode(chunk: SampleChunk) -> None:
             looked_at.append(chunk.lo)
 
-        monkeypatch.setattr("loaderkit.stages.image.dali._build", lambda dali, graph: Refusing(words, ended))
+        monkeypatch.setattr("loaderkit.stages.image.dali.build_pipeline", lambda dali, graph: Refusing(words, ended))
         chunk = SampleChunk(
             BatchWork(epoch=0, step=0, positions=np.arange(4), indices=np.arange(4)), 0, 4, np.arange(4)
         )

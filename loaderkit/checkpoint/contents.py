@@ -16,7 +16,7 @@ ShardId = tuple[str, tuple[int, ...]]  # the tensor's name, and the offsets of t
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class TensorShard:
     """A box of a tensor, mostly all of it, and the `length` bytes from `start` on of the object `key` that store it.
 
     `strides` (in elements) lay the bytes out, beginning with the first element of the box. With `is_archive` the bytes are an
@@ -39,7 +39,7 @@ class TensorEntry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[TensorShard, ...]
     storage: tuple[str, int, int] | None = None
 
     @property
@@ -71,15 +71,15 @@ class Checkpoint:
         """An object's full name."""
         return self.connector.describe(key)
 
-    def shards_of(self, names: Iterable[str]) -> list[tuple[str, Shard]]:
+    def shards_of(self, names: Iterable[str]) -> list[tuple[str, TensorShard]]:
         """The shards of these tensors, each with its tensor's name."""
         return [(name, shard) for name in names for shard in self.tensors[name].shards]
 
-    def shards_by_id(self) -> dict[ShardId, Shard]:
+    def shards_by_id(self) -> dict[ShardId, TensorShard]:
         """All shards by tensor name and offsets."""
         return {(name, shard.offsets): shard for name, shard in self.shards_of(self.tensors)}
 
-    def with_shards(self, shards: dict[ShardId, Shard]) -> Checkpoint:
+    def with_shards(self, shards: dict[ShardId, TensorShard]) -> Checkpoint:
         """The checkpoint with some of its shards replaced."""
         if not shards:
             return self

@@ -9,7 +9,7 @@ from checkpoint_states import random_tensor, same, saved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loaderkit.checkpoint.contents import Shard, TensorEntry, strides_of
+from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
 from loaderkit.checkpoint.transfer.layout import ByteSpan, ReadLimits, box_spans, tensor_spans
 from loaderkit.checkpoint.transfer.plan import coalesce
 
@@ -54,11 +54,11 @@ def test_any_box(box: Any, is_archive: bool, gap: int, most: int, target_dtype: 
     whole = tuple(tensor.shape)
     if is_archive:
         data = b"......" + saved(tensor)
-        shard = Shard(zeros, whole, "x", 6, len(data) - 6, is_archive=True)
+        shard = TensorShard(zeros, whole, "x", 6, len(data) - 6, is_archive=True)
     else:
         storage = tensor.untyped_storage()
         data = b"......" + torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
-        shard = Shard(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
+        shard = TensorShard(zeros, whole, "x", 6, tensor.numel() * item, tensor.stride())
     spans = box_spans("x", tensor.dtype, shard, target, limits, offsets=offsets, sizes=sizes)
     fetched = fill(data, spans, limits)
     wanted = tensor[tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))]
@@ -79,7 +79,7 @@ def test_a_tensor_that_lies_as_it_is_stored(shape: list[int], dtype: torch.dtype
     tensor = random_tensor(dtype, tuple(shape), 1)
     num_bytes = tensor.numel() * tensor.element_size()
     data = bytes(begin) + tensor.flatten().view(torch.uint8).numpy().tobytes() if num_bytes else bytes(begin)
-    shard = Shard((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
+    shard = TensorShard((0,) * len(shape), tuple(shape), "x", begin, num_bytes, strides_of(tuple(shape)))
     target = torch.zeros(tuple(shape), dtype=dtype)
     limits = ReadLimits(most, 0, 1)
     spans = tensor_spans("x", TensorEntry(dtype, tuple(shape), (shard,)), target, limits)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from loaderkit._internal.garbage import collector_off
-from loaderkit.checkpoint.contents import Checkpoint, Shard, TensorEntry, strides_of
+from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard, strides_of
 from loaderkit.checkpoint.discovery.detect import INDEX, METADATA, Fetch, candidates, formats_of, heads_of
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation
 from loaderkit.checkpoint.formats import dcp, safetensors, torch_zip
@@ -105,7 +105,7 @@ def _add_entries(checkpoint: Checkpoint, info: ObjectInfo, entries: list[safeten
     for entry in entries:
         _require_new(checkpoint, entry.name, info)
         shape = entry.shape
-        shard = Shard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
+        shard = TensorShard((0,) * len(shape), shape, info.key, entry.start, entry.end - entry.start, strides_of(shape))
         checkpoint.tensors[entry.name] = TensorEntry(entry.dtype, shape, (shard,))
 
 
@@ -233,7 +233,7 @@ def _is_view(value: Any) -> bool:
 
 def _entry(view: torch_zip.View, starts: dict[str, int], key: str) -> TensorEntry:
     base, item = starts[view.storage.key], view.dtype.itemsize
-    shard = Shard(
+    shard = TensorShard(
         (0,) * len(view.shape), view.shape, key, base + view.offset * item, view.num_spanned * item, view.strides
     )
     storage = (key, base, view.storage.num_elements * view.storage.dtype.itemsize)

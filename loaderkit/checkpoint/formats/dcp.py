@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from loaderkit._internal.garbage import collector_off
-from loaderkit.checkpoint.contents import Shard, TensorEntry
+from loaderkit.checkpoint.contents import TensorEntry, TensorShard
 from loaderkit.checkpoint.formats import torch_zip
 from loaderkit.checkpoint.formats.restricted_pickle import Record, load_pickle, record, shown
 from loaderkit.checkpoint.formats.shard_archive import Layouts
@@ -136,12 +136,12 @@ def _tensor(
                 f"the shard of {name!r} at {list(offsets)} of size {list(sizes)} cannot lie in {archive.length} bytes"
             )
         key, start, length, _ = archive
-        shards.append(Shard(tuple(offsets), tuple(sizes), key, start, length, is_archive=True, layouts=layouts))
+        shards.append(TensorShard(tuple(offsets), tuple(sizes), key, start, length, is_archive=True, layouts=layouts))
     _check_cover(name, tuple(shape), shards)
     return TensorEntry(dtype, tuple(shape), tuple(shards))
 
 
-def _check_cover(name: str, shape: tuple[int, ...], shards: list[Shard]) -> None:
+def _check_cover(name: str, shape: tuple[int, ...], shards: list[TensorShard]) -> None:
     """Raise FormatError unless each element is in one shard.
 
     Shards tile a box if and only if their corners, those with an odd number of upper bounds counted negative, cancel out to the

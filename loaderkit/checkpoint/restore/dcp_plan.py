@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
-from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Shard, ShardId, strides_of
+from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, ShardId, TensorShard, strides_of
 from loaderkit.checkpoint.ranks.group import machine
 from loaderkit.checkpoint.ranks.ranges import NeededRange, Ranks, overlap
 from loaderkit.checkpoint.transfer.layout import ReadLimits, box_spans
@@ -130,7 +130,7 @@ def _or_all(ranks: Sequence[int], num_ranks: int) -> Ranks | None:
     return None if len(ranks) == num_ranks else tuple(ranks)
 
 
-def _share_bytes(shard: Shard, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
+def _share_bytes(shard: TensorShard, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
     """True if different ranks need the same bytes, or bytes so interleaved that reading the ones reads the others."""
     if shard.is_archive and shard.length <= SMALL_ARCHIVE:
         return True  # it is read whole

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from loaderkit._internal.garbage import collector_off
-from loaderkit.checkpoint.contents import Checkpoint, Shard, ShardId
+from loaderkit.checkpoint.contents import Checkpoint, ShardId, TensorShard
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.ranks.group import RankGroup, default_store
 from loaderkit.checkpoint.restore.dcp_plan import SharePlan, shared_ranges, with_machine, with_share_plans
@@ -255,12 +255,12 @@ class _Target(NamedTuple):
     def shard_id(self) -> ShardId:
         return self.name, tuple(self.item.storage_index.offset or ())
 
-    def spans(self, dtype: torch.dtype, shard: Shard, limits: ReadLimits) -> list[ByteSpan]:
+    def spans(self, dtype: torch.dtype, shard: TensorShard, limits: ReadLimits) -> list[ByteSpan]:
         """The spans that fill it from `shard`."""
         offsets, sizes = tuple(self.item.storage_offsets), tuple(self.item.lengths)
         return box_spans(self.name, dtype, shard, self.memory, limits, offsets=offsets, sizes=sizes)
 
-    def request(self, dtype: torch.dtype, shard: Shard) -> ReadRequest:
+    def request(self, dtype: torch.dtype, shard: TensorShard) -> ReadRequest:
         """The request that fills it from `shard`, and delivers it under the item's id."""
 
         def prepare(limits: ReadLimits) -> PreparedRead:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from loaderkit.checkpoint.contents import Checkpoint, Shard
+from loaderkit.checkpoint.contents import Checkpoint, TensorShard
 from loaderkit.checkpoint.discovery.manifest import needed_objects
 from loaderkit.checkpoint.ranks.exchange import RankExchange, common_limits, run_in_thread
 from loaderkit.checkpoint.ranks.group import RankGroup, check_same, default_store, machine
@@ -89,7 +89,7 @@ class RestoreSession:
 
     # ------------------------------------------------------------------------------------------ on the thread of `run`
 
-    def agree(self, shards: Sequence[tuple[str, Shard]], about: str = "") -> tuple[Checkpoint, ReadLimits]:
+    def agree(self, shards: Sequence[tuple[str, TensorShard]], about: str = "") -> tuple[Checkpoint, ReadLimits]:
         """(the contents with the layouts of `shards`, the limits to reads), the same on all ranks; so must be `about`.
 
         The layout of each shard is read by one rank. Raises CheckpointError where ranks see different checkpoints; PeerError.

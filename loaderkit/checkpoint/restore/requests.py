@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from loaderkit._internal.garbage import collector_off
-from loaderkit.checkpoint.contents import Checkpoint, Shard, TensorEntry
+from loaderkit.checkpoint.contents import Checkpoint, TensorEntry, TensorShard
 from loaderkit.checkpoint.transfer.layout import ReadLimits, tensor_spans
 from loaderkit.checkpoint.transfer.plan import PreparedRead, ReadRequest
 from loaderkit.errors import CheckpointError
@@ -83,7 +83,7 @@ def _views(
     lo = storage_start + first // _VIEW_ALIGNMENT * _VIEW_ALIGNMENT  # so that every view begins at a whole element
     hi = max(shard.start + shard.length for shard in shards.values())
     count = (hi - lo) // stored.itemsize
-    flat = TensorEntry(stored, (count,), (Shard((0,), (count,), key, lo, hi - lo, (1,)),))
+    flat = TensorEntry(stored, (count,), (TensorShard((0,), (count,), key, lo, hi - lo, (1,)),))
     label = next(iter(views))
 
     def prepare(limits: ReadLimits) -> PreparedRead:

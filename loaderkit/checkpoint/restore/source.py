@@ -13,7 +13,7 @@ import torch
 from loaderkit._internal.device import resolve_device
 from loaderkit._internal.units import parse_bytes
 from loaderkit.checkpoint.checksums import Checksums
-from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, Shard, ShardId
+from loaderkit.checkpoint.contents import SMALL_ARCHIVE, Checkpoint, ShardId, TensorShard
 from loaderkit.checkpoint.discovery.locate import CheckpointLocation, locate
 from loaderkit.checkpoint.discovery.manifest import Verify, read_manifest
 from loaderkit.checkpoint.discovery.open import open_checkpoint
@@ -131,7 +131,7 @@ class OpenCheckpoint:
         """The contents with the layouts of these tensors' large archives."""
         return self.contents.with_shards(self.layouts(self.contents.shards_of(names)))
 
-    def layouts(self, shards: Iterable[tuple[str, Shard]], num_parts: int = 1) -> dict[ShardId, Shard]:
+    def layouts(self, shards: Iterable[tuple[str, TensorShard]], num_parts: int = 1) -> dict[ShardId, TensorShard]:
         """The shards in large archives as plain bytes. It takes two small reads a shard."""
         archives = [(name, shard) for name, shard in shards if shard.is_archive and shard.length > SMALL_ARCHIVE]
         plain = {}
@@ -139,7 +139,7 @@ class OpenCheckpoint:
             plain.update(self._layouts(archives[lo : lo + _MAX_ARCHIVES], num_parts))
         return plain
 
-    def _layouts(self, archives: Sequence[tuple[str, Shard]], num_parts: int) -> dict[ShardId, Shard]:
+    def _layouts(self, archives: Sequence[tuple[str, TensorShard]], num_parts: int) -> dict[ShardId, TensorShard]:
         ranges = []
         for _, shard in archives:
             etag = self.objects[shard.key].etag
@@ -157,7 +157,7 @@ class OpenCheckpoint:
                 ) from None
         return plain
 
-    def _reader_inside(self, shard: Shard, head: bytes, tail: bytes) -> Read:
+    def _reader_inside(self, shard: TensorShard, head: bytes, tail: bytes) -> Read:
         """Reads in an archive whose head and tail are in memory already."""
         tail_start = shard.length - len(tail)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from loaderkit.checkpoint.contents import Shard, TensorEntry, strides_of
+from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
 from loaderkit.checkpoint.formats.shard_archive import ArchivedTensor, Layouts
 from loaderkit.errors import FormatError
 
@@ -90,7 +90,7 @@ def _is_like(tensor: torch.Tensor, entry: TensorEntry) -> bool:
 def box_spans(
     label: str,
     dtype: torch.dtype,
-    shard: Shard,
+    shard: TensorShard,
     tensor: torch.Tensor,
     limits: ReadLimits,
     *,
@@ -207,7 +207,7 @@ def _copy(view: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _unpack(
-    dtype: torch.dtype, shard: Shard, offsets: Shape, sizes: Shape, view: torch.Tensor
+    dtype: torch.dtype, shard: TensorShard, offsets: Shape, sizes: Shape, view: torch.Tensor
 ) -> Callable[[memoryview], None]:
     """The `place` of a span that is an archive: it copies a box of the tensor in it to `view`."""
 
@@ -222,7 +222,7 @@ def _unpack(
     return place
 
 
-def _check_archived(stored: ArchivedTensor, dtype: torch.dtype, shard: Shard) -> None:
+def _check_archived(stored: ArchivedTensor, dtype: torch.dtype, shard: TensorShard) -> None:
     """Raise FormatError unless an archive holds what `.metadata` says."""
     if stored.dtype != dtype or stored.shape != shard.sizes:
         raise FormatError(
@@ -231,7 +231,7 @@ def _check_archived(stored: ArchivedTensor, dtype: torch.dtype, shard: Shard) ->
         )
 
 
-def unpacked(shard: Shard, dtype: torch.dtype, stored: ArchivedTensor) -> Shard:
+def unpacked(shard: TensorShard, dtype: torch.dtype, stored: ArchivedTensor) -> TensorShard:
     """The shard as plain bytes, once the layout of its archive is known. Raises FormatError."""
     _check_archived(stored, dtype, shard)
     spanned = 1 + sum((n - 1) * stride for n, stride in zip(shard.sizes, stored.strides, strict=True))

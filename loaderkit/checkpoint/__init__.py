@@ -1,7 +1,7 @@
 """Restores tensors from checkpoints on the engine, on one rank or several; the function is `loaderkit.restore`.
 
-url ─> discovery.open ──> restore.requests ─> transfer.layout ─> transfer.plan ──> engine: read, place ─> tensors
-       TensorEntry, TensorShard  ReadRequest  ByteSpan      CoalescedRead
+url ─> discovery.open ──────────> restore.requests ─> transfer.layout ─> transfer.plan ──> engine: read, place ─> tensors
+       TensorEntry, TensorShard   ReadRequest         ByteSpan           CoalescedRead
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
 """`kind: tar`: samples in archives, grouped as in WebDataset: members that share a name up to its first dot are one sample.
 
-shards (listing) -> their indexes (a few at a time) -> `_group`: one pass over the names of a shard, in C if they are regular
+shards (listing) -> their indexes (a few at a time) -> `tar_samples.group_members`: one pass over the names of a shard
     -> arrays: starts, sizes and extension of all members, first member of every sample, first sample of every shard
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +29,8 @@ from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields
 from loaderkit.sources.formats.tar_index import TarIndex, default_cache_dir, load_index
 from loaderkit.sources.listing import StringTable, cut_blocks
 from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.tar_samples import TarSamples, group_members
 
-# Names of WebDataset's metadata: a file, or anything below a folder, named `__...__` at the top of the archive.
-_META = re.compile(r"__[^/]*__($|/)")
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 _MAX_NAMED = 20
@@ -69,20 +66,6 @@ class TarArgs(StoreArgs):
     def shards(self) -> str | tuple[str, ...]:
         """The patterns of archives below `root`."""
         return self.url[self.url.rfind("/") + 1 :] if self.url.endswith(".tar") else self.include
-
-
-class _Samples(NamedTuple):
-    """The samples of one archive: members per sample, and of each member its index in the archive and its extension's id."""
-
-    keys: StringTable
-    counts: NDArray[np.int64]
-    members: NDArray[np.int64]
-    extensions: NDArray[np.int32]
-
-    def head(self, num: int) -> _Samples:
-        counts = self.counts[:num]
-        num_members = int(counts.sum())
-        return _Samples(self.keys.head(num), counts, self.members[:num_members], self.extensions[:num_members])
 
 
 class TarSource:
@@ -247,10 +230,11 @@ class TarSource:
         limit = self._args.limit
         num = 0
         shard_firsts: list[int] = []
-        groups: list[_Samples] = []
+        groups: list[TarSamples] = []
         starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for info, index in self._loaded(load):
-            samples = self._group(info, index)
+            samples, num_ignored = group_members(index, self._connector.describe(info.key), self._extension_ids)
+            self.num_ignored += num_ignored
             if limit is not None:
                 samples = samples.head(limit - num)
             shard_firsts.append(num)
@@ -272,74 +256,6 @@ class TarSource:
         self._firsts = np.cumsum(np.concatenate([[0], *(samples.counts for samples in groups)]), dtype=np.int64)
         self._shard_firsts = np.array(shard_firsts, np.int64)
         self._shard_starts = shard_firsts  # as a list, which `bisect` searches ten times as fast
-
-    def _group(self, info: ObjectInfo, index: TarIndex) -> _Samples:
-        """The samples of one archive. Extensions are numbered in `_extension_ids`."""
-        grouped = native.group_names(index.packed_names, len(index))
-        if grouped is None:
-            return self._group_by_name(info, index)
-        keys, ends, counts, members, extensions, names, num_ignored, are_ascending = grouped
-        table = StringTable.packed(keys, np.frombuffer(ends, np.int64))
-        if not are_ascending and len({*table.take(np.arange(len(table)))}) < len(table):
-            return self._group_by_name(info, index)  # it raises the error
-        self.num_ignored += num_ignored
-        ids = np.array([self._extension_id(name) for name in names], np.int32)
-        return _Samples(
-            table,
-            np.frombuffer(counts, np.int64),
-            np.frombuffer(members, np.int64),
-            ids[np.frombuffer(extensions, np.int32)],
-        )
-
-    def _extension_id(self, extension: str) -> int:
-        return self._extension_ids.setdefault(extension, len(self._extension_ids))
-
-    def _group_by_name(self, info: ObjectInfo, index: TarIndex) -> _Samples:
-        """`_group` name by name, for irregular archives. Raises `SourceError`."""
-        counts: dict[str, int] = {}  # by key
-        members, ids = array("q"), array("i")
-        last = ""  # the key of the latest member's sample, with its dot
-        seen: set[int] = set()  # its extensions
-        for number, name in enumerate(index.names()):
-            if last and name.startswith(last) and "/" not in name[len(last) :]:
-                extension = name[len(last) :].lower()
-            else:
-                if name.startswith("__") and _META.match(name):
-                    continue
-                base = name.rfind("/") + 1
-                dot = name.find(".", base)
-                if dot <= base or dot == len(name) - 1:
-                    self.num_ignored += 1
-                    continue
-                key, extension, last = name[:dot], name[dot + 1 :].lower(), name[: dot + 1]
-                if key in counts:
-                    self._fail_as_scattered(info, key, name)
-                counts[key], seen = 0, set()
-            extension_id = self._extension_id(extension)
-            if extension_id in seen:
-                self._fail_as_twice(info, last[:-1], extension)
-            seen.add(extension_id)
-            members.append(number)
-            ids.append(extension_id)
-            counts[last[:-1]] += 1
-        return _Samples(
-            StringTable(counts),
-            np.array([*counts.values()], np.int64),
-            np.array(members, np.int64),
-            np.array(ids, np.int32),
-        )
-
-    def _fail_as_scattered(self, info: ObjectInfo, key: str, name: str) -> NoReturn:
-        raise SourceError(
-            f"{self._connector.describe(info.key)}: sample {key!r} continues with {name!r} after other samples; "
-            "a sample's members must be adjacent: create the archive with its members sorted by name (tar --sort=name)"
-        )
-
-    def _fail_as_twice(self, info: ObjectInfo, key: str, extension: str) -> NoReturn:
-        raise SourceError(
-            f"{self._connector.describe(info.key)}: sample {key!r} has the extension {extension!r} twice "
-            "(upper and lower case count as the same); give each member its own name"
-        )
 
     def _check_fields(self) -> None:
         """Compute the samples' sizes, and raise if two members of one sample are the same field."""

@@ -44,7 +44,6 @@ class WorkerPool:
     ) -> None:
         """`stages`: those of all pools."""
         self.number = number
-        self._tries_one_worker = tries_one_worker
         self.plan = plan
         self.sample_stages = [(number, stages[number].run) for number in plan.sample_stages]
         self.batch_stages = [(number, stages[number].run) for number in plan.batch_stages]
@@ -54,7 +53,8 @@ class WorkerPool:
         self.num_workers = plan.num_workers  # wanted at present; the others are idle
         self.buffer: Buffer[Chunk | WorkItem] | None = Buffer(2 * plan.num_workers, states) if number else None
         self.gate = SoloGate()
-        self.probe = ContentionProbe([stage.name for stage in stages], self.gate, clock)
+        names = [stage.name for stage in stages]
+        self.probe = ContentionProbe(names, self.gate, clock) if tries_one_worker else None
         self.worker_clocks: list[WorkerClock] = []
         self.threads: list[threading.Thread] = []
 
@@ -64,11 +64,11 @@ class WorkerPool:
 
     def begin(self, worker_clock: WorkerClock) -> Ticket | None:
         """A worker begins with a chunk. Returns what `end` needs."""
-        return self.probe.begin(worker_clock) if self.num_workers > 1 and self._tries_one_worker else None
+        return self.probe.begin(worker_clock) if self.probe is not None and self.num_workers > 1 else None
 
     def end(self, ticket: Ticket | None, num_samples: int) -> None:
         """The worker is done with its chunk of `num_samples`."""
-        if ticket is not None or (self.num_workers > 1 and self._tries_one_worker):
+        if self.probe is not None and (ticket is not None or self.num_workers > 1):
             self.probe.end(ticket, num_samples)
 
 
@@ -255,7 +255,9 @@ class Engine(ABC):
             },
             host=replace(host, idle_s=idle_s),
             tuning=tuning,
-            trials={self.stages[pool.plan.stages[0]].name: pool.probe.trial for pool in self.pools},
+            trials={
+                self.stages[pool.plan.stages[0]].name: pool.probe.trial for pool in self.pools if pool.probe is not None
+            },
             slowest={stage.name: self.slow_items.kept(number) for number, stage in enumerate(self.stages)},
             store=dict(self.counters()) if self.counters is not None else {},
         )
@@ -337,16 +339,17 @@ class Engine(ABC):
         work_item = item.work_item
         if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
+        num_items, num_failed = len(item), item.num_failed
         try:
             for number, run in pool.sample_stages:
                 if work_item.cancelled:
                     break
                 item.marks.append((worker_clock.enter(number), number))
-                num_failed = item.num_failed
                 num_bytes = run(item)
-                worker_clock.served(number, len(item), num_bytes or 0, item)
+                worker_clock.served(number, num_items, num_bytes or 0, item)
                 if item.num_failed > num_failed:
                     worker_clock.failed(number, item.num_failed - num_failed)
+                    num_failed = item.num_failed
         except Exception as error:
             work_item.error = work_item.error or error
         if not pool.plan.lands:

@@ -50,10 +50,6 @@ class Budget:
         self.num_open += 1
         return work_item, False
 
-    def chunk_size(self) -> int:
-        """The number of slots of a chunk at present."""
-        return self.chunk_sizer.chunk_size(self._plan.batch_size, self.num_workers)
-
     def release(self, work_item: WorkItem) -> None:
         """Take an item out of the budget: it was dropped, or the consumer has it."""
         self.num_open -= 1

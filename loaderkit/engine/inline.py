@@ -112,15 +112,12 @@ class InlineEngine(Engine):
                 torch.set_num_threads(num_torch_threads)
         return item
 
-    def _chunk_size(self) -> int:
-        return self._chunk_sizer.chunk_size(self.plan.batch_size, 1)
-
     def _land(self, chunk: Chunk) -> WorkItem | None:
         work_item = chunk.work_item
         if work_item.cancelled:
             return None
         self._chunk_sizer.landed(self.clock() - chunk.marks[0][0], len(chunk))
-        trim(chunk.empty(), self._chunk_size)
+        trim(chunk.empty(), len(chunk))
         work_item.num_pending -= 1
         if work_item.num_pending:
             return None

@@ -66,7 +66,7 @@ class WorkQueue:
         with self._lock:
             self._budget.chunk_sizer.landed(took_s, len(chunk))
             scratch = chunk.empty()
-            trim(scratch, self._budget.chunk_size)
+            trim(scratch, len(chunk))
             self._scratches.append(scratch)
             work_item.num_pending -= 1
             if work_item.num_pending:

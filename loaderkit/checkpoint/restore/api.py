@@ -12,12 +12,12 @@ import torch
 
 from loaderkit.checkpoint.discovery.manifest import Verify
 from loaderkit.checkpoint.names import nest
-from loaderkit.checkpoint.restore import multi_rank, single_rank
+from loaderkit.checkpoint.restore import multi_rank
 from loaderkit.checkpoint.restore.progress import Progress
 from loaderkit.checkpoint.restore.requests import given_tensors, new_tensors
 from loaderkit.checkpoint.restore.selection import Dtype, choose, match_names, parse_dtype, parse_keys
 from loaderkit.checkpoint.restore.source import OpenCheckpoint, parse_device
-from loaderkit.checkpoint.restore.task import Restored, RestoreTask
+from loaderkit.checkpoint.restore.task import Restored, RestoreTask, transfer_alone
 from loaderkit.checkpoint.transfer.session import name_touched
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.connectors.base import Connector
@@ -66,7 +66,7 @@ def restore(
     (another rank failed), FormatError, ConnectorError, ConfigError.
     """
     with ExitStack() as stack:
-        transfer: Callable[[OpenCheckpoint, RestoreTask], Restored] = single_rank.transfer
+        transfer: Callable[[OpenCheckpoint, RestoreTask], Restored] = transfer_alone
         if (several := _several_ranks(rank, world_size)) is not None:
             group = stack.enter_context(multi_rank.rank_group(*several, timeout_s))
             transfer = partial(multi_rank.transfer, group)

@@ -204,7 +204,7 @@ class RestoreSession:
 
 
 def transfer(group: RankGroup, source: OpenCheckpoint, task: RestoreTask) -> Restored:
-    """Read what `task` names on all ranks of `group`. See `single_rank.transfer`, which has the same task and result."""
+    """Read what `task` names on all ranks of `group`. See `task.transfer_alone`, which has the same task and result."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
     all_ranks = tuple(range(len(group)))

@@ -1,7 +1,8 @@
-"""What one call of `loaderkit.restore` transfers."""
+"""What one call of `loaderkit.restore` transfers, and how a single rank does it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from loaderkit.checkpoint.contents import Checkpoint
-from loaderkit.checkpoint.restore.progress import Progress
+from loaderkit.checkpoint.restore.progress import Progress, progress_of
+from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.transfer.plan import ReadRequest
 
 Restored = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -30,3 +32,18 @@ class RestoreTask:
     concurrency: int | Literal["auto"] = "auto"
     progress: Callable[[Progress], None] | None = None
     touched: set[str] = field(default_factory=set)  # names of the tensors that have been written to
+
+
+def transfer_alone(source: OpenCheckpoint, task: RestoreTask) -> Restored:
+    """Read what `task` names, all of it on this rank. No tensor is written to before all plain values are read."""
+    requests = task.make_requests(source.resolved(task.tensors))
+    values = source.plain_values(task.values)
+    tensors: dict[str, torch.Tensor] = {}
+    begin_s = time.perf_counter()
+    with source.transfer(requests, task.device, task.concurrency, touched=task.touched) as session:
+        for delivered in session:
+            tensors.update(delivered)
+            if task.progress is not None:
+                seconds = time.perf_counter() - begin_s
+                task.progress(progress_of(source.contents, session.totals, session.plan.num_bytes, seconds))
+    return tensors, values

@@ -9,7 +9,7 @@ after it had landed it is `wakeup`. The parts sum to the wait.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from loaderkit.engine.metrics.trace import Handoff
@@ -98,9 +98,7 @@ class WaitSegment(NamedTuple):
 def segments_of(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list[WaitSegment]:
     """The path within [begin, end), gapless and in order."""
     return [
-        WaitSegment(
-            since, until, cause, () if cause is not None else tuple(_work(engine, QUEUED - queue, since, until))
-        )
+        WaitSegment(since, until, cause, () if cause is not None else _work(engine, QUEUED - queue, since, until))
         for since, until, cause, queue in _cut(begin, end, path, engine)
     ]
 
@@ -112,7 +110,7 @@ def attribute(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> d
         if cause is not None:  # without a segment: 1.4 us a wait instead of 3.4
             charged[cause] = charged.get(cause, 0.0) + until - since
             continue
-        work = tuple(_work(engine, QUEUED - queue, since, until))
+        work = _work(engine, QUEUED - queue, since, until)
         for stage, seconds in charge([WaitSegment(since, until, None, work)], since, until).items():
             charged[stage] = charged.get(stage, 0.0) + seconds
     return charged
@@ -136,11 +134,11 @@ def _cut(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list[t
     return segments
 
 
-def _work(engine: WaitFacts, pool: int, since: float, until: float) -> Iterator[tuple[str, float, float]]:
-    for worker_clock in engine.pools[pool]:
-        for state, first, last in worker_clock.timeline(since, until):
-            if state < len(engine.stage_names):
-                yield engine.stage_names[state], first, last
+def _work(engine: WaitFacts, pool: int, since: float, until: float) -> tuple[tuple[str, float, float], ...]:
+    stages = engine.stage_names
+    clocks = engine.pools[pool]
+    timeline = [entry for worker_clock in clocks for entry in worker_clock.timeline(since, until)]
+    return tuple((stages[state], first, last) for state, first, last in timeline if state < len(stages))
 
 
 def charge(segments: Iterable[WaitSegment], begin: float, end: float) -> dict[str, float]:

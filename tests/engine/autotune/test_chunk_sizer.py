@@ -68,7 +68,7 @@ def test_there_is_always_a_length(fixed_s: float, each_s: float, batch: int, wor
 
 def test_of_scratch_memory_what_a_trial_needs_stays() -> None:
     scratch = {"decode": [{} for _ in range(32)], "read": memoryview(b"")}
-    trim(scratch, lambda: 4)
+    trim(scratch, 4)
     assert len(scratch["decode"]) == 8
 
 

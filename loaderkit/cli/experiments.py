@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loaderkit.cli import console
-from loaderkit.cli.options import parse_assignments, parse_duration
+from loaderkit.cli.options import parse_assignments
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.config.model import PipelineConfig
     from loaderkit.profile.experiments.interleave import Make
     from loaderkit.profile.experiments.loops import Step
 
@@ -26,7 +25,10 @@ _SECONDS_A_LINE = 5.0
 StepTime = Annotated[
     str | None,
     typer.Option(
-        metavar="TIME", help="Sleep after each batch as long as a training step takes: 80ms.", show_default=False
+        metavar="TIME",
+        help="Sleep after each batch as long as a training step takes: 80ms, or by chance as in 80ms+-10ms (mean and "
+        "standard deviation).",
+        show_default=False,
     ),
 ]
 Consumer = Annotated[
@@ -39,7 +41,24 @@ Consumer = Annotated[
 ]
 
 
-def open_step(step_time: str | None, consumer: str | None) -> Step | None:
+def parse_step_time(text: str) -> tuple[float, float]:
+    """Mean and standard deviation in seconds, from "80ms" or "80ms+-10ms"."""
+    from loaderkit._internal.units import parse_seconds
+
+    mean, sign, deviation = text.replace("±", "+-").partition("+-")
+    times = (mean, deviation if sign else "0s")
+    try:
+        if any(one.strip()[-1:].isdigit() for one in times):  # without a unit: 100 would be 100 s
+            raise ValueError
+        return parse_seconds(times[0]), parse_seconds(times[1])
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected a duration with its unit, such as 80ms, 1.5s or 80ms+-10ms, not {text!r}",
+            param_hint="--step-time",
+        ) from None
+
+
+def open_step(step_time: str | None, consumer: str | None = None) -> Step | None:
     """The step after each batch; None if no option names one. Raises BadParameter, ConfigError."""
     from loaderkit.profile.experiments.loops import open_consumer, sleep_step
 
@@ -48,19 +67,12 @@ def open_step(step_time: str | None, consumer: str | None) -> Step | None:
             "give the time of a step or what a step does, not both", param_hint="--step-time / --consumer"
         )
     if step_time is not None:
-        return sleep_step(parse_duration(step_time, "--step-time"))
+        return sleep_step(*parse_step_time(step_time))
     if consumer is None:
         return None
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return open_consumer(consumer)
-
-
-def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
-    """The config of the file with `--set` applied."""
-    from loaderkit.pipeline.config.builder import to_config
-
-    return to_config(pipeline, parse_assignments(assignments or []))
 
 
 def sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:

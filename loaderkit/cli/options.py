@@ -61,32 +61,27 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def parse_duration(text: str, option: str) -> float:
-    """Seconds from "20ms", "1.5s" or "2"."""
-    from loaderkit._internal.units import parse_seconds
+def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
+    """The config of the file with `--set` applied."""
+    from loaderkit.pipeline.config.builder import to_config
 
-    try:
-        return parse_seconds(text if not text.replace(".", "", 1).isdigit() else float(text))
-    except ValueError as error:
-        raise typer.BadParameter(f"expected {error}", param_hint=option) from None
+    return to_config(pipeline, parse_assignments(assignments or []))
 
 
 def open_plan(pipeline: Path, assignments: Sequence[str] | None) -> ExecutionPlan:
     """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
-    from loaderkit.pipeline.config.builder import to_config
     from loaderkit.pipeline.execution_plan import compile_pipeline
 
     # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
     # `python -m` does; last in line, so that no file lying there hides an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    return compile_pipeline(to_config(pipeline, parse_assignments(assignments or [])))
+    return compile_pipeline(described(pipeline, assignments))
 
 
 def checkpoint_config(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig | None:
     """The description of a pipeline whose source is a checkpoint, which has tensors and no batches; None for any other."""
-    from loaderkit.pipeline.config.builder import to_config
     from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 
-    config = to_config(pipeline, parse_assignments(assignments or []))
+    config = described(pipeline, assignments)
     return config if isinstance(config.source, CheckpointArgs) else None

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from loaderkit.cli import console
+from loaderkit.cli.experiments import StepTime, open_step
 from loaderkit.cli.options import (
     AsJson,
     Assignments,
@@ -19,13 +20,13 @@ from loaderkit.cli.options import (
     PipelineFile,
     checkpoint_config,
     open_plan,
-    parse_duration,
 )
 from loaderkit.cli.restore import run_checkpoint
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.execution_plan import ExecutionPlan
     from loaderkit.pipeline.loader import Loader
+    from loaderkit.profile.experiments.loops import Step
 
 _SECONDS_A_LINE = 5.0
 _SECONDS_A_LOOK = 0.2
@@ -36,9 +37,7 @@ def run(
     *,
     epochs: Annotated[int, typer.Option(min=1, help="How many epochs; what is left of a resumed one counts.")] = 1,
     batches: Annotated[int | None, typer.Option(min=1, help="Stop after this number of batches.")] = None,
-    step_time: Annotated[
-        str, typer.Option(metavar="TIME", help="Sleep after each batch as long as a training step takes: 20ms.")
-    ] = "0s",
+    step_time: StepTime = None,
     resume: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, readable=True, help="Continue from the state saved in this file."),
@@ -61,13 +60,13 @@ def run(
 ) -> None:
     """Iterate over pipeline P, show the speed, and in the end what the loop waited for."""
     if only_quarantined is not None:
-        if batches is not None or resume is not None or save_state is not None or epochs != 1 or step_time != "0s":
+        if batches is not None or resume is not None or save_state is not None or epochs != 1 or step_time is not None:
             raise typer.BadParameter(
                 "goes with no other option of the loop: there is none", param_hint="--only-quarantined"
             )
         _try_again(pipeline, only_quarantined, assignments, as_json)
         return
-    step_s = parse_duration(step_time, "--step-time")
+    step = open_step(step_time)
     if save_state is not None and not save_state.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {save_state.absolute().parent}", param_hint="--save-state")
 
@@ -83,7 +82,7 @@ def run(
         passes = plan_passes(plan, loader, epochs)
         started_s = time.perf_counter()
         try:
-            num_batches = _iterate(loader, passes, batches, step_s)
+            num_batches = _iterate(loader, passes, batches, step)
         except KeyboardInterrupt:
             note = ""
             if save_state is not None:
@@ -105,7 +104,7 @@ def run(
     if as_json:
         console.tell_json(result)
     else:
-        _tell(result, step_s)
+        _tell(result, has_step=step is not None)
 
 
 def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, as_json: bool) -> None:
@@ -152,32 +151,28 @@ def _num_finished(passes: list[int], num_batches: int) -> int:
     return finished
 
 
-def _iterate(loader: Loader, passes: list[int], limit: int | None, step_s: float) -> int:
+def _iterate(loader: Loader, passes: list[int], limit: int | None, step: Step | None) -> int:
     total = sum(passes) if limit is None else min(limit, sum(passes))
     num_batches = 0
     with progress(loader, total) as show:
         for _ in passes:
             if num_batches == total:
                 break
-            for _ in loader:
+            for batch in loader:
                 num_batches += 1
                 show(num_batches)
-                if step_s:
-                    time.sleep(step_s)
+                if step is not None:
+                    step(batch)
                 if num_batches == total:
                     break
     return num_batches
 
 
-class Show(Protocol):
-    """Takes the number of batches so far, as often as one likes."""
-
-    def __call__(self, num_batches: int, /) -> None: ...
-
-
 @contextmanager
-def progress(loader: Loader, total: int, clock: Callable[[], float] = time.perf_counter) -> Iterator[Show]:
-    """A bar on stderr if that is a terminal, else a line every few seconds."""
+def progress(
+    loader: Loader, total: int, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr if that is a terminal, else a line every few seconds; takes the number of batches so far."""
     screen = console.stderr()
     if not screen.is_terminal:
         yield _lines(loader, total, clock)
@@ -199,7 +194,7 @@ def progress(loader: Loader, total: int, clock: Callable[[], float] = time.perf_
         yield show
 
 
-def _lines(loader: Loader, total: int, clock: Callable[[], float]) -> Show:
+def _lines(loader: Loader, total: int, clock: Callable[[], float]) -> Callable[[int], None]:
     started_s = clock()
     due_s = started_s + _SECONDS_A_LINE
 
@@ -239,7 +234,7 @@ def save_state_of(loader: Loader, path: Path) -> None:
     write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
 
 
-def _tell(result: dict[str, Any], step_s: float) -> None:
+def _tell(result: dict[str, Any], *, has_step: bool) -> None:
     from loaderkit.profile.render.summary import print_summary, reading
 
     rate = result["samples"] / result["wall_s"] if result["wall_s"] else 0.0
@@ -251,6 +246,6 @@ def _tell(result: dict[str, Any], step_s: float) -> None:
         return
     print_summary(console.stdout(), result["stats"])
     console.tell()
-    if not step_s:
+    if not has_step:
         console.tell("The loop did nothing but wait: this is the loader's own speed. --step-time imitates training.")
     console.tell(reading(result["stats"]))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loaderkit.cli import console
-from loaderkit.cli.experiments import Consumer, StepTime, described, maker, open_step, progress
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config
+from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, described
 
 if TYPE_CHECKING:
     from loaderkit.profile.experiments.search import Tuned

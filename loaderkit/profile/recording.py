@@ -8,7 +8,7 @@ stats ────────────────stats───────
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,9 +55,9 @@ class FirstBatchLog(StepLog):
         super().reset()
         self.first: Stats | None = None
 
-    def on_batch(self) -> None:
+    def on_batch(self, batch: Iterable[Any] = ()) -> None:
         """The batch is handed over. The stats are read after the first one only, in the loop's own time."""
-        super().on_batch()
+        super().on_batch(batch)
         if self.first is None:
             self.first = self._stats()
 

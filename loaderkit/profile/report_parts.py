@@ -36,7 +36,9 @@ class CausalCheck(Part):
 class VerdictPart(Part):
     """What limits the loop, and the one change to make."""
 
-    stage: str | None = Field(description="the stage to blame, or start, memory, wakeup; null: training is the limit")
+    stage: str | None = Field(
+        description="the stage to blame, or start, memory, wakeup, release; null: training is the limit"
+    )
     kind: str = Field(
         description="training, computing, gil, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup or "
         "unknown"
@@ -130,7 +132,12 @@ class Steps(Part):
     wall_s: float = Field(description="of the whole report, by its own clock")
     compute_s: float = Field(description="between two batches")
     stall_s: float = Field(description="waiting, by the accounts of the engine")
-    overhead_s: float = Field(description="inside next() and not waiting: starting the workers, handing over")
+    overhead_s: float = Field(
+        description="inside next() and not waiting: starting the workers, handing over, release_s"
+    )
+    release_s: float = Field(
+        0.0, description="of overhead_s, giving back the memory of batches that the loop has dropped"
+    )
     outside_s: float = Field(description="before the first batch was asked for, between epochs, after the last one")
     p50_s: float | None = Field(description="of a step: computing and waiting")
     p99_s: float | None
@@ -140,6 +147,16 @@ class Steps(Part):
     stall_p99_s: float | None
     every: int = Field(1, description="`steps` has each `every`th step")
     steps: list[Step] = Field([], description="at most 2,048")
+
+    def parts(self) -> list[tuple[str, str, float]]:
+        """(name, kind, seconds) of all that the loop spent its time on."""
+        return [
+            ("computing", "compute", self.compute_s),
+            ("waiting for a batch", "stall", self.stall_s),
+            ("handing it over", "overhead", self.overhead_s - self.release_s),
+            ("releasing the batch", "release", self.release_s),
+            ("before, after, between", "outside", self.outside_s),
+        ]
 
 
 class PassMark(Part):
@@ -151,9 +168,10 @@ class PassMark(Part):
 
 
 class Utilisation(Part):
-    """The share of the time in which training computed, as MLPerf Storage defines it: the first step does not count."""
+    """The share of the time in which training computed."""
 
-    percent: float
+    percent: float = Field(description="as MLPerf Storage defines it: without the first step of every epoch")
+    whole_run_percent: float | None = Field(None, description="the same of all steps")
     marks: list[PassMark]
 
 

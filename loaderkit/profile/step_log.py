@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from loaderkit.engine.metrics.histogram import Histogram
 
@@ -19,6 +20,9 @@ class StepLog:
 
     A step begins with a batch: the loop computes until it requests the next one, and the step ends when that one comes. The
     time after the last batch is `outside`: it may be computing, or a validation after `break`.
+
+    The loop drops a batch when `next()` has returned the following one, or anywhere in its step. So that this is not counted as
+    computing, the log holds each batch until the second request after it, drops it there, and times that.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -33,6 +37,12 @@ class StepLog:
         self._is_computing = False
         self.num_batches = self.num_steps = 0
         self.compute_s = self.next_s = self.outside_s = 0.0  # they sum to end_s - begin_s
+        self.release_s = 0.0  # of next_s
+        self._dropped: list[Any] = []  # the fields of a batch that the loop has dropped
+        self._current: list[Any] = []  # of the one it has
+        self._is_first = True  # the step is the first one of its epoch
+        self.num_first_steps = 0
+        self.first_s = self.first_compute_s = 0.0  # of the first steps, from request to request
         self.first_wait_s: float | None = None
         self.computes, self.waits, self.steps = Histogram(), Histogram(), Histogram()
         self.every = 1
@@ -44,15 +54,27 @@ class StepLog:
         if self._is_computing:
             self.compute_s += passed_s
             self._computed_s = passed_s
+            if self._is_first:
+                self.num_first_steps += 1
+                self.first_s += passed_s
+                self.first_compute_s += passed_s
+            self._is_first = False
         else:
             self.outside_s += passed_s
             self._computed_s = None
         self._is_computing = False
+        if self._dropped:
+            self._dropped = []
+            self.release_s += self._clock() - self._mark_s
 
-    def on_batch(self) -> None:
-        """The batch is handed over."""
+    def on_batch(self, batch: Iterable[Any] = ()) -> None:
+        """The batch is handed over: a dict, which the loop may change, or a tuple."""
+        fields = batch.values() if isinstance(batch, dict) else batch
+        self._dropped, self._current = self._current, list(fields)
         wait_s = self._pass()
         self.next_s += wait_s
+        if self._is_first:
+            self.first_s += wait_s
         if self.first_wait_s is None:
             self.first_wait_s = wait_s
         self._count(wait_s)
@@ -68,11 +90,13 @@ class StepLog:
         """The loop begins another pass over the data."""
         self.outside_s += self._pass()
         self._is_computing = False
+        self._is_first = True
 
     def close(self) -> None:
         """End the last step and the log."""
         self.on_epoch()
         self.end_s = self._mark_s
+        self._dropped = self._current = []
 
     def kept(self) -> list[tuple[float, float, float]]:
         """(at, compute, wait) of single steps in s, `at` since the beginning."""

@@ -190,7 +190,11 @@ class TestExitCodes:
             (["run"], "Missing argument 'P'"),
             (["run", "P", "--bogus"], "No such option"),
             (["run", "P", "--epochs", "0"], "--epochs"),
-            (["run", "P", "--step-time", "soon"], "a duration such as 500ms"),
+            (["run", "P", "--step-time", "soon"], "a duration with its unit, such as 80ms"),
+            (
+                ["run", "P", "--step-time", "100"],
+                "a duration with its unit, such as 80ms, 1.5s or 80ms+-10ms, not '100'",
+            ),
             (["run", "P", "--resume", "nothing.json"], "nothing.json"),
             (["run", "P", "--save-state", "no/folder.json"], "there is no folder"),
             (["run", "P", "--set", "stages.batch.size"], "is not KEY=VALUE"),

@@ -16,6 +16,7 @@ import pytest
 from conftest import HELPERS
 
 from loaderkit.cli import main
+from loaderkit.cli.experiments import parse_step_time
 from loaderkit.pipeline.config.yaml_text import from_yaml, to_yaml
 from loaderkit.profile.experiments.search import Tuned
 from loaderkit.profile.report import Report
@@ -141,6 +142,10 @@ class TestFailIf:
         ["--steps", "3", "--seconds", "3"],
         ["--step-time", "1ms", "--consumer", "profiled_pipelines:step"],
         ["--step-time", "soon"],
+        ["--step-time", "100"],
+        ["--step-time", "100ms+-"],
+        ["--step-time", "100ms+-10"],
+        ["--step-time", "100ms+-10ms+-1ms"],
         ["--consumer", "profiled_pipelines:missing"],
         ["--consumer", "no_such_module:step"],
         ["--consumer", "profiled_pipelines:not_callable"],
@@ -154,6 +159,14 @@ def test_wrong_use_is_known_before_the_run(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [("100ms", (0.1, 0.0)), ("1.5s+-10ms", (1.5, 0.01)), ("80ms ± 10ms", (0.08, 0.01)), ("0s", (0.0, 0.0))],
+)
+def test_the_time_of_a_step(text: str, times: tuple[float, float]) -> None:
+    assert parse_step_time(text) == times
 
 
 def test_an_unwritable_folder_is_known_before_the_run(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.experiments.headspace import Subset, conclude, measure_headspace
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
+from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.report_parts import Rate
 from loaderkit.profile.settings_patch import num_processes, process_settings
 
@@ -25,6 +27,22 @@ class Slow:
     def __getitem__(self, index: int) -> dict[str, int]:
         time.sleep(0.02)  # what is slow about it
         return {"x": index}
+
+
+def test_the_times_of_a_step_vary_and_are_the_same_in_every_run() -> None:
+    runs: list[list[float]] = [[], []]
+    for run in runs:
+        step = sleep_step(0.1, 0.05, run.append)
+        for _ in range(2000):
+            step(None)
+    assert runs[0] == runs[1]
+    assert statistics.fmean(runs[0]) == pytest.approx(0.1, rel=0.1)
+    assert statistics.stdev(runs[0]) == pytest.approx(0.05, rel=0.1)
+    assert min(runs[0]) > 0
+    always: list[float] = []
+    sleep_step(0.1, sleep=always.append)(None)
+    sleep_step(0.0, sleep=always.append)(None)
+    assert always == [0.1]
 
 
 def test_slow_batches_are_compared_in_three_rounds() -> None:

@@ -151,6 +151,30 @@ def test_after_an_error_the_report_is_on_what_came_then() -> None:
     assert found.steps.overhead_s >= 0
 
 
+class SlowToDrop:
+    def __del__(self) -> None:
+        threading.Event().wait(0.02)  # what is slow about it
+
+
+class Dropped:
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, SlowToDrop]:
+        return {"x": SlowToDrop()}
+
+
+def test_dropping_batches_is_the_limit() -> None:
+    with loaderkit.build(Pipeline.dataset(Dropped()).read().batch(4)) as loader, loader.profile() as report:
+        for _ in loader:
+            pass
+    found = report.result
+    assert found.steps.overhead_s >= found.steps.release_s >= 13 * 4 * 0.02
+    assert (found.verdict.stage, found.verdict.kind) == ("release", "memory")
+    assert "release is the limit: memory" in str(report)
+    assert "releasing the batch" in str(report)
+
+
 def test_the_first_batch_of_tars_has_no_negative_part(shards: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Their indexes are read by several threads at once."""
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from random import Random
 from typing import Any, Protocol
 
 from loaderkit._internal.imports import import_named, is_name
@@ -28,12 +29,15 @@ def endless(loader: Batches) -> Iterator[Any]:
             return
 
 
-def sleep_step(seconds: float) -> Step:
-    """A step that sleeps: it leaves the CPUs and the GIL to the workers, as a step on a GPU does."""
+def sleep_step(seconds: float, deviation_s: float = 0.0, sleep: Callable[[float], object] = time.sleep) -> Step:
+    """A step that sleeps: it leaves the CPUs and the GIL to the workers, as a step on a GPU does. Its times are normally
+    distributed, none below 0, and the same ones in every run."""
+    random = Random(0)  # noqa: S311 -- so that two runs compare
 
     def rest(batch: Any) -> None:
-        if seconds:
-            time.sleep(seconds)
+        drawn_s = random.gauss(seconds, deviation_s)
+        if drawn_s > 0:
+            sleep(drawn_s)
 
     return rest
 

@@ -82,15 +82,8 @@ def _script() -> str:
 
 def _parts(report: Report) -> list[tuple[str, str, float, float]]:
     """(what, colour class, seconds, percent) of the loop's time."""
-    steps = report.steps
-    parts = (
-        ("computing", "compute", steps.compute_s),
-        ("waiting for a batch", "stall", steps.stall_s),
-        ("handing it over", "overhead", steps.overhead_s),
-        ("before, after, between", "outside", steps.outside_s),
-    )
-    whole_s = max(steps.wall_s, 1e-9)
-    return [(name, kind, seconds, max(0.0, 100 * seconds / whole_s)) for name, kind, seconds in parts]
+    whole_s = max(report.steps.wall_s, 1e-9)
+    return [(name, kind, s, max(0.0, 100 * s / whole_s)) for name, kind, s in report.steps.parts()]
 
 
 def _waits(report: Report) -> list[tuple[str, float, float]]:

@@ -82,13 +82,7 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
 def _loop(report: Report) -> RenderableType:
     steps = report.steps
     rows = facts_table()
-    parts = (
-        ("computing", steps.compute_s),
-        ("waiting for a batch", steps.stall_s),
-        ("handing it over", steps.overhead_s),
-        ("before, after, between", steps.outside_s),
-    )
-    for name, seconds in parts:
+    for name, _, seconds in steps.parts():
         share = seconds / max(steps.wall_s, 1e-9)
         rows.add_row(name, f"{seconds:8.2f} s  {100 * share:5.1f} %  {'#' * round(_BAR * share)}")
     speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
@@ -100,7 +94,10 @@ def _loop(report: Report) -> RenderableType:
         marks = ", ".join(
             f"{'passes' if mark.passes else 'below'} {mark.at_least_percent:.0f} %" for mark in report.utilisation.marks
         )
-        rows.add_row("utilisation", f"{report.utilisation.percent:.1f} % (MLPerf Storage's: {marks})")
+        used = f"{report.utilisation.percent:.1f} % (MLPerf Storage's: {marks})"
+        if (whole := report.utilisation.whole_run_percent) is not None:
+            used += f"; {whole:.1f} % with the first steps of epochs"
+        rows.add_row("utilisation", used)
     return rows
 
 

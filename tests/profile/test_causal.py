@@ -126,6 +126,7 @@ def test_where_no_stage_is_blamed_there_is_nothing_to_stretch(kind: str, photos:
         (50.0, 30.0, 4.0, True),
         (50.0, 2.0, 4.0, False),
         (50.0, 40.0, 20.0, True),
+        (12.0, 11.0, 8.0, True),
         (50.0, 10.0, 20.0, False),
         (50.0, 30.0, 60.0, None),
         (0.0, 1.0, 4.0, True),

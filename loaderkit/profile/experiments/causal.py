@@ -78,7 +78,7 @@ def judge(slowdown: Slowdown, expected: float, measured: float, half: float, row
     """Compare the measured slowdown with the expected one, all in percent."""
     least = _FOLLOWS * expected if expected else 100.0 * _FOLLOWS * slowdown.share
     agrees: bool | None = None
-    if measured - half >= least:
+    if measured - half >= least or (measured > half and abs(measured - expected) <= half):
         agrees = expected > 0
     elif measured + half < least:
         agrees = expected == 0

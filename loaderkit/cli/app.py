@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from loaderkit import __version__
 from loaderkit.cli import console
 from loaderkit.cli.check import check, explain
 from loaderkit.cli.demo import demo
@@ -36,8 +37,6 @@ app = typer.Typer(
 
 def _show_version(value: bool) -> None:
     if value:
-        from loaderkit import __version__
-
         console.tell(f"loaderkit {__version__}")
         raise typer.Exit
 

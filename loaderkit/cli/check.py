@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from loaderkit._internal.cgroups import num_cpus
 from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import check_checkpoint
@@ -136,7 +137,6 @@ def explain(
 
 
 def _explained(plan: ExecutionPlan, tuning: Tuning) -> dict[str, Any]:
-    from loaderkit._internal.cgroups import num_cpus
 
     return {
         "pipeline": plan.config.name,

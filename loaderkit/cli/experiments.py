@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loaderkit._internal.units import parse_seconds
 from loaderkit.cli import console
 from loaderkit.cli.options import parse_assignments
+from loaderkit.profile.experiments.loops import open_consumer, sleep_step
 
 if TYPE_CHECKING:
     from loaderkit.profile.experiments.interleave import Make
@@ -43,7 +45,6 @@ Consumer = Annotated[
 
 def parse_step_time(text: str) -> tuple[float, float]:
     """Mean and standard deviation in seconds, from "80ms" or "80ms+-10ms"."""
-    from loaderkit._internal.units import parse_seconds
 
     mean, sign, deviation = text.replace("±", "+-").partition("+-")
     times = (mean, deviation if sign else "0s")
@@ -60,7 +61,6 @@ def parse_step_time(text: str) -> tuple[float, float]:
 
 def open_step(step_time: str | None, consumer: str | None = None) -> Step | None:
     """The step after each batch; None if no option names one. Raises BadParameter, ConfigError."""
-    from loaderkit.profile.experiments.loops import open_consumer, sleep_step
 
     if step_time is not None and consumer is not None:
         raise typer.BadParameter(

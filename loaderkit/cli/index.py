@@ -13,7 +13,7 @@ import typer
 
 from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Debug
-from loaderkit.errors import ConfigError, FormatError, LoaderkitError, SourceError
+from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectNotFoundError, SourceError
 
 if TYPE_CHECKING:
     from loaderkit.connectors.base import Connector
@@ -157,7 +157,6 @@ def _write(connector: Connector, key: str, data: bytes) -> None:
 
 
 def _verify(connector: Connector, key: str, members: TarIndex) -> str:
-    from loaderkit.errors import ObjectNotFoundError
     from loaderkit.sources.formats.tar_index import parse_wds_index
 
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from loaderkit._internal.atomic_file import why_not_writable, write_atomically
 from loaderkit.cli import console
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def open_outputs(
     json_path: str | None, html: Path | None, trace: Path | None, folder: Path | None, baseline: list[Path]
 ) -> Outputs:
     """Raises BadParameter for what cannot be written or read."""
-    from loaderkit._internal.atomic_file import why_not_writable
 
     path = None if json_path in (None, "-") else Path(str(json_path))
     for one, option in ((path, "--json"), (html, "--html"), (trace, "--trace")):
@@ -138,7 +138,6 @@ def deliver_merged(job: Merged, reports: list[Report], outputs: Outputs) -> None
 
 
 def _write(texts: dict[Path, str]) -> None:
-    from loaderkit._internal.atomic_file import write_atomically
 
     for path, text in texts.items():
         write_atomically(path, text)

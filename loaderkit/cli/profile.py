@@ -14,6 +14,7 @@ from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress, sizes_of
 from loaderkit.cli.options import Assignments, Debug, checkpoint_config, described, open_plan
 from loaderkit.cli.outputs import Outputs, compared, deliver, deliver_merged, open_outputs, read_report
+from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.config.model import PipelineConfig
@@ -212,7 +213,6 @@ def _record(
     loader: Loader, step: Step | None, limits: Limits, import_s: float | None, *, trace: bool
 ) -> tuple[Profile, BaseException | None]:
     """A recording of a loop of our own, and what ended it before its time: Ctrl-C, or an error."""
-    from loaderkit.profile.experiments.loops import endless, run_steps, sleep_step
 
     recording = loader.profile(import_s=import_s, trace=trace)
     ended_by: BaseException | None = None
@@ -245,7 +245,6 @@ def _measure(additions: dict[str, Any], report: Report, make: Make, step: Step |
     """Add the parts of the report that were asked for, one after the other, so that an error keeps those before it."""
     from loaderkit.profile.experiments.causal import check_verdict
     from loaderkit.profile.experiments.headspace import measure_headspace
-    from loaderkit.profile.experiments.loops import sleep_step
     from loaderkit.profile.whatif.table import verify, what_if
 
     loop = step or sleep_step(0.0)

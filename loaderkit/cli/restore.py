@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loaderkit._internal.units import say_size
 from loaderkit.cli import console
 from loaderkit.cli.options import AsJson, Debug
+from loaderkit.profile.render.summary import print_summary
 
 if TYPE_CHECKING:
     from loaderkit.checkpoint.restore.progress import Progress
@@ -176,7 +178,6 @@ def _progress(now: Callable[[], Progress]) -> Iterator[Callable[[], None]]:
 
 
 def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
-    from loaderkit._internal.units import say_size
 
     due_s = _SECONDS_A_LINE
 
@@ -197,8 +198,6 @@ def _lines(now: Callable[[], Progress]) -> Callable[[], None]:
 
 
 def _tell(result: dict[str, Any]) -> None:
-    from loaderkit._internal.units import say_size
-    from loaderkit.profile.render.summary import print_summary
 
     more = result["fetched_bytes"] / max(result["num_bytes"], 1)
     name = f"{result['pipeline']}: " if "pipeline" in result else ""
@@ -216,7 +215,6 @@ def _tell(result: dict[str, Any]) -> None:
 
 
 def _tell_list(source: OpenCheckpoint, keys: list[str] | None, as_json: bool) -> None:
-    from loaderkit._internal.units import say_size
     from loaderkit.checkpoint.restore.selection import choose
 
     contents = source.contents
@@ -245,7 +243,6 @@ def _tell_list(source: OpenCheckpoint, keys: list[str] | None, as_json: bool) ->
 
 def manifest(url: Url, as_json: AsJson = False, debug: Debug = False) -> None:
     """Read the checkpoint at URL once and write the checksums of its blocks beside it; restoring compares them."""
-    from loaderkit._internal.units import say_size
     from loaderkit.checkpoint import write_manifest
 
     written = write_manifest(url)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loaderkit._internal.atomic_file import write_atomically
 from loaderkit.cli import console
 from loaderkit.cli.experiments import StepTime, open_step
 from loaderkit.cli.options import (
@@ -22,6 +23,8 @@ from loaderkit.cli.options import (
     open_plan,
 )
 from loaderkit.cli.restore import run_checkpoint
+from loaderkit.errors import StateError
+from loaderkit.profile.render.summary import print_summary, reading
 
 if TYPE_CHECKING:
     from loaderkit.pipeline.execution_plan import ExecutionPlan
@@ -216,7 +219,6 @@ def _speed(loader: Loader) -> str:
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state in a file written by `--save-state`. Raises StateError, OSError."""
-    from loaderkit.errors import StateError
 
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -229,13 +231,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def save_state_of(loader: Loader, path: Path) -> None:
     """Write where the loader stands, in one piece."""
-    from loaderkit._internal.atomic_file import write_atomically
 
     write_atomically(path, json.dumps(loader.state_dict(), indent=2) + "\n")
 
 
 def _tell(result: dict[str, Any], *, has_step: bool) -> None:
-    from loaderkit.profile.render.summary import print_summary, reading
 
     rate = result["samples"] / result["wall_s"] if result["wall_s"] else 0.0
     console.tell(

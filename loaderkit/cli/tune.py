@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loaderkit._internal.atomic_file import why_not_writable, write_atomically
 from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress
 from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, described
+from loaderkit.errors import ConfigError, LoaderkitError
+from loaderkit.profile.experiments.loops import sleep_step
 
 if TYPE_CHECKING:
     from loaderkit.profile.experiments.search import Tuned
@@ -30,7 +33,6 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Search for the workers, the batches ahead and the executor with which pipeline P is fastest; show before and after."""
-    from loaderkit._internal.atomic_file import why_not_writable
 
     if write and assignments:
         raise typer.BadParameter(
@@ -42,8 +44,6 @@ def tune(
     step = open_step(step_time, consumer)
     if checkpoint_config(pipeline, assignments) is not None:
         raise typer.BadParameter(f"{pipeline} restores a checkpoint, which has no batches to tune", param_hint="P")
-    from loaderkit.errors import LoaderkitError
-    from loaderkit.profile.experiments.loops import sleep_step
     from loaderkit.profile.experiments.search import tune as search
 
     make, config = maker(pipeline, assignments), described(pipeline, assignments)
@@ -66,8 +66,6 @@ def tune(
 
 def _write(pipeline: Path, tuned: Tuned) -> None:
     """Write the settings into the file, in one piece, if the new text reads as the config that was measured."""
-    from loaderkit._internal.atomic_file import write_atomically
-    from loaderkit.errors import ConfigError
     from loaderkit.pipeline.config.builder import to_config
     from loaderkit.profile.experiments.search import with_comment
     from loaderkit.profile.yaml_edit import edited

@@ -46,7 +46,7 @@ def _built_in(url: str, scheme: str, rest: str, args: StoreArgs) -> Connector:
 
         return S3Connector(url, args.s3, args.retry)
     if scheme.removeprefix("fsspec+") in SCHEMES or scheme.startswith("fsspec+"):
-        from loaderkit.connectors.fsspec import FsspecConnector
+        from loaderkit.connectors.fsspec import FsspecConnector  # late, like that of S3
 
         if "::" in rest and not scheme.startswith("fsspec+"):  # else a folder's name could name another store
             raise ConfigError(

@@ -19,6 +19,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.sources.forecast import Forecast
 from loaderkit.stages.base import FieldSpec, StageConfig, image_fields
 from loaderkit.stages.batch import specs_of
@@ -27,7 +28,6 @@ from loaderkit.stages.image.decode import DecodeArgs, decode_hint
 from loaderkit.stages.slowed import slowed
 
 if TYPE_CHECKING:
-    from loaderkit.pipeline.dali_lowering import DaliLowering
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
 _NUM_AHEAD, _NUM_LEAST = 2048, 64  # samples
@@ -161,8 +161,6 @@ def _open_stream(config: PipelineConfig) -> Stream | None:
 def _lower(config: PipelineConfig, stream: Stream | None, num_workers: int) -> DaliLowering | None:
     for stage in config.stages:
         if isinstance(stage.args, DecodeArgs) and stage.args.device != "cpu":
-            from loaderkit.pipeline.dali_lowering import lower  # with DALI, which is optional
-
             return lower(config, stage, None if stream is None else stream.device, num_workers)
     return None
 

@@ -30,9 +30,8 @@ logger = logging.getLogger("loaderkit")
 def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Executor:
     """An executor that is not started. Raises ConfigError."""
     if plan.executor == "process":
-        from loaderkit.pipeline.process_setup import (
-            make_process_engine,  # late: its import takes a tenth of the time to the first batch
-        )
+        # Late: it imports this module, and takes a tenth of the time to the first batch.
+        from loaderkit.pipeline.process_setup import make_process_engine
 
         return make_process_engine(plan)
     if plan.executor == "inline":
@@ -111,7 +110,7 @@ def describe_tuning(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Tu
     """The settings with which a plan starts. Raises ConfigError if it cannot run with them."""
     prefetch, compiled = plan.config.prefetch, plan.compiled
     if plan.executor == "process":
-        from loaderkit.pipeline.process_setup import check_processes, pools_of_processes
+        from loaderkit.pipeline.process_setup import check_processes, pools_of_processes  # late, as above
 
         check_processes(plan, clock)
         pools = pools_of_processes(plan)

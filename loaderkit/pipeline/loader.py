@@ -252,13 +252,13 @@ class Loader:
         `import_s`: seconds that the program took for its imports, shown with the first batch.
         `trace`: record what every worker did with every chunk, for `report.save_trace(path)`.
         """
-        from loaderkit.profile.recording import Profile
+        from loaderkit.profile.recording import Profile  # a higher room, only when asked
 
         return Profile(self.as_subject(), import_s, trace=trace)
 
     def as_subject(self) -> ProfiledLoader:
         """The parts of this loader that a report reads."""
-        from loaderkit.profile.recording import ProfiledLoader
+        from loaderkit.profile.recording import ProfiledLoader  # as above
 
         plan, executors = self._plan, self._executors
         return ProfiledLoader(

@@ -20,6 +20,7 @@ from loaderkit.engine.metrics.trace import Trace
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.build import ReportFacts, make_report
 from loaderkit.profile.cpu_share import CpuTimes, cpu_times, cpus_of_others
+from loaderkit.profile.render.trace_file import to_json
 from loaderkit.profile.report import Report
 from loaderkit.profile.step_log import StepLog
 from loaderkit.sampling.schedule import BatchSampler
@@ -146,8 +147,6 @@ class Profile:
 
     def trace_json(self) -> str:
         """The trace that `save_trace` writes."""
-        from loaderkit.profile.render.trace_file import to_json
-
         report = self.result
         if not self._is_traced:
             raise RuntimeError("nothing was recorded for a trace: use loader.profile(trace=True)")
@@ -161,6 +160,6 @@ class Profile:
 
     def __str__(self) -> str:
         """The report as text of 80 columns, without colour."""
-        from loaderkit.profile.render.terminal import to_text
+        from loaderkit.profile.render.terminal import to_text  # with rich
 
         return "the report is made when the block is over" if self._result is None else to_text(self._result)

@@ -29,6 +29,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from loaderkit._internal.forks import ending_forks
+from loaderkit.engine.process import error_transport
+from loaderkit.errors import RemoteError
 
 if TYPE_CHECKING:
     from loaderkit.engine.process.batch_server import BatchSender
@@ -159,8 +161,7 @@ class WorkerMain:
         raise AssertionError("the event is never set")
 
     def _fail(self, error: BaseException) -> None:
-        from loaderkit.engine.process import error_transport, messages
-        from loaderkit.errors import RemoteError
+        from loaderkit.engine.process import messages
 
         packet = pickle.dumps(messages.FailureMessage(error_transport.pack_error(error)), 5)
         if len(packet) > _MESSAGE_BYTES // 2:

@@ -23,7 +23,7 @@ class ReadyQueue:
         self._clock = clock
         self._ready = threading.Condition(budget.lock)
         self._items: deque[WorkItem] = deque()
-        self._is_asleep = False  # the consumer waits and will not look again soon by itself
+        self.is_asleep = False  # the consumer waits and will not look again soon by itself
         self._is_closed = False
         self._failure: BaseException | None = None
         self.num_ready = 0  # items that are complete
@@ -57,11 +57,11 @@ class ReadyQueue:
                 self._sleep(_LOOK_S if self._budget.is_quick else None)
 
     def _sleep(self, wait_s: float | None) -> None:
-        self._is_asleep = wait_s is None or wait_s > _LOOK_S
+        self.is_asleep = wait_s is None or wait_s > _LOOK_S
         try:
             self._ready.wait(wait_s)
         finally:
-            self._is_asleep = False
+            self.is_asleep = False
 
     def _first(self, *, keep: bool = False) -> WorkItem | None:
         if self._is_closed:
@@ -90,7 +90,7 @@ class ReadyQueue:
             work_item.is_done = True
             self.num_ready += 1
             budget = self._budget
-            if self._is_asleep or not budget.is_quick or self.num_ready >= budget.burst:
+            if self.is_asleep or not budget.is_quick or self.num_ready >= budget.burst:
                 self.announce()
 
     # --------------------------------------------------------------------------------------------- under the lock

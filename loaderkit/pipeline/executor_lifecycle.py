@@ -56,7 +56,7 @@ class ExecutorLifecycle:
             if self.steps is not None and self._last_stats is not None:
                 self.steps.reset()
             self.monitor = self._make_monitor(executor)
-            self._finalizer = weakref.finalize(self, _abandon, executor, self.monitor)
+            self._finalizer = weakref.finalize(self, abandon, executor, self.monitor)
             if self.monitor is not None:
                 self.monitor.start()
         if self._next_position != (epoch, position):
@@ -136,7 +136,7 @@ class ExecutorLifecycle:
         return kept if self.executor is None else [*kept, self.executor.recorded()]
 
 
-def _abandon(executor: Executor, monitor: Monitor | None) -> None:
+def abandon(executor: Executor, monitor: Monitor | None) -> None:
     """End the executor and monitor of a collected loader. The collector may run in any thread, which may hold any lock."""
     if monitor is not None:
         monitor.stop()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbers_dataset import wait_for
+from waiting import wait_for
 
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.connectors.memory import MemoryConnector

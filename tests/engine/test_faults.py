@@ -20,7 +20,8 @@ import torch
 from conftest import HELPERS
 from executors import EXECUTORS
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
-from numbers_dataset import Numbers, numbers, wait_for
+from numbers_dataset import Numbers, numbers
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline

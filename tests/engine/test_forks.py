@@ -19,7 +19,7 @@ import pytest
 from conftest import HELPERS
 from executors import EXECUTORS
 from forking import BATCH, CODES, FORKING, NUM_SAMPLES, PLACES, POLICIES, Case
-from numbers_dataset import wait_for
+from waiting import wait_for
 
 _PATIENCE_S = 600.0
 _FORKED = ("fork", "multiprocessing")

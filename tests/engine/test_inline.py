@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+from executors import executor_of
 
 import loaderkit
 from loaderkit import Loader, Pipeline
@@ -38,9 +40,16 @@ class Trap:
         return sample
 
 
+def pipeline(trap: Trap) -> Pipeline:
+    return Pipeline.dataset(Numbers(), fields=["x"]).shuffle("none").read().call(trap).batch(8)
+
+
 def trapped(trap: Trap, **overrides: Any) -> Loader:
-    pipeline = Pipeline.dataset(Numbers(), fields=["x"]).shuffle("none").read().call(trap).batch(8)
-    return loaderkit.build(pipeline, overrides={**INLINE, **overrides})
+    return loaderkit.build(pipeline(trap), overrides={**INLINE, **overrides})
+
+
+def trapped_engine(trap: Trap) -> AbstractContextManager[Any]:
+    return executor_of(pipeline(trap), **INLINE)
 
 
 def raising(error: BaseException) -> Any:
@@ -51,23 +60,20 @@ def raising(error: BaseException) -> Any:
 
 
 def test_what_was_interrupted_is_not_passed_over() -> None:
-    """Who holds on to the engine is told again, and does not get the batch behind the one that was lost."""
+    """The engine raises again, and does not go on behind the batch that was lost."""
     trap = Trap(12)
     trap.springs = raising(KeyboardInterrupt())
-    with trapped(trap) as loader:
-        next(iter(loader))
-        engine: Any = loader._executors.executor
+    with trapped_engine(trap) as engine:
+        engine.next()
         with pytest.raises(KeyboardInterrupt):
             engine.next()
         with pytest.raises(ClosedError, match="interrupted"):
             engine.next()
-        engine.close()
 
 
 def test_an_error_from_elsewhere_is_raised_at_the_next_wait() -> None:
-    with trapped(Trap(-1)) as loader:
-        next(iter(loader))
-        engine: Any = loader._executors.executor
+    with trapped_engine(Trap(-1)) as engine:
+        engine.next()
         engine.fail(OSError("another rank has died"))
         with pytest.raises(OSError, match="another rank has died"):
             engine.next()
@@ -89,12 +95,11 @@ def test_the_loop_gets_the_interrupted_batch_when_it_asks_again() -> None:
 
 
 def test_a_bad_batch_is_an_error_in_its_place() -> None:
-    """The engine goes on behind it, as that of threads does."""
+    """The engine continues behind it, as that of threads does."""
     trap = Trap(12)
     trap.springs = raising(ValueError("no good"))
-    with trapped(trap) as loader:
-        next(iter(loader))
-        engine: Any = loader._executors.executor
+    with trapped_engine(trap) as engine:
+        engine.next()
         bad = engine.next()
         assert isinstance(bad.error, StageError)
         assert engine.next().result["x"].tolist() == [*range(16, 24)]

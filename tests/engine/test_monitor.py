@@ -6,24 +6,29 @@ import gc
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from numbers_dataset import PROCESS, numbers, wait_for
+from executors import executor_of
+from numbers_dataset import PROCESS, numbers
+from waiting import wait_for
 from workloads import Simulation, Workload
 
 import loaderkit
 from loaderkit._internal.cgroups import cgroup_folders
 from loaderkit.engine.metrics.host import HostStats, host_stats
 from loaderkit.engine.metrics.tuning import Tuning
-from loaderkit.engine.monitor import Series
+from loaderkit.engine.monitor import Monitor, Series
 from loaderkit.pipeline.config.yaml_text import from_yaml
+from loaderkit.pipeline.executor_lifecycle import abandon
 
 
 def monitors() -> list[threading.Thread]:
@@ -72,11 +77,17 @@ class TestSeries:
         assert len(series.to_list()) == 4
 
     def test_decisions_are_not_kept_with_every_point(self) -> None:
+        class Decisions(list[dict[str, Any]]):
+            pass
+
         simulation = Simulation(Workload(lambda workers, _: 100.0))
         series = Series()
         simulation.look()
-        series.add(replace(simulation.stats, tuning=Tuning(batches=4, decisions=[{}] * 100)))
-        assert series._points[0].tuning == Tuning(batches=4)
+        decisions = Decisions([{}])
+        series.add(replace(simulation.stats, tuning=Tuning(batches=4, decisions=decisions)))
+        kept = weakref.ref(decisions)
+        del decisions
+        assert kept() is None
 
 
 class TestThread:
@@ -128,10 +139,11 @@ class TestThread:
     def test_it_does_not_keep_a_loader_alive(self, overrides: dict[str, Any]) -> None:
         loader = loaderkit.build(numbers(), overrides=overrides)
         next(iter(loader))
-        assert len(monitors()) == 1
+        (monitor,) = monitors()
         del loader
         gc.collect()
-        wait_for(lambda: monitors() == [])
+        monitor.join(60)
+        assert not monitor.is_alive()
 
     def test_the_sizes_that_were_found_can_be_written(self, tmp_path: Path) -> None:
         with loaderkit.build(numbers_by_name(), overrides={"prefetch.batches": "auto"}) as loader:
@@ -200,59 +212,74 @@ class TestHost:
 
 
 class TestStopping:
-    def test_a_fork_while_every_lock_is_held(self) -> None:
-        """In its child nobody will ever open them; to look at the loader, and to close it, must not wait for that."""
-        with loaderkit.build(numbers()) as loader:
+    """In a fork's child no thread will ever release a lock that was held: nothing there may wait for one."""
+
+    def test_a_fork_while_sizes_are_changed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Then the locks of the settings and of the engine's pools are held."""
+        start = threading.Thread.start
+        pids: list[int] = []
+
+        def fork_and_start(thread: threading.Thread) -> None:
+            pids.append(os.fork())
+            if pids[0] == 0:
+                signal.alarm(60)
+                loader.stats()
+                loader.series()
+                loader.close()
+                os._exit(7)
+            monkeypatch.setattr(threading.Thread, "start", start)
+            start(thread)
+
+        with loaderkit.build(numbers(), overrides={"prefetch.concurrency": 1}) as loader:
             next(iter(loader))
-            engine: Any = loader._executors.executor
-            engine.waiting_since_s = 0.0
-            with engine.scheduler.lock, engine._sizing, loader._executors.settings._lock:
+            monkeypatch.setattr(threading.Thread, "start", fork_and_start)
+            loader.resize("read", workers=2)
+            assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 7
+
+    def test_a_fork_while_the_scheduler_is_locked(self) -> None:
+        with executor_of(numbers()) as engine:
+            engine.next()
+            engine.waits.begin(0.0)  # as while the consumer waits
+            with engine.scheduler.lock:
                 pid = os.fork()
                 if pid == 0:
-                    loader.stats()
-                    loader.series()
-                    loader.close()
+                    signal.alarm(60)
+                    engine.stats(Tuning(), 0)
+                    engine.close()
                     os._exit(7)
-            engine.waiting_since_s = None
-            ended: list[tuple[int, int]] = []
-
-            def has_ended() -> bool:
-                ended.append(os.waitpid(pid, os.WNOHANG))
-                return ended[-1][0] == pid
-
-            wait_for(has_ended)
-            assert os.waitstatus_to_exitcode(ended[-1][1]) == 7
+            engine.waits.begin(None)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
     def test_a_loader_that_is_garbage_in_the_monitors_own_thread(self) -> None:
         """The collector may run there, while that thread holds a lock of the engine."""
-        loader = loaderkit.build(numbers())
-        next(iter(loader))
-        engine: Any = loader._executors.executor
-        monitor: Any = loader._executors.monitor
-        finalizer: Any = loader._executors._finalizer
-        has_ended = threading.Event()
+        with executor_of(numbers()) as engine:
+            engine.next()
+            workers = [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
 
-        def collect(stats: Any) -> None:
-            with engine.scheduler.lock:
-                finalizer()
-            has_ended.set()
+            def collect(stats: Any) -> None:
+                with engine.scheduler.lock:
+                    abandon(engine, monitor)
 
-        monitor._act = collect
-        wait_for(has_ended.is_set)
-        wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")])
-        loader.close()
+            monitor = Monitor(lambda: engine.stats(Tuning(), 0), Series(), collect)
+            monitor.start()
+            for thread in [*monitors(), *workers]:
+                thread.join(60)
+                assert not thread.is_alive()
 
     def test_what_goes_wrong_in_it_is_said_once_and_harms_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
-        with loaderkit.build(numbers()) as loader:
-            next(iter(loader))
-            monitor: Any = loader._executors.monitor
-            times = []
+        simulation = Simulation(Workload(lambda workers, _: 100.0))
+        simulation.look()
+        has_failed_twice = threading.Event()
+        failures = itertools.count(1)
 
-            def fail(stats: Any) -> None:
-                times.append(stats)
-                raise MemoryError
+        def fail(stats: Any) -> None:
+            if next(failures) == 2:
+                has_failed_twice.set()
+            raise MemoryError
 
-            monitor._act = fail
-            wait_for(lambda: len(times) >= 2)
-            assert caplog.text.count("the time series and the tuner miss what happens now") == 1
-            assert len(list(loader)) == 8
+        monitor = Monitor(lambda: simulation.stats, Series(), fail)
+        monitor.start()
+        assert has_failed_twice.wait(60)
+        monitor.stop()
+        monitor.join()
+        assert caplog.text.count("the time series and the tuner miss what happens now") == 1

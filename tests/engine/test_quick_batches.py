@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from loaderkit.engine import ready_queue as module
 from loaderkit.engine.metrics.worker_clock import WorkerStates
@@ -26,16 +27,15 @@ def scheduler_with(num_batches: int) -> tuple[Scheduler, list[WorkItem]]:
     return scheduler, batches
 
 
-@pytest.mark.parametrize("way", ["consumer", "courier"])
+@pytest.mark.parametrize("way", ["consumer", "sender"])
 def test_who_sleeps_is_woken_although_batches_have_become_quick(way: str) -> None:
     """It fell asleep for long while batches were slow; the last one of all is quick, and nobody comes after it."""
     scheduler, (only,) = scheduler_with(1)
     scheduler.budget.chunk_sizer.sample_s = 1.0
-    waiting = scheduler.ready.wait_until_ready if way == "courier" else lambda: scheduler.ready.wait_for_first(60.0)
+    waiting = scheduler.ready.wait_until_ready if way == "sender" else lambda: scheduler.ready.wait_for_first(60.0)
     consumer = threading.Thread(target=waiting, daemon=True)
     consumer.start()
-    while not scheduler.ready._is_asleep:
-        pass
+    wait_for(lambda: scheduler.ready.is_asleep)
     scheduler.budget.chunk_sizer.sample_s = 1e-6
     scheduler.ready.deliver(only)
     consumer.join(20)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from numbers_dataset import PROCESS, Numbers, hang, wait_for
+from numbers_dataset import PROCESS, Numbers, hang
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Loader, Pipeline
@@ -51,6 +52,7 @@ class Stuck:
     """Item 20 comes when it is let go."""
 
     def __init__(self) -> None:
+        self.is_in = threading.Event()
         self.is_free = threading.Event()
 
     def __len__(self) -> int:
@@ -58,6 +60,7 @@ class Stuck:
 
     def __getitem__(self, index: int) -> int:
         if index == 20:
+            self.is_in.set()
             self.is_free.wait(60)
         return index
 
@@ -71,8 +74,10 @@ def stuck() -> Iterator[Stuck]:
 
 def test_a_sample_that_hangs_is_named(stuck: Stuck, caplog: pytest.LogCaptureFixture) -> None:
     pipeline = Pipeline.dataset(stuck).shuffle("none").read().batch(8)
-    overrides: dict[str, Any] = {"prefetch.timeout": "80ms", "prefetch.on_timeout": "raise"}
-    with loaderkit.build(pipeline, overrides=overrides) as loader:
+    patience: dict[str, Any] = {"prefetch.timeout": "1s", "prefetch.on_timeout": "raise"}
+    with loaderkit.build(pipeline, overrides={"prefetch.concurrency": 1, **patience}) as loader:
+        loader.start()
+        assert stuck.is_in.wait(60)  # two batches are ready
         batches = iter(loader)
         next(batches)
         next(batches)

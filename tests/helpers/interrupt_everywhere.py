@@ -40,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from executors import EXECUTORS
 from leftovers import resources
-from numbers_dataset import numbers, wait_for
+from numbers_dataset import numbers
+from waiting import wait_for
 
 import loaderkit
 from loaderkit.engine.torch_threads import ONE_AT_A_TIME

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from numbers_dataset import PROCESS, Numbers, numbers, wait_for
+from numbers_dataset import PROCESS, Numbers, numbers
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from numbers_dataset import wait_for
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline

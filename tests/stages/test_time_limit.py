@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from numbers_dataset import PROCESS, Numbers, hang, numbers, wait_for
+from numbers_dataset import PROCESS, Numbers, hang, numbers
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline

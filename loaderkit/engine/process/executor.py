@@ -50,7 +50,7 @@ class ProcessEngine:
         raises: bool = False,
     ) -> None:
         self._spec = spec
-        self._processes = tuple(WorkerProcess(spec, Shard(number, num_processes)) for number in range(num_processes))
+        self.processes = tuple(WorkerProcess(spec, Shard(number, num_processes)) for number in range(num_processes))
         self._schedule = schedule
         self._timeout_s = timeout_s
         self._raises = raises
@@ -79,7 +79,7 @@ class ProcessEngine:
             return
         self._is_started = True
         try:
-            for process in self._processes:
+            for process in self.processes:
                 process.start(self._next_position)
         except (OSError, RuntimeError) as error:
             # Without the traceback: its frames would hold the arena open for as long as the error is kept.
@@ -110,10 +110,10 @@ class ProcessEngine:
 
     def _order(self, name: str, sizes: tuple[Any, ...], before: tuple[Any, ...]) -> None:
         """Send an order to all processes. If one refuses it, undo it in the others and raise that error."""
-        for number, process in enumerate(self._processes):
+        for number, process in enumerate(self.processes):
             refused = process.order(name, *sizes)
             if refused is not None:
-                for other in self._processes[:number]:
+                for other in self.processes[:number]:
                     other.order(name, *before)
                 raise refused
 
@@ -125,10 +125,10 @@ class ProcessEngine:
         self._next_position, self._turn = (epoch, position), 0
         if self._is_started:
             self._generation += 1
-            for process in self._processes:
+            for process in self.processes:
                 process.tell("seek", self._generation, epoch, position)
             try:
-                for process in self._processes:
+                for process in self.processes:
                     process.skim(self._generation)
             except Exception as error:
                 self._failure = self._failure or error
@@ -153,11 +153,11 @@ class ProcessEngine:
             self._num_delivered += 1
             self._num_samples += len(batch)
         self._next_position = self._schedule.next_position_after(batch.epoch, batch.end, 0)
-        self._turn = (self._turn + 1) % len(self._processes)
+        self._turn = (self._turn + 1) % len(self.processes)
         return batch
 
     def _take(self) -> messages.Delivered:
-        process = self._processes[self._turn]
+        process = self.processes[self._turn]
         try:
             arrived = process.take(self._generation, 0.0)
             if arrived is None:
@@ -165,7 +165,7 @@ class ProcessEngine:
         except EOFError:
             if self._is_closed:
                 raise ClosedError("the loader was closed while a batch was awaited") from None
-            self._failure = next((one for one in self._processes if one.has_ended), process).death()
+            self._failure = next((one for one in self.processes if one.has_ended), process).death()
             raise self._failure from None
         except Exception as error:
             self._failure = error
@@ -183,7 +183,7 @@ class ProcessEngine:
                 arrived = process.take(self._generation, min(left_s, _LOOK_S))
                 if arrived is not None:
                     return arrived
-                if any(other.has_ended for other in self._processes if other is not process):
+                if any(other.has_ended for other in self.processes if other is not process):
                     raise EOFError
                 left_s -= _LOOK_S
             patience.ends(process.report)
@@ -211,7 +211,7 @@ class ProcessEngine:
         stats = merged(
             [
                 process.stats(since_s if n == turn else None, now, may_ask=may_ask)
-                for n, process in enumerate(self._processes)
+                for n, process in enumerate(self.processes)
             ]
         )
         if since_s is not None:
@@ -233,19 +233,19 @@ class ProcessEngine:
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": stats.memory["rss_peak_bytes"],
             },
-            tuning=replace(tuning, pids=tuple(process.pid for process in self._processes if process.pid is not None)),
+            tuning=replace(tuning, pids=tuple(process.pid for process in self.processes if process.pid is not None)),
         )
 
     def record(self) -> None:
         """Start a trace of workers and loop."""
         self._waits.record(num_entries(1))
-        for process in self._processes:
+        for process in self.processes:
             process.record()
 
     def recorded(self) -> Trace:
         """The trace since `record`; ends it."""
         may_ask = not self._is_closed and os.getpid() == self._pid
-        lanes = [lane for process in self._processes for lane in process.recorded()] if may_ask else []
+        lanes = [lane for process in self.processes for lane in process.recorded()] if may_ask else []
         return Trace(lanes, self._waits.recorded())
 
     def close(self, join_s: float = _JOIN_S) -> None:
@@ -261,9 +261,9 @@ class ProcessEngine:
 
     def _end_processes(self, join_s: float) -> None:
         with ExitStack() as ending:  # all of them, also if closing one is interrupted
-            for process in self._processes:
+            for process in self.processes:
                 ending.callback(process.close, join_s)
-            for process in self._processes:  # these callbacks run first: the stack calls the last one first
+            for process in self.processes:  # these callbacks run first: the stack calls the last one first
                 ending.callback(process.begin_closing, join_s)
 
     def abandon(self) -> None:

@@ -59,7 +59,7 @@ class WorkerProcess:
         self._spec = spec
         self._shard = shard
         self._trainer_stages = TrainerStages(spec.trainer_stages, time.perf_counter) if spec.trainer_stages else None
-        self._connection: WorkerConnection | None = None
+        self.connection: WorkerConnection | None = None
         self._inbox: Inbox | None = None
         self._lease_table: LeaseTable | None = None
         self._skimmed: ReceivedBatch | None = None  # the batch that `skim` has received
@@ -74,7 +74,7 @@ class WorkerProcess:
         arena = SharedArena.create(self._shard.of)
         try:
             allocator = Allocator(arena)
-            connection = self._connection = WorkerConnection(arena, allocator, self._spec.preload)
+            connection = self.connection = WorkerConnection(arena, allocator, self._spec.preload)
             self._send_spec(connection, arena, allocator, next_position)
         finally:
             arena.release_descriptor()
@@ -106,7 +106,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         """None before it is started."""
-        return self._connection.pid if self._connection is not None else None
+        return self.connection.pid if self.connection is not None else None
 
     def tell(self, *order: Any) -> None:
         """Send a command to the process; before its start, queue it."""
@@ -131,11 +131,11 @@ class WorkerProcess:
             if not self._has_told_early:
                 self._early.append(order)
                 return None
-        return self._connection
+        return self.connection
 
     def _ask(self, question: str, *arguments: Any) -> Any:
         """The answer to a question; None if there is none."""
-        return self._connection.ask(question, *arguments) if self._connection is not None else None
+        return self.connection.ask(question, *arguments) if self.connection is not None else None
 
     # ------------------------------------------------------------------------------------------------- its batches
 
@@ -199,24 +199,24 @@ class WorkerProcess:
     @property
     def has_ended(self) -> bool:
         """True if it was started and has ended."""
-        return self._connection is not None and self._connection.has_ended
+        return self.connection is not None and self.connection.has_ended
 
     def death(self) -> WorkerDiedError:
         """The error for its end, when it has ended by itself."""
-        assert self._connection is not None
-        return self._connection.death()
+        assert self.connection is not None
+        return self.connection.death()
 
     # ---------------------------------------------------------------------------------------------------- ending
 
     def begin_closing(self, join_s: float) -> None:
         """Tell the process to end, without waiting for it."""
-        if self._connection is not None:
-            self._connection.begin_closing(join_s)
+        if self.connection is not None:
+            self.connection.begin_closing(join_s)
 
     def close(self, join_s: float) -> None:
         """End the process, by force after `join_s`; delivered batches stay valid."""
         self.begin_closing(join_s)  # again, since Ctrl-C may have interrupted the first call
-        for message in self._connection.close(join_s) if self._connection is not None else ():
+        for message in self.connection.close(join_s) if self.connection is not None else ():
             if isinstance(message, messages.LogMessage):
                 relay(message)
         if self._inbox is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from numbers_dataset import wait_for
+from waiting import wait_for
 
 from loaderkit import native
 from loaderkit.engine.autotune.gil_probe import gil_is_taken

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numbers_dataset import wait_for
+from waiting import wait_for
 from worker_clocks import HandClock
 
 import loaderkit

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbers_dataset import Numbers, hang, wait_for
+from numbers_dataset import Numbers, hang
+from waiting import wait_for
 from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
 
 import loaderkit

@@ -11,19 +11,25 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import HELPERS
+from executors import executor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from numbers_dataset import PROCESS, Numbers, build, hang, numbers, wait_for
+from numbers_dataset import PROCESS, Numbers, build, hang, numbers
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.process.leases import LeaseTable
+from loaderkit.engine.process.receiver import Receiver
+from loaderkit.engine.process.shared_memory import Allocator, SharedArena
 from loaderkit.errors import ClosedError, ConfigError
 
 pytestmark = pytest.mark.matrix(1)
@@ -168,24 +174,27 @@ class TestLiving:
             assert resources() == before
 
     def test_closing_while_another_thread_waits(self) -> None:
-        with build(Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)) as loader:
+        pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
+        with executor_of(pipeline, **PROCESS) as engine:
             raised: list[BaseException] = []
+            has_two = threading.Event()
 
             def consume() -> None:
+                for _ in range(2):
+                    engine.next()
+                has_two.set()
                 try:
-                    list(loader)
+                    engine.next()  # its sample 20 hangs
                 except ClosedError as error:
                     raised.append(error)
 
             thread = threading.Thread(target=consume)
             thread.start()
-            wait_for(lambda: loader.stats().num_batches >= 1)
-            engine = loader._executors.executor
-            assert engine is not None
+            assert has_two.wait(120)
             engine.close(join_s=0.1)
             thread.join(30)
             assert len(raised) == 1
-            del engine
+            raised.clear()
 
 
 def shake(sample: dict[str, Any], rng: Any) -> None:
@@ -213,29 +222,28 @@ class TestMemory:
             batch["filling"] += 1
         assert len({batch["filling"].data_ptr() for batch in batches}) == 64
 
-    def test_a_hundred_thousand_batches_dropped_at_once(self) -> None:
+    @pytest.mark.parametrize("way", ["taken", "give_back"])
+    def test_a_hundred_thousand_batches_dropped_at_once(self, way: str) -> None:
         """Their numbers do not fit into one message."""
-        with build(numbers(80)) as loader:
-            stream = iter(loader)
-            next(stream)
-            (host,) = cast(Any, loader._executors.executor)._processes
-            lease_table = host._lease_table
-            for _ in range(100_000):  # never lent: the other process is told of them in `BatchSender.released`
-                lease_table._ended.put(1 << 30)
-            told: list[tuple[Any, ...]] = []
-            sizes: list[int] = []
-            tell = host._connection.tell
+        arena = SharedArena.create()
+        lease_table = LeaseTable(arena)
+        block = Allocator(arena).take(1)
+        for number in range(1 << 30, (1 << 30) + 100_000):
+            lease_table.lend(number, (block,))
+        told: list[list[int]] = []
+        sizes: list[int] = []
 
-            def note(name: str, numbers: list[int]) -> None:
-                told.append((name, len(numbers)))
-                sizes.append(len(pickle.dumps((name, numbers), 5)))
-                tell(name, [number for number in numbers if number < 1 << 30])
+        def tell(name: str, numbers: list[int]) -> None:
+            told.append(numbers)
+            sizes.append(len(pickle.dumps((name, numbers), 5)))
 
-            host._connection.tell = note
-            for _ in stream:
-                pass
-            assert sum(count for _, count in told) >= 100_000
-            assert max(sizes) < host._connection._control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+        connection: Any = SimpleNamespace(tell=tell)
+        getattr(Receiver(connection, lease_table), way)()
+        assert sorted(number for numbers in told for number in numbers) == [*range(1 << 30, (1 << 30) + 100_000)]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+            assert max(sizes) < end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+        lease_table.close()
+        arena.release_descriptor()
 
     def test_memory_is_used_again(self) -> None:
         with build(numbers(), **{"prefetch.batches": 2}) as loader:

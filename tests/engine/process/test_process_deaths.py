@@ -1,26 +1,27 @@
-"""`executor: process` when somebody dies, on either side."""
+"""`executor: process` when a process dies, on either side."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from conftest import HELPERS
+from executors import executor_of
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from numbers_dataset import Numbers, build, is_running, numbers, pid_of, wait_for
+from numbers_dataset import PROCESS, Numbers, build, is_running, numbers, pid_of
+from waiting import wait_for
 
 from loaderkit import Pipeline
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process import worker_main
 from loaderkit.engine.process.connection import exit_reason
 from loaderkit.errors import WorkerDiedError
@@ -87,40 +88,36 @@ class TestDeaths:
 
     def test_when_it_does_not_answer(self) -> None:
         """A process that is stopped is ended by force; statistics say what was known last."""
-        with build(numbers()) as loader:
-            next(iter(loader))
-            pid = pid_of(loader)
+        with executor_of(numbers(), **PROCESS) as engine:
+            engine.next()
+            (pid,) = engine.stats(Tuning(), 0).tuning.pids
             os.kill(pid, signal.SIGSTOP)
-            last = loader.stats()
+            last = engine.stats(Tuning(), 0)
             assert last.stages[0].num_items >= 8
-            loader._executors.stop(join_s=0.1)
+            engine.close(join_s=0.1)
         assert not is_running(pid)
 
     def test_when_it_has_not_answered_for_long(self) -> None:
         """It is not asked again and again: else there would be no room left to tell it to end, and nobody could."""
-        with build(numbers()) as loader:
-            next(iter(loader))
-            (host,) = cast(Any, loader._executors.executor)._processes
-            pid = host.pid
-            os.kill(pid, signal.SIGSTOP)
+        with executor_of(numbers(), **PROCESS) as engine:
+            engine.next()
+            (process,) = engine.processes
+            os.kill(process.pid, signal.SIGSTOP)
             asking = threading.Thread(
-                target=lambda: [host._connection.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)],
+                target=lambda: [process.connection.ask("stats", None, None, timeout_s=0.0) for _ in range(3000)],
                 daemon=True,
             )
             asking.start()
             asking.join(60)
             is_asking = asking.is_alive()
-            os.kill(pid, signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             assert not is_asking
-            wait_for(lambda: host._connection.ask("stats", None, None) is not None)
-            os.kill(pid, signal.SIGSTOP)
-            while True:  # no room at all: the same end
-                try:
-                    host._connection._control.send(pickle.dumps(("released", [])), socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    break
-            loader._executors.stop(join_s=0.1)
-        assert not is_running(pid)
+            wait_for(lambda: process.connection.ask("stats", None, None) is not None)
+            os.kill(process.pid, signal.SIGSTOP)
+            for _ in range(3000):  # orders fill the socket: there is no room to tell it to end
+                process.connection.ask("resize", "read", 2, timeout_s=0.0)
+            engine.close(join_s=0.1)
+        assert not is_running(process.pid)
 
     def test_what_a_scheduler_sends_to_all_is_left_to_the_trainer(self) -> None:
         """SIGUSR1 asks a job for a checkpoint, say: it must not take the process away, also before Python runs in that."""

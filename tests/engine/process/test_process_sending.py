@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executors import executor_of
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from numbers_dataset import PROCESS, Numbers, build, hang, numbers, pid_of, wait_for
+from numbers_dataset import PROCESS, Numbers, build, hang, numbers, pid_of
+from waiting import messages_with
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.engine.contracts import Executor
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.process.connection import WorkerConnection
 from loaderkit.errors import ClosedError, ConfigError, RemoteError, SourceError, StageError
 
@@ -201,9 +205,10 @@ def chat(sample: dict[str, Any]) -> None:
         logging.getLogger("loaderkit").warning("logged by %s", "it")
 
 
-def consume(loader: loaderkit.Loader) -> None:
+def consume(engine: Executor) -> None:
     with suppress(ClosedError):
-        list(loader)
+        while True:
+            engine.next()
 
 
 class TestReports:
@@ -247,22 +252,21 @@ class TestReports:
         (record,) = [record for record in caplog.records if record.getMessage() == "logged by it"]
         assert record.process != os.getpid()
 
-    def test_a_long_wait_shows_the_threads_of_the_process(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_long_wait_shows_the_threads_of_the_process(self) -> None:
         pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
-        with build(pipeline, **{"prefetch.timeout": "200ms"}) as loader:
-            consumer = threading.Thread(target=consume, args=(loader,))
+        with (
+            executor_of(pipeline, **PROCESS, **{"prefetch.timeout": "200ms"}) as engine,
+            messages_with("in call for") as said,
+        ):
+            consumer = threading.Thread(target=consume, args=(engine,))
             consumer.start()
-            wait_for(lambda: any("in call for" in record.getMessage() for record in caplog.records))
-            report = next(record.getMessage() for record in caplog.records if "in call for" in record.getMessage())
+            report = said.get(timeout=120)
             assert "in hang" in report
             assert "'20'" in report
-            stall = loader.stats().to_dict()["stall"]
+            stall = engine.stats(Tuning(), 0).to_dict()["stall"]
             assert stall["by_stage"]["call"] > 0
-            engine = loader._executors.executor
-            assert engine is not None
             engine.close(join_s=0.1)
             consumer.join(30)
-            del engine
 
     def test_accounts_sum_to_the_wait(self) -> None:
         with build(numbers(512)) as loader:

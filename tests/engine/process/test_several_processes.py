@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
-from numbers_dataset import TWO_PROCESSES, Numbers, build, is_running, numbers, pids_of, wait_for
+from numbers_dataset import TWO_PROCESSES, Numbers, build, is_running, numbers, pids_of
+from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline

@@ -163,12 +163,13 @@ class TestLedger:
         del one
         assert other.tolist() == [9] * 8
 
-    def test_a_fork_gives_nothing_back(self, arena: SharedArena) -> None:
+    def test_a_fork_gives_nothing_back(self, arena: SharedArena, monkeypatch: pytest.MonkeyPatch) -> None:
         block = Allocator(arena).take(PAGE)
         ledger = LeaseTable(arena)
         seen = torch.from_numpy(ledger.lend(1, (block,))[:8])
         ledger.close()
-        ledger._pid += 1  # as in the child of a fork
+        pid = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: pid + 1)  # as in the child of a fork
         del seen
         assert used_bytes(arena) == PAGE
 

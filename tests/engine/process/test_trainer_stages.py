@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
-from numbers_dataset import build, numbers, wait_for
+from numbers_dataset import build, numbers
+from waiting import wait_for
 
 import loaderkit
 from loaderkit.engine.metrics.tuning import Tuning
@@ -31,6 +32,7 @@ def late_engine(
     num_processes: int = 1,
     *,
     pinned_for: torch.device | None = None,
+    **patience: Any,
 ) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     plan = compile_pipeline(numbers().epochs(1).prefetch(concurrency=2).config, rank=0, world_size=1)
@@ -44,7 +46,7 @@ def late_engine(
         trainer_stages=[Stage("late", "call", "batch", late)],
         pinned_for=pinned_for,
     )
-    return ProcessEngine(job, num_processes=num_processes, schedule=plan.schedule, timeout_s=60)
+    return ProcessEngine(job, num_processes=num_processes, schedule=plan.schedule, **{"timeout_s": 60, **patience})
 
 
 def scale(batch: dict[str, Any]) -> None:
@@ -108,12 +110,12 @@ def test_a_stage_that_hangs_is_named_and_left_behind(caplog: pytest.LogCaptureFi
             is_in.set()
             is_free.wait(600)
 
-    engine = late_engine(late)
+    engine = late_engine(late, timeout_s=0.1, raises=True)
     try:
+        engine.start()
+        assert is_in.wait(60)  # so nothing is waited for before that batch
         for _ in range(2):
             engine.next()
-        assert is_in.wait(60)
-        engine._timeout_s, engine._raises = 0.1, True
         with pytest.raises(StallTimeout, match="batch 2 of epoch 0, in late for") as caught:
             engine.next()
         assert caught.value.stage == "late"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numbers_dataset import wait_for
 from PIL import Image
+from waiting import wait_for
 
 import loaderkit
 import profiles.memory

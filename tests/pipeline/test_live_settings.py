@@ -7,40 +7,47 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from numbers_dataset import PROCESS, Numbers, numbers
-from waiting import wait_for
+from waiting import messages_with, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.errors import ConfigError
+from loaderkit.errors import ConfigError, StageError
 
 pytestmark = pytest.mark.matrix(2)
 
 
 class Crowd:
-    """Items that can be held up, to see how many threads are inside."""
+    """Items that can be held up, to see how many threads are inside, and which have been there."""
 
     def __init__(self, size: int = 1000) -> None:
         self.size = size
         self.is_open = threading.Event()
         self.num_inside = 0
-        self._lock = threading.Lock()
+        self.threads: set[int] = set()
+        self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> int:
-        with self._lock:
+        with self._changed:
             self.num_inside += 1
+            self.threads.add(threading.get_ident())
+            self._changed.notify_all()
         self.is_open.wait(60)
-        with self._lock:
+        with self._changed:
             self.num_inside -= 1
         return index
+
+    def await_inside(self, num_threads: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_inside == num_threads, 60)
 
 
 @pytest.fixture
@@ -60,44 +67,41 @@ def crowded(crowd: Crowd, workers: int) -> loaderkit.Loader:
     return loader
 
 
-def states(loader: loaderkit.Loader) -> list[int]:
-    engine: Any = loader._executors.executor
-    return [
-        worker_clock.open_state - engine.states.starved for worker_clock in engine.pools[0].worker_clocks
-    ]  # 0, 1 or 2: idle
-
-
 class TestWorkers:
     def test_more(self, crowd: Crowd) -> None:
         with crowded(crowd, 1) as loader:
-            engine: Any = loader._executors.executor
-            engine.set_depth(100, None)
-            wait_for(lambda: crowd.num_inside == 1)
+            loader.resize(batches=100)
+            crowd.await_inside(1)
             loader.resize("read", workers=4)
-            wait_for(lambda: crowd.num_inside == 4)
+            crowd.await_inside(4)
             assert loader.stats().stages[0].workers == 4
             assert loader.stats().tuning.concurrency == 4
             crowd.is_open.set()
 
     def test_fewer_rest_and_come_back(self, crowd: Crowd) -> None:
         with crowded(crowd, 4) as loader:
-            engine: Any = loader._executors.executor
-            engine.set_depth(100, None)
-            wait_for(lambda: crowd.num_inside == 4)
+            loader.resize(batches=100)
+            crowd.await_inside(4)
             loader.resize("batch", workers=1)  # a stage of the same pool
             crowd.is_open.set()
             batches = iter(loader)
-            for _ in range(300):
+            for _ in range(300):  # behind all that was read ahead by four
                 next(batches)
-            wait_for(lambda: states(loader)[1:] == [2, 2, 2])
+            crowd.threads.clear()
+            for _ in range(200):
+                next(batches)
+            assert len(crowd.threads) == 1
             crowd.is_open.clear()
-            for _ in range(60):
-                crowd.is_open.set()
-                next(batches)
-            assert states(loader)[1:] == [2, 2, 2]
+            crowd.threads.clear()
             loader.resize("read", workers=2)
-            wait_for(lambda: states(loader)[1] != 2 or loader.stats().stages[0].workers == 2)
-            assert states(loader)[2:] == [2, 2]
+            for _ in range(loader.stats().num_ready):  # so that there is room
+                next(batches)
+            crowd.await_inside(2)
+            assert loader.stats().stages[0].workers == 2
+            crowd.is_open.set()
+            for _ in range(100):
+                next(batches)
+            assert len(crowd.threads) == 2
 
     def test_the_batches_stay_the_same(self) -> None:
         chance = random.Random(1)
@@ -140,25 +144,47 @@ def fail_once(sample: dict[str, Any]) -> dict[str, Any]:
 failed: list[int] = []
 
 
+class Counted(Numbers):
+    """Numbers that tell how far they have been read."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._last = -1
+        self._changed = threading.Condition()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self._changed:
+            self._last = max(self._last, index)
+            self._changed.notify_all()
+        return super().__getitem__(index)
+
+    def await_last_of(self, num_batches: int) -> None:
+        """Wait for the last item of the first `num_batches` batches of 8."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._last >= 8 * num_batches - 1, 60)
+
+
 class TestDepth:
     def test_less_is_read_ahead_from_then_on(self) -> None:
-        with loaderkit.build(numbers(800), overrides={"prefetch.batches": 8}) as loader:
+        counted = Counted(800)
+        pipeline = Pipeline.dataset(counted).shuffle("none").read().batch(8)
+        with loaderkit.build(pipeline, overrides={"prefetch.batches": 8}) as loader:
             loader.start()
-            engine: Any = loader._executors.executor
-            wait_for(lambda: engine.num_open == 8)  # once one is taken, quick workers may rest with less
+            counted.await_last_of(8)
+            assert loader.stats().num_open == 8
             batches = iter(loader)
             loader.resize(batches=2)
             for _ in range(8):
                 next(batches)
-            assert engine.num_open <= 2, "quick batches: workers may wait until all of the room is free"
+            assert loader.stats().num_open <= 2, "quick batches: workers may wait until all of the room is free"
             loader.resize(batches=6)
-            wait_for(lambda: engine.num_open == 6)
+            counted.await_last_of(8 + 6)
             batch_bytes = loader.stats().memory["batch_bytes"]
             loader.resize(memory=batch_bytes * 3)
             for _ in range(6):
                 next(batches)
-            wait_for(lambda: engine.num_open <= 3)  # quick batches are begun several at a time
-            assert engine.plan.memory_bytes == batch_bytes * 3
+            assert loader.stats().num_open <= 3
+            assert loader.stats().memory["budget_bytes"] == batch_bytes * 3
 
     @pytest.mark.parametrize("executor", ["thread", "process"])
     def test_memory_that_holds_no_batch_is_refused(self, executor: str) -> None:
@@ -258,15 +284,15 @@ class TestNoMoreThreads:
             assert [row.workers for row in loader.stats().stages] == [2, 2]
             assert len(list(batches)) == 98
 
-    def test_the_tuner_tries_less(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_tuner_tries_less(self) -> None:
         pipeline = Pipeline.dataset(SlowNumbers(10**6)).shuffle("none").read().batch(1)
         with loaderkit.build(pipeline) as loader:
             batches = iter(loader)
             next(batches)
-            with no_more_threads():
+            with no_more_threads(), messages_with("the tuner could not set workers of read+batch") as said:
                 while not loader.stats().tuning.decisions:
                     next(batches)
-                wait_for(lambda: "the tuner could not set workers of read+batch" in caplog.text)
+                said.get(timeout=60)
             decision = loader.stats().tuning.decisions[0]
             assert decision["kept"] is False
             assert "refused: resize: " in decision["effect"]
@@ -279,6 +305,18 @@ class TestNoMoreThreads:
                 next(iter(loader))
             assert "without a tuner" in caplog.text
             assert len(list(loader)) == 8
+
+
+class Tripping(Numbers):
+    """Fails once after `trips` is set."""
+
+    trips = False
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.trips:
+            self.trips = False
+            raise ValueError("once")
+        return super().__getitem__(index)
 
 
 class TestRaces:
@@ -298,25 +336,29 @@ class TestRaces:
     def test_sizes_changed_by_everybody_while_it_starts_ends_and_starts_again(self) -> None:
         chance = random.Random(0)
         for _ in range(5):
-            with loaderkit.build(numbers(64)) as loader:
+            numbers = Tripping(64)
+            with loaderkit.build(Pipeline.dataset(numbers).read().batch(8)) as loader:
                 is_over = threading.Event()
                 failures: list[BaseException] = []
                 everybody = [threading.Thread(target=change, args=(loader, is_over, failures)) for _ in range(3)]
                 for thread in everybody:
                     thread.start()
                 for _ in range(20):
-                    for batch in loader:
-                        if chance.random() < 0.1:
-                            loader.load_state_dict(loader.state_dict())
-                            break
-                        assert len(batch["x"]) == 8
-                    if chance.random() < 0.3:
-                        loader._executors.stop()  # as after an error
+                    with suppress(StageError):
+                        for batch in loader:
+                            if chance.random() < 0.1:
+                                loader.load_state_dict(loader.state_dict())
+                                break
+                            assert len(batch["x"]) == 8
+                    numbers.trips = chance.random() < 0.3
+                numbers.trips = False
                 is_over.set()
                 for thread in everybody:
                     thread.join()
                 assert failures == []
                 loader.resize("read", workers=3)
+                with suppress(StageError):  # of a batch that was read ahead
+                    list(loader)
                 list(loader)
                 assert loader.stats().stages[0].workers == 3
 

@@ -35,7 +35,7 @@ class InlineEngine(Engine):
         self._open: WorkItem | None = None  # the batch that is being made
         self._planning = threading.Lock()  # another thread may change the plan's depth
         self._is_lost = False  # the item that was being made was interrupted
-        self._scratch: dict[str, Any] = {}
+        self.scratch: dict[str, Any] = {}
         self._failure: BaseException | None = None
 
     def start(self) -> None:
@@ -89,7 +89,7 @@ class InlineEngine(Engine):
         self._open = work_item
         for chunk in work_item.chunks:
             if not self._is_closed:  # another thread or a stage may close the loader
-                chunk.scratch = self._scratch
+                chunk.scratch = self.scratch
                 self._carry(chunk, worker_clock)
         if self._is_closed:
             raise ClosedError("the loader was closed while a batch was awaited")

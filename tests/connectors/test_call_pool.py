@@ -25,20 +25,24 @@ def begun(call_pool: CallPool, functions: list[Callable[[Call[Any]], Any]], at_o
     return calls
 
 
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
 class TestCallPool:
     @pytest.fixture
     def call_pool(self) -> Iterator[CallPool]:
         call_pool = CallPool(self, 2, "test-pool")
         yield call_pool
         call_pool.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("test-pool")]
+        assert not threads_named("test-pool")
 
     def test_results_and_errors(self, call_pool: CallPool) -> None:
         calls = [call_pool.begin(lambda call, number=number: 10 // number) for number in (5, 2, 0, 1)]  # type: ignore[misc]
         assert [calls[0].wait(9), calls[1].wait(9), calls[3].wait(9)] == [2, 5, 10]
         with pytest.raises(ZeroDivisionError):
             calls[2].wait(9)
-        assert len(call_pool._threads) <= 2
+        assert len(threads_named("test-pool")) <= 2
 
     def test_what_hangs_is_cancelled_and_writes_nothing(self, call_pool: CallPool) -> None:
         release, ended = threading.Event(), threading.Event()
@@ -268,7 +272,7 @@ class TestCallPool:
         assert call_pool.begin(lambda call: "done").wait(60) == "done"
         del owner
         gc.collect()
-        assert not call_pool._threads
+        assert not threads_named("test-pool")
 
     def test_a_child_has_its_own(self) -> None:
         """Also where the lock was held when the child was made, and when the child ends as programs do."""
@@ -277,19 +281,23 @@ class TestCallPool:
             "from loaderkit.connectors.call_pool import CallPool\n"
             "class Owner: pass\n"
             "owner = Owner()\n"
-            "call_pool = CallPool(owner, 1, 'test-pool')\n"
-            "assert call_pool.begin(lambda call: 1).wait(60) == 1\n"
-            "held, done = threading.Event(), threading.Event()\n"
-            "def hold():\n"
-            "    with call_pool._lock:\n"
+            "call_pool = CallPool(owner, 2, 'test-pool')\n"
+            "held, done, release = threading.Event(), threading.Event(), threading.Event()\n"
+            "busy = call_pool.begin(lambda call: release.wait())\n"
+            "start = threading.Thread.start\n"
+            "def hold(thread):\n"  # the pool holds its lock while it starts a thread
+            "    if thread.name.startswith('test-pool'):\n"
             "        held.set()\n"
             "        done.wait()\n"
-            "thread = threading.Thread(target=hold)\n"
+            "    start(thread)\n"
+            "threading.Thread.start = hold\n"
+            "thread = threading.Thread(target=lambda: call_pool.begin(lambda call: 1))\n"
             "thread.start()\n"
             "held.wait()\n"
             "pid = os.fork()\n"
             "if not pid: signal.alarm(60)\n"
             "done.set()\n"
+            "release.set()\n"
             "if pid: print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
             "elif {more}: assert call_pool.begin(lambda call: 2).wait(60) == 2\n"
         )

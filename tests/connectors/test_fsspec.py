@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from buckets import epoch_of
+from fsspec.implementations.memory import MemoryFileSystem
 
 import loaderkit
 from loaderkit.connectors.fsspec import FsspecConnector
@@ -100,10 +101,10 @@ def test_what_is_not_below_the_url_is_not_listed(monkeypatch: pytest.MonkeyPatch
     """A page of links may lead anywhere; cut to size such a name would be that of another object."""
     connector = FsspecConnector("memory://below")
     connector.write("a/b.jpg", b"abc")
-    system, _ = connector._open()
-    found = system.find("/below", detail=True)
+    found = MemoryFileSystem().find("/below", detail=True)
     (details,) = found.values()
-    monkeypatch.setattr(system, "find", lambda *_, **__: {**found, "/other/b.jpg": details, "/belowx/b.jpg": details})
+    more = {**found, "/other/b.jpg": details, "/belowx/b.jpg": details}
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: more)
     assert [info.key for info in connector.list("")] == ["a/b.jpg"]
     connector.delete("a/b.jpg")
 
@@ -149,12 +150,11 @@ class AnswerError(Exception):
 )
 def test_errors(error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     connector = FsspecConnector("memory://errors")
-    system, _ = connector._open()
 
     def fail(*arguments: Any, **more: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(system, "cat_file", fail)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
     with pytest.raises(kind) as caught:
         connector.read_into("a", 0, memoryview(bytearray(1)))
     assert "secret" not in str(caught.value)
@@ -164,8 +164,7 @@ def test_errors(error: Exception, kind: type[Exception], monkeypatch: pytest.Mon
 def test_a_server_that_knows_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = FsspecConnector("memory://ranges")
     connector.write("a", b"abcdef")
-    system, _ = connector._open()
-    monkeypatch.setattr(system, "cat_file", lambda path, start, end: b"abcdef")
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda self, path, start, end: b"abcdef")
     with pytest.raises(OSError, match="6 bytes where 2 were requested: it does not support"):
         connector.read_into("a", 0, memoryview(bytearray(2)))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from s3torchconnector._s3client import S3Client
 from seaweed import SECRET_KEY, Seaweed
 
 import loaderkit
@@ -37,7 +38,7 @@ from loaderkit.errors import (
 pytestmark = pytest.mark.usefixtures("s3_keys")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bucket(seaweed: Seaweed) -> str:
     seaweed.boto().create_bucket(Bucket="s3-tests")
     return "s3-tests"
@@ -120,15 +121,22 @@ class TestReading:
         self, connect: Any, monkeypatch: pytest.MonkeyPatch, num_clients: int
     ) -> None:
         monkeypatch.setattr("loaderkit.connectors.s3.client._NUM_CLIENTS", num_clients)
+        made: list[Any] = []
+
+        def make(*arguments: Any, **more: Any) -> Any:
+            made.append(S3Client(*arguments, **more))
+            return made[-1]
+
+        monkeypatch.setattr("s3torchconnector._s3client.S3Client", make)
         data = np.random.default_rng(0).integers(0, 256, 23_000_001, np.uint8).tobytes()
         connector = connect(part_size="5MiB")
         connector.write("spread", data)
         etag = connector.stat("spread").etag
         assert read(connector, "spread", 7, 1000, etag) == data[7:1007]
-        assert len(connector._requests._client._clients) == 1, "one part is no reason to make another"
+        assert len(made) == 1, "one part is no reason to make another"
         for _ in range(2):
             assert read(connector, "spread", 0, len(data), etag) == data
-            assert len(connector._requests._client._clients) == num_clients
+            assert len(made) == num_clients
 
     def test_a_whole_object_with_a_digest_costs_one_request(self, seaweed: Seaweed, connect: Any) -> None:
         seaweed.boto().put_object(Bucket="s3-tests", Key="digest", Body=b"0123456789")
@@ -179,19 +187,23 @@ class TestProcesses:
         assert read(other, "a", 1, 2) == b"bc"
         other.close()
 
-    def test_a_fork_makes_a_client_of_its_own(self, connect: Any) -> None:
+    def test_a_fork_makes_a_client_of_its_own(self, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         connector = connect("s3://s3-tests/fork")
         connector.write("a", b"abc")
         assert read(connector, "a", 0, 3) == b"abc"
         held = threading.Event()
         done = threading.Event()
 
-        def hold() -> None:  # as any thread of a loader may, at the moment of a fork
-            with connector._requests._lock:
+        def hold(*arguments: Any, **more: Any) -> Any:
+            """As any thread of a loader may, at the moment of a fork, while it holds the lock under which clients are made."""
+            if threading.current_thread() is thread:
                 held.set()
                 done.wait()
+            return S3Client(*arguments, **more)
 
-        thread = threading.Thread(target=hold)
+        monkeypatch.setattr("s3torchconnector._s3client.S3Client", hold)
+        connector.close()
+        thread = threading.Thread(target=read, args=(connector, "a", 0, 3))
         thread.start()
         held.wait()
         pid = os.fork()

@@ -118,7 +118,7 @@ NUMBERS = count()
 NOT_EVERYWHERE = {"\udce9": ("s3", "fsspec"), "a\nb": ("fsspec-memory",)}  # what a store cannot call an object
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def _server(seaweed: Seaweed) -> None:
     SERVER[:] = [seaweed]
     seaweed.boto().create_bucket(Bucket="contracts")

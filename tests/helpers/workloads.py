@@ -57,7 +57,7 @@ class Simulation:
     def run(self, seconds: float) -> Simulation:
         """Let so much time pass."""
         for _ in range(round(seconds / TICK_S)):
-            self._pass()
+            self.pass_time()
             self.values.append(self.workers.value)
             move = self.tuner.look(self.stats)
             assert move is None or move.value == move.setting.value
@@ -65,10 +65,10 @@ class Simulation:
 
     def look(self) -> Move | None:
         """One tick, and what the tuner wants then."""
-        self._pass()
+        self.pass_time()
         return self.tuner.look(self.stats)
 
-    def _pass(self) -> None:
+    def pass_time(self) -> None:
         work, workers = self.workload, self.workers.value
         noisy = max(0.1, self._random.gauss(1.0, work.noise))
         supply = work.supply(workers, self.batches.value) * noisy

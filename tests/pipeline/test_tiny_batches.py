@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.engine.inline import InlineEngine
 from loaderkit.errors import ConfigError
 from loaderkit.profile.settings_patch import settings_for
 
@@ -37,7 +37,8 @@ def executor_of(pipeline: Pipeline, **overrides: Any) -> str:
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         next(iter(loader))
         tuning = loader.stats().to_dict()["tuning"]
-        assert isinstance(loader._executors.executor, InlineEngine) == (tuning["executor"] == "inline")
+        has_threads = any(thread.name.startswith("loaderkit") for thread in threading.enumerate())
+        assert has_threads == (tuning["executor"] == "thread")
         assert ("executor_reason" in tuning) == (tuning["executor"] == "inline")
         return str(tuning["executor"])
 

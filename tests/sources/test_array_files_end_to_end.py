@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executors import executor_of
 from numpy.typing import NDArray
 from recorded_arrays import INLINE, TYPES, Recording, random_array, recorded, same_bits
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.inline import InlineEngine
 from loaderkit.errors import StageError
 from loaderkit.stages.read_arrays import LEAST_BYTES
 
@@ -271,8 +271,7 @@ def test_arrays_without_a_slab_own_their_memory(tmp_path: Path) -> None:
 def test_the_probe_is_not_kept(tmp_path: Path) -> None:
     """The first sample is read whole to see what it is; the memory for that is gone when batches are made."""
     folder = write_npy(tmp_path / "d", 4)
-    loader, _ = recorded(files(folder).batch(2), folder)
-    with loader:
-        list(loader)
-        assert isinstance(loader._executors.executor, InlineEngine)
-        assert len(loader._executors.executor._scratch.get("read", b"")) < 1000
+    with executor_of(files(folder).batch(2), **INLINE) as engine:
+        for _ in range(2):
+            engine.next()
+        assert len(engine.scratch.get("read", b"")) < 1000

@@ -114,7 +114,7 @@ def grouped(members: Members) -> Any:
         source = source_of({"s.tar": members})
     except SourceError as error:
         return str(error)
-    return [(source.key(i), source._extensions_of(i), source.ranges(i)) for i in range(len(source))], source.num_ignored
+    return [(source.key(i), source.ranges(i)) for i in range(len(source))], source.num_ignored
 
 
 @pytest.mark.skipif(not native.HAS_KERNELS, reason="there is no compiler here")

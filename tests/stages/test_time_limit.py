@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from numbers_dataset import PROCESS, Numbers, hang, numbers
-from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
@@ -24,6 +23,12 @@ from loaderkit.stages.time_limit import TimeLimit
 def companions() -> list[threading.Thread]:
     gc.collect()
     return [thread for thread in threading.enumerate() if "-limited-" in thread.name]
+
+
+def join_companions() -> None:
+    for thread in companions():
+        thread.join(60)
+    assert not companions()
 
 
 class Trap:
@@ -47,12 +52,12 @@ def trap() -> Iterator[Trap]:
     found = Trap("20", "40")
     yield found
     found.is_open.set()
-    wait_for(lambda: not companions())
+    join_companions()
 
 
 def trapped(trap: Trap, **overrides: Any) -> loaderkit.Loader:
     pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(trap.on_sample).batch(8)
-    return loaderkit.build(pipeline, overrides={"stages.call.timeout": "50ms", "prefetch.concurrency": 2, **overrides})
+    return loaderkit.build(pipeline, overrides={"stages.call.timeout": "500ms", "prefetch.concurrency": 2, **overrides})
 
 
 class TestSamples:
@@ -62,7 +67,7 @@ class TestSamples:
             batches = iter(loader)
             next(batches)
             next(batches)
-            with pytest.raises(StageError, match=r"did not return within 0.05s \(stages.call.timeout\)") as caught:
+            with pytest.raises(StageError, match=r"did not return within 0.5s \(stages.call.timeout\)") as caught:
                 next(batches)
             assert caught.value.key == "20"
             assert isinstance(caught.value.__cause__, TimeoutError)
@@ -74,11 +79,11 @@ class TestSamples:
             assert found == [str(n) for n in range(64) if n not in (20, 40)]
             assert len(companions()) >= 2, "the two that hang"
         trap.is_open.set()
-        wait_for(lambda: not companions())
+        join_companions()
 
     def test_in_another_process(self) -> None:
         pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
-        overrides = {**PROCESS, "stages.call.timeout": "200ms", "errors.on_bad_sample": "skip"}
+        overrides = {**PROCESS, "stages.call.timeout": "1s", "errors.on_bad_sample": "skip"}
         with loaderkit.build(pipeline, overrides=overrides) as loader:
             assert [key for batch in loader for key in batch["__key__"]] == [str(n) for n in range(64) if n != 20]
 
@@ -87,14 +92,14 @@ class TestBatches:
     def test_the_batch_is_named(self) -> None:
         trap = Trap("16")
         pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().batch(8).call(trap.on_batch)
-        with loaderkit.build(pipeline, overrides={"stages.call.timeout": "50ms"}) as loader:
+        with loaderkit.build(pipeline, overrides={"stages.call.timeout": "500ms"}) as loader:
             batches = iter(loader)
             next(batches)
             next(batches)
             with pytest.raises(StageError, match="batch 2 of epoch 0"):
                 next(batches)
         trap.is_open.set()
-        wait_for(lambda: not companions())
+        join_companions()
 
 
 class TestLimit:
@@ -108,7 +113,7 @@ class TestLimit:
         assert limit(divmod, 7, 3) == (2, 1)
         assert len(companions()) == 1
         del limit
-        wait_for(lambda: not companions())
+        join_companions()
 
     def test_a_late_answer_is_nobodys(self) -> None:
         trap = threading.Event()
@@ -117,7 +122,8 @@ class TestLimit:
             limit(trap.wait, 60)
         trap.set()
         assert TimeLimit("call", 60)(divmod, 7, 3) == (2, 1)
-        wait_for(lambda: len(companions()) == 0)
+        limit.close()
+        join_companions()
 
     def test_many_that_hang_are_announced(self, caplog: pytest.LogCaptureFixture) -> None:
         trap = threading.Event()
@@ -128,7 +134,8 @@ class TestLimit:
         assert caplog.text.count("10 calls of stages.call hang at once") == 1
         assert len(caplog.records) == 1
         trap.set()
-        wait_for(lambda: not companions())
+        limit.close()  # one may wait for the next call
+        join_companions()
 
     def test_every_thread_has_a_companion_of_its_own(self) -> None:
         limit = TimeLimit("call", 60)

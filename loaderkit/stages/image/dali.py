@@ -154,13 +154,13 @@ class Renderer:
                 return
             named = _SAMPLE.search(str(error))
             number = len(jobs) if named is None else int(named[1])
-            if num_named == _MOST_NAMED or number >= len(jobs) or self._is_whole(chunk, jobs[number].place, field):
+            if num_named == _MOST_NAMED or number >= len(jobs) or self.is_whole(chunk, jobs[number].place, field):
                 break
             del jobs[number]
             if not jobs:
                 return
         # A damaged image fails the whole chunk, and DALI often does not name it, so the CPU's decoder looks for it.
-        whole = [job for job in jobs if self._is_whole(chunk, job.place, field)]
+        whole = [job for job in jobs if self.is_whole(chunk, job.place, field)]
         error = self._run(chunk, field, whole) if whole else None
         if error is not None:
             if not self._has_warned:
@@ -179,7 +179,7 @@ class Renderer:
             if self._run(chunk, field, half) is not None:
                 self._render_halves(chunk, field, half)
 
-    def _is_whole(self, chunk: SampleChunk, place: int, field: str) -> bool:
+    def is_whole(self, chunk: SampleChunk, place: int, field: str) -> bool:
         """True if the CPU's decoder accepts an image."""
         sample = chunk.samples[place]
         assert sample is not None

@@ -70,7 +70,7 @@ def decode_picture(
 ) -> Image:
     """A picture in one of the `formats`, recognized by its bytes. Raises ValueError."""
     try:
-        image: Pillow.Image = Pillow.open(io.BytesIO(data), formats=_available(formats))
+        image: Pillow.Image = Pillow.open(io.BytesIO(data), formats=available(formats))
     except UnidentifiedImageError:
         raise ValueError(_refusal(data, formats)) from None
     except (Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
@@ -133,7 +133,7 @@ def _codestream(data: memoryview) -> int:
 
 
 @cache
-def _available(formats: tuple[Format, ...]) -> tuple[Format, ...]:
+def available(formats: tuple[Format, ...]) -> tuple[Format, ...]:
     """The formats that this Pillow was built with."""
     Pillow.init()
     return tuple(
@@ -160,7 +160,7 @@ def _refusal(data: memoryview, formats: tuple[Format, ...]) -> str:
         return f"{seems}, and only {allowed} are: convert it, or leave it out"
     if name not in formats:
         return f"{seems}, and `formats` allows only {allowed}: add {name} to them, or leave it out"
-    if name not in _available(formats):
+    if name not in available(formats):
         return f"{seems}, and this Pillow was built without: install one that has it"
     return f"damaged {name.upper()} ({len(data)} bytes: its header cannot be read)"
 

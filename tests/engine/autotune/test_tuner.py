@@ -48,14 +48,14 @@ class TestFinding:
         """The workers have no room while the loop waits: what is ready is used up during the next long sample."""
         work = Workload(lambda workers, batches: 100.0 * min(batches, 10), demand=1000.0)
         simulation = Simulation(work, auto_batches=True)
-        blocked = simulation._pass
+        blocked = simulation.pass_time
 
         def with_blocked_workers() -> None:
             blocked()
             for row in simulation.stats.stages:
                 row.blocked_s = 0.5 * row.busy_s
 
-        simulation._pass = with_blocked_workers  # type: ignore[method-assign]
+        simulation.pass_time = with_blocked_workers  # type: ignore[method-assign]
         assert simulation.run(60).batches.value >= 9
 
     def test_bursts_get_a_deeper_buffer_also_where_the_workers_are_a_users(self) -> None:

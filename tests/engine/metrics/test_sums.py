@@ -12,18 +12,20 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from executors import executor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbers_dataset import Numbers, hang
-from waiting import wait_for
+from waiting import messages_with, wait_for
 from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
 
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.stalls import Waits
+from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
-from loaderkit.errors import StageError
+from loaderkit.errors import ClosedError, StageError
 
 Wait = tuple[float, float]
 
@@ -204,28 +206,25 @@ def test_blocked_for_the_whole_interval(executor: str) -> None:
 
     function = hang if executor == "process" else hold  # the other process ends with what hangs in it
     pipeline = Pipeline.dataset(Numbers(64)).shuffle("none").read().call(function).batch(8)
-    loader = loaderkit.build(pipeline, overrides={"prefetch.executor": executor, "prefetch.concurrency": 2})
-    batches = iter(loader)
-    next(batches)
-    next(batches)
+    sizes = {"prefetch.executor": executor, "prefetch.concurrency": 2, "prefetch.timeout": "500ms"}
+    with executor_of(pipeline, **sizes) as engine, messages_with("in call for") as said:
 
-    def consume() -> None:
-        with pytest.raises(loaderkit.errors.LoaderkitError):
-            next(batches)
+        def consume() -> None:
+            with pytest.raises(ClosedError):
+                while True:
+                    engine.next()
 
-    consumer = threading.Thread(target=consume)
-    consumer.start()
-    try:
-        wait_for(lambda: loader.stats().to_dict()["stall"]["by_stage"].get("call", 0.0) > 0.2)
-        before = loader.stats()
-        wait_for(lambda: loader.stats(since=before).stall_s.get("call", 0.0) > 0.3)
-        found = loader.stats(since=before)
-    finally:
-        assert loader._executors.executor is not None
-        loader._executors.executor.close(0.0)  # which the consumer learns at once; the loader itself is its thread's
-        go_on.set()
-        consumer.join(30)
-        loader.close()
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        try:
+            said.get(timeout=120)
+            before = engine.stats(Tuning(), 0)
+            said.get(timeout=120)
+            found = engine.stats(Tuning(), 0).since(before)
+        finally:
+            engine.close(0.0)
+            go_on.set()
+            consumer.join(30)
     assert found.num_batches == 0
     assert found.to_dict()["stall"]["percent"] > 99
     assert found.verdict().stage == "call"

@@ -300,13 +300,13 @@ class TestDamaged:
             place.write_bytes(before.replace(b"\xff\xdb", b"\xff\xe5"))  # its tables are taken for something else
             assert place.read_bytes() != before
         looked_at: list[int] = []
-        is_whole = Renderer._is_whole
+        is_whole = Renderer.is_whole
 
         def count(renderer: Renderer, chunk: SampleChunk, place: int, field: str) -> bool:
             looked_at.append(place)
             return is_whole(renderer, chunk, place, field)
 
-        monkeypatch.setattr(Renderer, "_is_whole", count)
+        monkeypatch.setattr(Renderer, "is_whole", count)
         assert self.bad(folder, device) == {f"{place.parent.name}/{place.name}" for place in places.values()}
         assert len(looked_at) == 3
         for index in (6, 7, 8):

@@ -194,13 +194,13 @@ def test_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_pillow_may_lack_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("PIL.features.check", lambda name: name != "avif")
-    pictures._available.cache_clear()
+    pictures.available.cache_clear()
     try:
         with pytest.raises(ValueError, match=r"seems to be avif .* this Pillow was built without"):
             decoded(ONE_OF_EACH["avif"])
         assert decoded(ONE_OF_EACH["webp"]).size
     finally:
-        pictures._available.cache_clear()
+        pictures.available.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------------ `formats`

@@ -6,10 +6,13 @@ import json
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,8 @@ _PATIENCE_S = 120.0
 
 
 def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> list[int | None]:
-    """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes. Forked from a server that has imported
-    torch: a rank costs 50 ms then, and 1.3 s otherwise."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_programs"])
+    """Run `function(rank, num_ranks, *args)` in as many processes; their exit codes."""
+    context = _forkserver()
     processes = [context.Process(target=function, args=(rank, num_ranks, *args)) for rank in range(num_ranks)]
     try:
         for process in processes:
@@ -49,6 +50,25 @@ def run_ranks(function: Callable[..., None], num_ranks: int, *args: Any) -> list
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _forkserver() -> ForkServerContext:
+    """Its server imports this module once for all ranks: a rank costs 50 ms then, and seconds otherwise.
+
+    The server does not get `sys.path`, and leaves out a module that it does not find without a word: hence PYTHONPATH.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_programs"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(folder for folder in sys.path if folder)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def begin(rank: int, num_ranks: int, folder: Path, name: str) -> None:

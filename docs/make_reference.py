@@ -92,7 +92,7 @@ busy workers on average in `busy` (by stage), CPUs in `cpus`; `samples_per_s`, `
 In `store`, as far as the connectors in use have them: `first_byte_s` and `body_s` (of all reads together: until the first bytes came,
 and from then on), `num_requests`, `num_retries`, `num_timeouts` (requests given up),
 `num_checksum_failures`, `fetched_bytes` (from the store), `over_read_bytes` (fetched along with what was wanted; with a cache they may
-be wanted later); `ahead_bytes` (fetched ahead), `ahead_wait_s` (that reads waited for them), `held_bytes` (of them in memory now), `num_direct_reads` and `direct_bytes` (not
+be wanted later); `ahead_bytes` (fetched ahead), `ahead_wait_s` (of the time in `read`: that workers waited for them), `held_bytes` (of them in memory now), `num_direct_reads` and `direct_bytes` (not
 fetched ahead); `cache_hit_bytes`, `cache_missed_bytes`, `cache_hit_rate` (by bytes), `num_cache_damaged` (fetched anew),
 `num_cache_evicted`, `num_cache_failures` (the disk was full or failed).
 

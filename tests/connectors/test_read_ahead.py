@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import wait_for
 
+import loaderkit
+from loaderkit.connectors.base import ConnectorTraits
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeRequest, RangeSlice, coalesce
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ObjectChangedError, TemporaryError
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sources.files import FilesArgs, FilesSource
@@ -75,6 +78,59 @@ def blocks_of(key: str, etag: str, size: int, num: int) -> list[RangeSlice]:
     return [RangeSlice(key, n * size, size, etag, 10 * n, 10 * n + 9, size) for n in range(num)]
 
 
+class Remote(MemoryConnector):
+    """A remote store that answers for the objects from `016.bin` on when its gate is opened."""
+
+    traits = ConnectorTraits(is_remote=True)
+
+    def __init__(self) -> None:
+        super().__init__({f"{number:03}.bin": DATA[:5000] for number in range(64)})
+        self.gate = threading.Event()
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        if key >= "016":
+            self.gate.wait()
+        super().read_into(key, start, buffer, etag=etag)
+
+
+@pytest.mark.parametrize("memory", ["1MiB", "2KiB"], ids=["read ahead", "read by the workers"])
+def test_a_wait_for_bytes_is_charged_to_read_and_counts_once(memory: str) -> None:
+    store = Remote()
+    pipeline = {
+        "source": {"kind": "files", "url": "memory://", "include": "*.bin", "read_ahead": {"memory": memory}},
+        "order": {"shuffle": "none", "epochs": 1},
+        "stages": ["read", {"batch": {"size": 8}}],
+        "prefetch": {"executor": "thread", "concurrency": 2, "batches": 2},
+    }
+    is_ahead = memory == "1MiB"
+    with loaderkit.build(pipeline, connectors={"memory": store}) as loader, ThreadPoolExecutor(1) as loop:
+        batches = iter(loader)
+        next(batches)
+        first = loader.stats()
+        remaining = loop.submit(lambda: [len(batch["__key__"]) for batch in batches])
+        try:
+            wait_for(lambda: is_for_read(loader.stats(since=first)))
+            waiting = loader.stats(since=first)
+        finally:
+            store.gate.set()
+        assert remaining.result() == [8] * 7
+        ended = loader.stats(since=first)
+    for stats in (waiting, ended):
+        read, ahead_s = stats.stages[0], stats.store["ahead_wait_s"]
+        assert sum(stats.stall_s.values()) <= stats.wall_s * 1.001, "no wait counts twice"
+        assert read.busy_s > 2 * read.cpu_s, "a worker that waits is in `read`, and off the CPU"
+        assert ahead_s > read.busy_s / 2 if is_ahead else ahead_s == 0
+    assert ended.store["ahead_wait_s"] <= ended.stages[0].busy_s, "it is a part of that time, not time beside it"
+    for verdict in (waiting.verdict(), ended.verdict()):
+        assert verdict.stage == "read"
+        assert ("bytes being read ahead" in verdict.evidence) == is_ahead
+
+
+def is_for_read(stats: Stats) -> bool:
+    """True if `read` has more than nine tenths of the stall, and that is long enough to be no hand-off."""
+    return stats.stall_s.get("read", 0.0) > max(0.1, 0.9 * sum(stats.stall_s.values()))
+
+
 class TestReading:
     def test_the_time_readers_wait_is_counted(self, inner: Watched) -> None:
         etag = inner.stat("a").etag
@@ -82,11 +138,12 @@ class TestReading:
         connector = made(inner, blocks_of("a", etag, 1000, 3))
         reader = threading.Thread(target=read, args=(connector, "a", 0, 1000, etag))
         reader.start()
-        reader.join(0.05)
-        assert reader.is_alive()
+        wait_for(lambda: connector.counters()["ahead_wait_s"] > 0)
+        assert reader.is_alive(), "the wait counts while it lasts"
         inner.gate.set()
         reader.join()
-        assert connector.counters()["ahead_wait_s"] > 0.01
+        waited_s = connector.counters()["ahead_wait_s"]
+        assert waited_s == connector.counters()["ahead_wait_s"] > 0
         assert connector.counters()["num_direct_reads"] == 0
         connector.stop()
 

@@ -73,6 +73,7 @@ class ReadAheadConnector(ConnectorLayer):
         self._is_ended = False  # after `stop`, until `seek`
         self._over_read_bytes = self._ahead_bytes = self._direct_bytes = self._num_direct = 0
         self._wait_s = 0.0
+        self._num_waiting, self._counted_s = 0, 0.0  # readers that wait now, and until when their waits are counted
 
     # --------------------------------------------------------------------------------------------------- the contract
 
@@ -88,6 +89,8 @@ class ReadAheadConnector(ConnectorLayer):
     def counters(self) -> dict[str, float]:
         """The counters of `inner`, and those of reading ahead."""
         counts = super().counters()
+        with self._lock:
+            self._count_waits(0)
         counts["over_read_bytes"] = counts.get("over_read_bytes", 0) + self._over_read_bytes
         return counts | {
             "ahead_bytes": self._ahead_bytes,
@@ -148,11 +151,21 @@ class ReadAheadConnector(ConnectorLayer):
             return held
 
     def _wait(self, event: threading.Event) -> None:
-        """Wait for the fetching threads; the wait is counted as `ahead_wait_s`."""
-        begin_s = time.perf_counter()
-        event.wait()
+        """Wait for the fetching threads. The reader is a worker in its stage, so its wait is that stage's busy time off the CPU,
+        as in any read; `ahead_wait_s` says how much of that time it is."""
         with self._lock:
-            self._wait_s += time.perf_counter() - begin_s
+            self._count_waits(1)
+        try:
+            event.wait()
+        finally:
+            with self._lock:
+                self._count_waits(-1)
+
+    def _count_waits(self, num_more: int) -> None:
+        """Count the waits up to now, those that have not ended as well. `num_more` readers begin to wait. Under the lock."""
+        now = time.perf_counter()
+        self._wait_s += self._num_waiting * (now - self._counted_s)
+        self._num_waiting, self._counted_s = self._num_waiting + num_more, now
 
     def _begin_now(self, held: HeldSlice, num_bytes: int) -> bool:
         """Fetch a planned slice next, as a reader needs it, if there is room and half of it is still unread. Under the lock."""

@@ -5,6 +5,7 @@
     it waited for a stage:
         the GIL is held, and no more than one CPU is used ──> gil, in the stage that computes most
         no CPU is free ──> computing, in the stage that computes most
+        they are being read ahead ──> bandwidth
         a few items take all the time ──> stragglers
         its workers are idle although the loop waits ──> memory, depth
         an item takes longer side by side than one alone, waiting ──> lock; in `read` and `transfer` bandwidth
@@ -34,6 +35,7 @@ _RULES: Sequence[Callable[[Facts], Verdict | None]] = (
     rules.gil,
     rules.wakeup,
     rules.no_cpu_free,
+    rules.read_ahead,
     rules.stragglers,
     rules.memory_ahead,
     rules.depth,

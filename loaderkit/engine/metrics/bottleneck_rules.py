@@ -151,6 +151,26 @@ def no_cpu_free(facts: Facts) -> Verdict | None:
 # --------------------------------------------------------------------------- the stage that was waited for most
 
 
+def read_ahead(facts: Facts) -> Verdict | None:
+    """Its workers wait for bytes that are read ahead, so the requests for those are the limit, not the workers.
+
+    The sample that waits for a block looks like a straggler, and one worker alone gets what was fetched meanwhile.
+    """
+    interval, awaited = facts.interval, facts.awaited
+    stage, ahead_s = awaited.stage, interval.stats.store.get("ahead_wait_s", 0.0)
+    if stage.kind != "read" or not 0 < stage.busy_s < 2 * ahead_s:
+        return None
+    evidence = (
+        f"{min(100.0, 100 * ahead_s / stage.busy_s):.0f} % of that waiting for bytes being read ahead; the store delivers "
+        f"{stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in total"
+    )
+    change = (
+        "more source.read_ahead.requests, if the store can answer more at a time; else a faster store, source.cache or a local "
+        "copy, or smaller (compressed) samples; more workers would not help"
+    )
+    return _of_stage(interval, awaited, "bandwidth", evidence, change, sure=0.95)
+
+
 def stragglers(facts: Facts) -> Verdict | None:
     """A few items take much of the time."""
     interval, awaited = facts.interval, facts.awaited

@@ -51,6 +51,7 @@ def stats(
     processes: int | None = None,
     batches: int = 100,
     idle_s: float | None = None,
+    ahead_wait_s: float = 0.0,
 ) -> Stats:
     names = [one.name for one in rows]
     pools = [PoolTuning((name,), 1) for name in names] if apart else [PoolTuning(tuple(names), 1)]
@@ -64,6 +65,7 @@ def stats(
         tuning=Tuning(executor, 4, cpus=4, pools=tuple(pools), processes=processes),
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
         trials={names[0]: trial},
+        store={"ahead_wait_s": ahead_wait_s},
     )
 
 
@@ -248,6 +250,14 @@ class TestOfAStage:
     def test_waiting_and_nothing_was_tried(self) -> None:
         assert self.verdict(row("read", 9.5, 0.3, workers=1)).kind == "waiting"
         assert self.verdict(row("transfer", 9.5, 0.3, workers=1)).kind == "waiting"
+
+    def test_samples_that_wait_for_blocks_read_ahead_are_no_stragglers(self) -> None:
+        """One in a hundred waits for the block, which the others then copy from; one alone gets what came meanwhile."""
+        blocks = row("read", 19, 0.3, num_bytes=10**9, services=services((1e-5, 980), (0.5, 20)))
+        found = self.verdict(blocks, trial=ContentionResult(130.0, 0.98, slowdowns={"read": 640.0}), ahead_wait_s=18.0)
+        assert found.kind == "bandwidth"
+        assert "source.read_ahead.requests" in found.change
+        assert self.verdict(blocks, ahead_wait_s=3.0).kind == "stragglers", "of their own reads"
 
     def test_stragglers(self) -> None:
         found = self.verdict(row("read", 19, 0.3, services=services((0.01, 980), (0.5, 20))))

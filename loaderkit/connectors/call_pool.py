@@ -292,7 +292,9 @@ class CallPool:
             threads = list(self._threads)
             self._changed.notify_all()
         deadline_s = time.monotonic() + self._join_s
-        for thread in threads:
+        for thread in (
+            threads if self._join_s else ()
+        ):  # `current_thread` in a thread that ends would leave a dummy thread
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
 

@@ -1,8 +1,10 @@
 """Time limits for users' functions.
 
 Python cannot stop a thread. So a function with a limit runs in a thread of a `CallPool`, and after the limit the worker
-continues without it: the thread is abandoned, and ends when the function does. A call costs two thread switches, 25 to 75 us.
-Its CPU time is not part of the stage's `cpu_s`, which counts the worker's thread, so the stage appears to wait.
+continues without it: the thread is abandoned, and ends when the function does. Each worker has a pool of one thread, so what
+a function keeps in `threading.local` is made once a worker, and again after a call was abandoned. A call costs two thread
+switches, 25 to 75 us. Its CPU time is not part of the stage's `cpu_s`, which counts the worker's thread, so the stage appears
+to wait.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,18 +31,12 @@ class TimeLimit:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._warn_at = 10
-        self._call_pool = CallPool(
-            self,
-            sys.maxsize,  # one for each worker that calls
-            f"loaderkit-{stage}-limited"[:64],
-            most_abandoned=sys.maxsize,
-            prepare_thread=_compute_alone,
-            join_s=0.0,
-        )
+        self._of_worker = threading.local()
+        self._call_pools: weakref.WeakSet[CallPool] = weakref.WeakSet()
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The function's result or error. Raises TimeoutError after the limit; the function may still be running."""
-        call = self._call_pool.begin(lambda call: function(*arguments))
+        call = self._pool_of_worker().begin(lambda call: function(*arguments))
         try:
             return call.wait(self._limit_s)
         except TimeoutError:
@@ -53,9 +50,18 @@ class TimeLimit:
         finally:
             call.cancel()
 
+    def _pool_of_worker(self) -> CallPool:
+        """The pool of the calling thread; it ends with that thread, or with this limit."""
+        worker: _Worker | None = getattr(self._of_worker, "worker", None)
+        if worker is None:
+            worker = self._of_worker.worker = _Worker(self._stage)
+            with self._lock:
+                self._call_pools.add(worker.call_pool)
+        return worker.call_pool
+
     def _warn_of_many(self) -> None:
         with self._lock:
-            num_abandoned = self._call_pool.num_abandoned
+            num_abandoned = sum(call_pool.num_abandoned for call_pool in self._call_pools)
             if num_abandoned < self._warn_at:
                 return
             self._warn_at *= 10
@@ -68,7 +74,24 @@ class TimeLimit:
 
     def close(self) -> None:
         """End all threads; those that hang end when their functions return. The limit can be used again."""
-        self._call_pool.close()
+        with self._lock:
+            call_pools = list(self._call_pools)
+        for call_pool in call_pools:
+            call_pool.close()
+
+
+class _Worker:
+    """Owns the pool of one worker, which ends with it: only the worker's `threading.local` refers to it."""
+
+    def __init__(self, stage: str) -> None:
+        self.call_pool = CallPool(
+            self,
+            1,
+            f"loaderkit-{stage}-limited"[:64],
+            most_abandoned=sys.maxsize,
+            prepare_thread=_compute_alone,
+            join_s=0.0,
+        )
 
 
 def _compute_alone() -> None:

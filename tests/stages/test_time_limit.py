@@ -137,6 +137,28 @@ class TestLimit:
         limit.close()  # one may wait for the next call
         join_companions()
 
+    def test_a_worker_meets_the_same_thread_until_a_call_is_abandoned(self) -> None:
+        """So a connection in `threading.local` is opened once a worker."""
+        limit, trap = TimeLimit("call", 0.2), threading.Event()
+
+        def idents() -> set[int]:
+            return {limit(threading.get_ident) for _ in range(300)}
+
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            both = [[worker.submit(idents) for worker in (first, second)] for _ in range(3)]
+            met = [set[int]().union(*(future.result() for future in futures)) for futures in zip(*both, strict=True)]
+            assert [len(each) for each in met] == [1, 1]
+            assert met[0] != met[1]
+            with pytest.raises(TimeoutError):
+                first.submit(limit, trap.wait, 60).result()
+            after = first.submit(idents).result()
+            assert len(after) == 1
+            assert not after & met[0]
+            assert second.submit(idents).result() == met[1]
+            trap.set()
+        wait_for(lambda: not companions())  # they end with the workers
+        assert not [thread for thread in threading.enumerate() if "Dummy" in thread.name]
+
     def test_every_thread_has_a_companion_of_its_own(self) -> None:
         limit = TimeLimit("call", 60)
         both = threading.Barrier(2)

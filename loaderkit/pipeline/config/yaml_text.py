@@ -24,6 +24,7 @@ YAML_ERRORS = (YAMLError, ValueError, TypeError, LookupError, OverflowError, Rec
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 64
 _CHARACTERS_A_VALUE = 100
+_MAX_CHARACTERS = (_MAX_VALUES - 1000) * _CHARACTERS_A_VALUE  # of one value
 _MERGE = "tag:yaml.org,2002:merge"
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")  # of mappings and lists
 _WORD = re.compile(r"[\w.+-]+")
@@ -110,6 +111,9 @@ class _Values:
         self._num_values = 0
 
     def build(self, node: Node, path: KeyPath) -> Any:
+        if isinstance(node, ScalarNode) and len(node.value) > _MAX_CHARACTERS:
+            problem = f"a value of {len(node.value)} characters; at most {_MAX_CHARACTERS} are read"
+            raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         self._num_values += 1 + len(node.value) // _CHARACTERS_A_VALUE
         if self._num_values > _MAX_VALUES or len(path) > _MAX_DEPTH:
             raise YAMLError(f"more than {_MAX_VALUES} values: aliases that repeat one another?")

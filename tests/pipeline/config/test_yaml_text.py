@@ -138,6 +138,11 @@ def test_bombs_are_refused(name: str, write: Callable[[str], Path]) -> None:
         tracemalloc.stop()
 
 
+def test_a_long_text_is_named_as_what_it_is(write: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"line 1: not valid YAML: a value of 10000000 characters; at most 9900000"):
+        load_yaml(write(f"name: {'x' * 10_000_000}\n{MINIMAL}"))
+
+
 def test_values_as_yaml_1_2_has_them_and_yes_and_no() -> None:
     text = "[yes, Off, y, n, 010, 0o17, 1e3, -.5, 1:30, 2024-01-02, ~, 'no']"
     assert from_yaml(text) == [True, False, "y", "n", 10, 15, 1000.0, -0.5, "1:30", date(2024, 1, 2), None, "no"]

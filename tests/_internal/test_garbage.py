@@ -1,4 +1,4 @@
-"""The collector is off while somebody is inside, and afterwards as it was before."""
+"""The collector is off while a thread is inside, and afterwards as it was before."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from loaderkit._internal.garbage import collector_off
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    assert gc.isenabled()
+    assert is_on()
+    before = gc.get_threshold()
     yield
     gc.enable()
+    gc.set_threshold(*before)
+
+
+def is_on() -> bool:
+    return gc.isenabled() and gc.get_threshold()[0] > 0
 
 
 @collector_off()
 def nested(depth: int) -> bool:
     """Whether the collector is on anywhere inside."""
-    return gc.isenabled() or (depth > 0 and nested(depth - 1)) or gc.isenabled()
+    return is_on() or (depth > 0 and nested(depth - 1)) or is_on()
 
 
 @collector_off()
@@ -36,7 +42,23 @@ def call(function: Callable[[], Any]) -> Any:
 def test_off_inside_and_then_as_it_was(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
     assert not nested(3)
-    assert gc.isenabled() is was_on
+    assert is_on() is was_on
+
+
+def test_what_another_thread_sets_meanwhile_holds_afterwards() -> None:
+    def in_another_thread(change: Callable[[], None]) -> None:
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join()
+
+    before = gc.get_threshold()
+    call(lambda: in_another_thread(gc.disable))
+    assert not gc.isenabled()
+    assert gc.get_threshold() == before
+    gc.enable()
+    call(lambda: in_another_thread(lambda: gc.set_threshold(1234, 5, 6)))
+    assert gc.isenabled()
+    assert gc.get_threshold()[0] == 1234
 
 
 def test_an_error_leaves_it_as_it_was_though_somebody_keeps_it() -> None:
@@ -45,7 +67,7 @@ def test_an_error_leaves_it_as_it_was_though_somebody_keeps_it() -> None:
 
     with pytest.raises(KeyboardInterrupt) as caught:
         call(fail)
-    assert gc.isenabled()
+    assert is_on()
     assert caught.tb is not None
 
 
@@ -66,12 +88,12 @@ def test_a_collection_right_afterwards_may_go_in_itself() -> None:
         assert len(kept) == 2000
     gc.collect()
     assert seen == [False] * 5
-    assert gc.isenabled()
+    assert is_on()
 
 
 def test_threads_come_and_go() -> None:
     race(lambda _: [nested(1) for _ in range(3000)])
-    assert gc.isenabled()
+    assert is_on()
 
 
 def in_a_fork(look: Callable[[], bool]) -> bool:
@@ -97,18 +119,18 @@ def test_a_fork_has_it_as_it_was_before_another_thread_went_in() -> None:
     thread.start()
     try:
         assert is_in.wait(60)
-        assert not gc.isenabled()
-        assert in_a_fork(lambda: gc.isenabled() and not nested(1) and gc.isenabled())
+        assert not is_on()
+        assert in_a_fork(lambda: is_on() and not nested(1) and is_on())
     finally:
         may_go.set()
         thread.join()
-    assert gc.isenabled()
+    assert is_on()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_by_who_is_inside() -> None:
     def fork() -> bool:
-        return in_a_fork(lambda: not nested(1) and gc.isenabled())
+        return in_a_fork(lambda: not nested(1) and is_on())
 
     assert call(fork)
-    assert gc.isenabled()
+    assert is_on()

@@ -111,6 +111,31 @@ class TestConnector:
         again = pickle.loads(pickle.dumps(connector))
         assert type(again) is type(connector)
 
+    def test_a_subclass_with_a_read_and_no_faster_ones_sees_every_read(self, tmp_path: Path) -> None:
+        class Counting(RetryConnector):
+            num_reads = 0
+
+            def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+                self.num_reads += 1
+                super().read_into(key, start, buffer, etag=etag)
+
+            def bulk(self) -> BulkReads:
+                return BulkReads()
+
+        for number in range(12):
+            (tmp_path / f"{number:02}.bin").write_bytes(bytes(10))
+        connector = Counting(FileConnector(str(tmp_path)), RetryPolicy(5, 3))
+        assert bulk_of(connector).read_many is None
+        pipeline = {
+            "source": {"kind": "files", "url": "store://", "include": "*.bin"},
+            "order": {"epochs": 1},
+            "stages": ["read", {"batch": {"size": 4}}],
+        }
+        with loaderkit.build(pipeline, connectors={"store": connector}) as loader:
+            num_before = connector.num_reads
+            assert sum(len(batch["__key__"]) for batch in loader) == 12
+        assert connector.num_reads - num_before >= 12
+
     @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
     def test_files_on_a_network_disk(self, tmp_path: Path, number: int) -> None:
         (tmp_path / "a").write_bytes(b"abc")

@@ -29,7 +29,8 @@ _LISTING_PATIENCE = 30  # timeouts; fsspec lists all pages in one call
 class RetryConnector(ConnectorLayer):
     """`inner`, retried after each `TemporaryError`.
 
-    `timeout_s` bounds one attempt; None: no bound. With a bound there are no faster reads, as each read needs a thread.
+    `timeout_s` bounds one attempt; None: no bound. With a bound there are no faster reads, as each read needs a thread. Faster
+    reads do not pass through `read_into`, so a subclass that overrides it overrides `bulk`, too.
     """
 
     def __init__(

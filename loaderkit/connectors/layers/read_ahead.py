@@ -151,8 +151,8 @@ class ReadAheadConnector(ConnectorLayer):
             return held
 
     def _wait(self, event: threading.Event) -> None:
-        """Wait for the fetching threads. The reader is a worker in its stage, so its wait is that stage's busy time off the CPU,
-        as in any read; `ahead_wait_s` says how much of that time it is."""
+        """Wait for the fetching threads. The worker stays in its stage, so its clock counts the wait as that of any read;
+        `ahead_wait_s` says how much of that time it is."""
         with self._lock:
             self._count_waits(1)
         try:

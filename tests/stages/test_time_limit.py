@@ -156,7 +156,7 @@ class TestLimit:
             assert not after & met[0]
             assert second.submit(idents).result() == met[1]
             trap.set()
-        wait_for(lambda: not companions())  # they end with the workers
+        join_companions()  # they end with the workers
         assert not [thread for thread in threading.enumerate() if "Dummy" in thread.name]
 
     def test_every_thread_has_a_companion_of_its_own(self) -> None:

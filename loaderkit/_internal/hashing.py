@@ -18,9 +18,8 @@ def address_of_hash() -> int | None:
     hashes differ."""
     try:
         library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-        function = (
-            getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
-        )  # the first uses the CPU's vector instructions
+        # The first uses the CPU's vector instructions.
+        function = getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
     except (ImportError, OSError, AttributeError, TypeError):
         return None
     function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)

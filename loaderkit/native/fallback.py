@@ -49,9 +49,8 @@ def read_many(  # noqa: PLR0917 - as in C
 
 
 def _read(path: str, starts: list[int], length: int, buffer: memoryview) -> Status:
-    fd = os.open(
-        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-    )  # O_NONBLOCK: opening a named pipe would wait for a writer
+    # O_NONBLOCK: opening a named pipe would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         num_read = 0

@@ -21,7 +21,7 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.sources.forecast import Forecast
-from loaderkit.stages.base import FieldSpec, StageConfig, image_fields
+from loaderkit.stages.base import FieldSpec, StageConfig, image_names
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.image.decode import DecodeArgs, decode_hint
@@ -75,7 +75,7 @@ class CompiledStages:
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
         last = None if self.lowering is None else self.lowering.normalize
-        if last is not None and not image_fields(specs):
+        if last is not None and not image_names(specs):
             raise StageError(
                 f"{last.name} failed for sample {key!r}: the batch has no image field", stage=last.name, key=key
             )

@@ -122,9 +122,8 @@ class Loader:
                 steps.on_end()
             raise
         if steps is not None:
-            steps.on_batch(
-                batch if self._stream is None else ()
-            )  # a GPU's memory may be short, and costs nothing to drop
+            # A GPU's memory may be short, and costs nothing to drop.
+            steps.on_batch(batch if self._stream is None else ())
         return batch
 
     def _deliver(self) -> Any:

@@ -252,6 +252,6 @@ class SampleChunk(Chunk):
         return super().empty()
 
 
-def image_fields(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
-    """The image fields to normalize (masks are not)."""
+def image_names(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:
+    """The image fields; masks are none."""
     return tuple(name for name, spec in specs.items() if spec.image)

@@ -237,9 +237,8 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     if context.gives == "items":
         return stage.ready("sample", read_items(cast(ItemSource, context.source), failed, is_last=is_last))
     assert connector is not None
-    interrupt = (
-        connector.stop if isinstance(connector, ReadAheadConnector) else None
-    )  # a reader may wait for its threads
+    # A reader may wait for its threads.
+    interrupt = connector.stop if isinstance(connector, ReadAheadConnector) else None
     if context.gives == "records":
         source = cast(RecordSource, context.source)
         run = read_records(source, connector, failed, is_last=is_last, reuse=context.may_reuse)

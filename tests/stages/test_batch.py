@@ -14,7 +14,6 @@ from torch.utils.data import default_collate
 
 import loaderkit
 from loaderkit.errors import StageError
-from loaderkit.pipeline.batches.assembler import pad
 from loaderkit.stages.base import Encoded, Image
 from loaderkit.stages.batch import specs_of
 from loaderkit.stages.values import as_tensor
@@ -209,7 +208,8 @@ def test_ragged_padding() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=5), st.integers(-3, 3))
 def test_padding_in_two_dimensions(shapes: list[tuple[int, int]], value: int) -> None:
     tensors = [torch.arange(h * w).reshape(h, w).float() + 1 for h, w in shapes]
-    padded, sizes = pad(tensors, value)
+    batch = batch_of([{"x": tensor} for tensor in tensors], ragged={"x": "pad"}, pad_value=value)
+    padded, sizes = batch["x"], batch["x_sizes"]
     assert padded.shape == (len(shapes), max(h for h, _ in shapes), max(w for _, w in shapes))
     assert sizes.tolist() == [list(shape) for shape in shapes]
     for row, (h, w), tensor in zip(padded, shapes, tensors, strict=True):

@@ -110,9 +110,8 @@ def check_opcodes(data: bytes) -> None:  # noqa: C901, PLR0912, PLR0915 - a call
             if kind == _INDEX_LINE:
                 is_unusual = True
                 digits = data[at:line_end]
-                _check_index(
-                    int(digits) if digits.isdigit() and len(digits) < 20 else 0, end
-                )  # others are refused later
+                # Others are refused later.
+                _check_index(int(digits) if digits.isdigit() and len(digits) < 20 else 0, end)
             elif kind == _TWO_LINES and line_end >= 0:
                 line_end = data.find(b"\n", line_end + 1)
             at = line_end + 1 or end  # without an end of line, the pickle is cut short

@@ -197,9 +197,8 @@ def _open_spec(spec: messages.PackedValue, arena: SharedArena) -> tuple[MakeEngi
             "executor: thread"
         ) from error
     if isinstance(spec.body, Block):
-        arena.discard(
-            spec.body.start, spec.body.start + spec.body.size
-        )  # memory beside it may hold a data set's tensors
+        # Memory beside it may hold a data set's tensors.
+        arena.discard(spec.body.start, spec.body.start + spec.body.size)
     return opened
 
 

@@ -148,9 +148,8 @@ class WorkerConnection:
             )
         self._life = _Life()
         self._asking = threading.Lock()
-        self._receiving = (
-            threading.RLock()
-        )  # held while a socket is polled: a descriptor closed meanwhile could be reused by another file
+        # Held while a socket is polled: a descriptor closed meanwhile could be reused by another file.
+        self._receiving = threading.RLock()
         self._serial = 0
         self._num_unanswered = 0
         self._is_closed = False
@@ -212,9 +211,8 @@ class WorkerConnection:
             return None
         is_ours: list[bool] = []
         try:
-            is_ours.extend(
-                map(self._asking.acquire, (True,), (timeout_s,))
-            )  # in one call: Ctrl-C cannot come between acquire and append
+            # In one call: Ctrl-C cannot come between acquire and append.
+            is_ours.extend(map(self._asking.acquire, (True,), (timeout_s,)))
             return self._ask(question, arguments, timeout_s) if is_ours[0] else None
         except (OSError, ValueError):  # ended, closed meanwhile, or its socket is full
             return None

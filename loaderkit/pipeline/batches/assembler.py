@@ -63,7 +63,7 @@ class BatchAssembler:
             if spec.kind == "rendered":
                 batch[name] = _stack_rows(kept)
             elif spec.kind == "pad":
-                batch[name], batch[f"{name}_sizes"] = pad(kept, shape.pad_value)
+                batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value)
             else:
                 batch[name] = kept
         if shape.has_keys:
@@ -109,7 +109,7 @@ def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
     return stacked
 
 
-def pad(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensors of equal rank and dtype padded into one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
     first = tensors[0]
     sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")

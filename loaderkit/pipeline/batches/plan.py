@@ -17,7 +17,7 @@ from loaderkit.pipeline.batches.assembler import BatchAssembler
 from loaderkit.pipeline.batches.cursor import BatchCursor
 from loaderkit.pipeline.batches.memory import BatchMemory
 from loaderkit.sources.base import Sample, Source
-from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_fields
+from loaderkit.stages.base import BatchContext, BatchWork, FieldSpec, SampleChunk, image_names
 from loaderkit.stages.runner import raise_store_failure
 
 
@@ -80,7 +80,7 @@ class BatchPlan:
         specs = self._find_specs()
         self.memory.prepare(specs)
         self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
-        self.specs, self._images = specs, image_fields(specs)
+        self.specs, self._images = specs, image_names(specs)
         self.is_prepared = True  # set last: another worker that reads it may open batches
 
     def open(self, chunk_size: int) -> BatchWork | None:

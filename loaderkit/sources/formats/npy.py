@@ -150,10 +150,6 @@ def view_npy(data: memoryview) -> NDArray[Any]:
     shape = header.shape[::-1] if header.fortran_order else header.shape
     try:
         array = np.ndarray(shape, header.dtype, data, header.data_start)
-    except (
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # an array without bytes whose lengths or type NumPy refuses
+    except (ValueError, TypeError, OverflowError) as error:  # it has no bytes, and NumPy refuses its lengths or type
         raise FormatError(f"the .npy header's shape {header.shape} of {header.dtype} is no array: {error}") from None
     return array.T if header.fortran_order else array

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from loaderkit.errors import FormatError
 from loaderkit.sources.formats.npy import MAX_HEADER, USUAL_HEADER, Read, parse_npy_header, view_npy
 
-_LOCAL = struct.Struct(
-    "<4sHHHHHIIIHH"
-)  # a member's local header; the last fields are the lengths of name and extra field
+# A member's local header; the last fields are the lengths of name and extra field.
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _MAX_DEFLATE = 1032  # the highest ratio of deflate: 258 bytes in 2 bits
 
 

@@ -209,9 +209,8 @@ class Renderer:
                 raise failed from error
             return error
         rows = self._rows(output)
-        self._idle.append(
-            pipeline
-        )  # only after the output was taken: the next run of an interrupted pipeline would return these images
+        # Only after the output was taken: the next run of an interrupted pipeline would return these images.
+        self._idle.append(pipeline)
         for job, row in zip(jobs, rows, strict=True):
             sample = chunk.samples[job.place]
             assert sample is not None

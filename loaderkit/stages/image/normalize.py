@@ -15,7 +15,7 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from loaderkit.engine.work import Stage
-from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_fields
+from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_names
 from loaderkit.stages.context import CompileContext, batch_error
 from loaderkit.stages.image.ops import Finalizer
 from loaderkit.stages.kernels import write_normalized
@@ -81,7 +81,7 @@ def normalize_slots(args: NormalizeArgs) -> Callable[[SampleChunk], None]:
     factors = cache(lambda num_channels: [tuple(values) for values in _factors(args, num_channels)])
 
     def run(chunk: SampleChunk) -> None:
-        for name in image_fields(chunk.work_item.specs):
+        for name in image_names(chunk.work_item.specs):
             slots = chunk.work_item.fields[name].array
             assert slots is not None
             scale, shift = factors(slots.shape[1])
@@ -132,7 +132,7 @@ def _naming_batches(name: str, run: Callable[[SampleChunk], None]) -> Callable[[
     """A chunk stage whose errors name the batch."""
 
     def checked(chunk: SampleChunk) -> None:
-        if not image_fields(chunk.work_item.specs):
+        if not image_names(chunk.work_item.specs):
             raise batch_error(name, chunk.epoch, chunk.work_item.step, "the batch has no image field")
         try:
             run(chunk)

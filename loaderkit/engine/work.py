@@ -68,7 +68,7 @@ class Chunk:
     """The unit of work: slots [lo, hi) of a work item.
 
     `marks` are (time in s, worker state), one for each change of the chunk's state. `scratch` is memory that stages reuse from
-    chunk to chunk. `slowest` is (seconds, offset) of the slowest item in a stage that works item by item, until it is noted.
+    chunk to chunk. `slowest` is (seconds, row) of the slowest item in a stage that works item by item, until it is noted.
     """
 
     __slots__ = ("current", "epoch", "has_landed", "hi", "lo", "marks", "scratch", "slowest", "work_item")
@@ -83,15 +83,15 @@ class Chunk:
         self.marks: list[tuple[float, int]] = []
         self.scratch: dict[str, Any] = {}
         self.slowest: tuple[float, int] | None = None
-        # For hang reports: the offset of the item a stage works on, or the list of its results so far; None: all at once.
+        # For hang reports: the row of the item a stage works on, or the list of its results so far; None: all at once.
         self.current: int | list[Any] | None = None
 
     def __len__(self) -> int:
         return self.hi - self.lo
 
-    def index_of(self, offset: int) -> int:
-        """The plan's index of the item at `offset` in the chunk."""
-        return self.lo + offset
+    def index_of(self, row: int) -> int:
+        """The plan's index of the item at `row` of the chunk."""
+        return self.lo + row
 
     def empty(self) -> dict[str, Any]:
         """Mark the chunk as landed and drop its contents. Returns its scratch, for another chunk."""

@@ -224,7 +224,7 @@ class BatchWork(WorkItem):
 class SampleChunk(Chunk):
     """The samples of some slots of a batch.
 
-    `samples[i]` belongs to slot lo + i and is None once it has failed. A `read` directly before `batch` sets `columns` instead,
+    `samples[row]` belongs to slot lo + row and is None once it has failed. A `read` directly before `batch` sets `columns` instead,
     one list of values per field, which avoids a dict per sample.
     """
 
@@ -236,15 +236,15 @@ class SampleChunk(Chunk):
         self.indices = indices  # int64 [hi - lo]
         self.samples: list[Sample | None] = [None] * (hi - lo)
         self.columns: dict[str, list[Any]] | None = None
-        self.failures: dict[int, StageError] = {}  # by index in the chunk
+        self.failures: dict[int, StageError] = {}  # by row
         self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]
 
     @property
     def num_failed(self) -> int:  # type: ignore[override]
         return len(self.failures)
 
-    def index_of(self, offset: int) -> int:
-        return int(self.indices[offset])
+    def index_of(self, row: int) -> int:
+        return int(self.indices[row])
 
     def empty(self) -> dict[str, Any]:
         self.samples = []

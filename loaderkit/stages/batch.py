@@ -110,9 +110,9 @@ def write_samples(
         rows = zip(*chunk.columns.values(), strict=True)
         chunk.samples = [dict(zip(chunk.columns, values, strict=True)) for values in rows]
     if columns is None:
-        for place, sample in enumerate(chunk.samples):
+        for row, sample in enumerate(chunk.samples):
             if sample is not None and sample.keys() != specs.keys():
-                failed(chunk, place, _different_fields(sample, specs))
+                failed(chunk, row, _different_fields(sample, specs))
     for name in remaining:
         (_write_each if specs[name].kind == "slab" else _store_values)(chunk, name, specs[name], failed)
 
@@ -135,12 +135,12 @@ def _store_values(
 ) -> None:
     """Store values outside the slab: texts, bytes, tensors that differ in shape."""
     values = chunk.work_item.values[name]
-    for place, sample in enumerate(chunk.samples):
+    for row, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                values[chunk.lo + place] = _owned(sample[name], name, spec)
+                values[chunk.lo + row] = _owned(sample[name], name, spec)
             except Exception as error:
-                failed(chunk, place, error)
+                failed(chunk, row, error)
 
 
 def _columns(samples: list[Sample | None], specs: Mapping[str, FieldSpec]) -> dict[str, list[Any]] | None:
@@ -169,12 +169,12 @@ def _write_each(
     failed: Callable[[SampleChunk, int, Exception], None],
 ) -> None:
     slots = chunk.work_item.fields[name]
-    for place, sample in enumerate(chunk.samples):
+    for row, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                _write_value(sample[name], name, spec, slots, chunk.lo + place)
+                _write_value(sample[name], name, spec, slots, chunk.lo + row)
             except Exception as error:
-                failed(chunk, place, error)
+                failed(chunk, row, error)
 
 
 def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int) -> None:
@@ -323,8 +323,8 @@ def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleCh
             failures = replace_failed(chunk, fill, len(context.source), context.seed, failed)
         else:
             failures = [
-                SampleFailure(chunk.lo + place, int(chunk.indices[place]), error.position, error)
-                for place, error in chunk.failures.items()
+                SampleFailure(chunk.lo + row, int(chunk.indices[row]), error.position, error)
+                for row, error in chunk.failures.items()
             ]
         chunk.work_item.failures.extend(failures)
 

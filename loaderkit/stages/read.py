@@ -43,30 +43,28 @@ _Values = tuple[list[Any], Mapping[int, Exception]]
 
 
 class _Plan:
-    """The ranges of samples whose fields differ: of each sample its index in the chunk, its (field, extension)s and its
+    """The ranges of samples whose fields differ: of each sample its row in the chunk, its (field, extension)s and its
     constants, and all ranges in that order."""
 
     def __init__(self) -> None:
-        self.places: list[int] = []
+        self.rows: list[int] = []
         self.names: list[_Names] = []
         self.constants: list[Sample] = []
         self.ranges = Ranges([], [], [], [])
         self.num_bytes = 0  # of all samples
-        self.fetched: list[
-            tuple[int, str, Any]
-        ] = []  # (index in the chunk, field, value) of the fields read by `fetch`
+        self.fetched: list[tuple[int, str, Any]] = []  # (row, field, value) of the fields read by `fetch`
 
     def owners(self) -> list[int]:
-        """The index in the chunk of each range's sample."""
-        return [place for place, names in zip(self.places, self.names, strict=True) for _ in names]
+        """The row of each range's sample."""
+        return [row for row, names in zip(self.rows, self.names, strict=True) for _ in names]
 
     def fill(self, chunk: SampleChunk, values: Iterable[Any]) -> None:
         """Build the samples from the values, which are in the order of the ranges."""
         remaining = iter(values)
-        for place, names, constants in zip(self.places, self.names, self.constants, strict=True):
-            chunk.samples[place] = {field: next(remaining) for field, _ in names} | constants
-        for place, field, value in self.fetched:
-            sample = chunk.samples[place]
+        for row, names, constants in zip(self.rows, self.names, self.constants, strict=True):
+            chunk.samples[row] = {field: next(remaining) for field, _ in names} | constants
+        for row, field, value in self.fetched:
+            sample = chunk.samples[row]
             if sample is not None:
                 sample[field] = value
 
@@ -118,7 +116,7 @@ def read_ranges(
             extensions = [extension for _, extension in table.fields] * num_samples
 
             def owners() -> list[int]:
-                return [place for place in range(num_samples) for _ in range(num_fields)]
+                return [row for row in range(num_samples) for _ in range(num_fields)]
 
             values, errors = read_all(chunk, ranges, extensions, owners)
             columns = {field: values[k::num_fields] for k, (field, _) in enumerate(table.fields)} | table.constants
@@ -143,21 +141,21 @@ def _mark_failed(
 
 def _one_by_one(source: Source, chunk: SampleChunk, failed: SampleErrors, fetch: Fetch | None) -> _Plan:
     plan = _Plan()
-    for place, index in enumerate(chunk.indices.tolist()):
-        chunk.current = place
+    for row, index in enumerate(chunk.indices.tolist()):
+        chunk.current = row
         try:
             field_ranges = source.ranges(index)
-            fetched = [(each, fetch(chunk, place, each) if fetch is not None else None) for each in field_ranges]
+            fetched = [(each, fetch(chunk, row, each) if fetch is not None else None) for each in field_ranges]
         except Exception as error:
-            failed(chunk, place, error)
+            failed(chunk, row, error)
             continue
-        plan.places.append(place)
+        plan.rows.append(row)
         plan.constants.append(source.constants(index))
         plan.names.append(tuple((each.field, each.extension) for each, value in fetched if value is None))
         for each, value in fetched:
             plan.num_bytes += each.range.length
             if value is not None:
-                plan.fetched.append((place, each.field, value))
+                plan.fetched.append((row, each.field, value))
                 continue
             columns: tuple[list[Any], ...] = plan.ranges
             for column, item in zip(columns, each.range, strict=True):
@@ -220,12 +218,12 @@ def read_items(source: ItemSource, failed: SampleErrors, *, is_last: bool) -> Ca
             with suppress(ValueError):  # `sample` raises it again for the item concerned
                 chunk.columns = source.columns(items)
         if chunk.columns is None:
-            for place, item in enumerate(items):
-                if place not in chunk.failures:
+            for row, item in enumerate(items):
+                if row not in chunk.failures:
                     try:
-                        chunk.samples[place] = source.sample(item)
+                        chunk.samples[row] = source.sample(item)
                     except Exception as error:
-                        failed(chunk, place, error)
+                        failed(chunk, row, error)
         return 0
 
     return run

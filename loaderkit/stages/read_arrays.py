@@ -38,8 +38,8 @@ class DirectRead:
     decoded: frozenset[str] | None
     touched: frozenset[str]
 
-    def fetch(self, chunk: SampleChunk, place: int, field_range: FieldRange) -> InPlace | FieldGroup | None:
-        """Read one field of the sample at `place` of a chunk into its slot; None if it must be read through memory.
+    def fetch(self, chunk: SampleChunk, row: int, field_range: FieldRange) -> InPlace | FieldGroup | None:
+        """Read one field of the sample at `row` of a chunk into its slot; None if it must be read through memory.
 
         After any error it returns None, so that errors are the same for large and small arrays.
         """
@@ -52,7 +52,7 @@ class DirectRead:
             or not chunk.work_item.fields
         ):
             return None
-        slot = chunk.lo + place
+        slot = chunk.lo + row
         try:
             if kind == "npz":
                 return self._archive(chunk, slot, field_range.range)

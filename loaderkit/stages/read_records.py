@@ -48,9 +48,9 @@ def read_records(
         memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)
         num_bytes = _fill(memory, chunk)
         values = _numbers_in(memory, records, len(chunk), as_arrays=is_last)
-        for place in range(len(chunk)):
-            if place not in chunk.failures:
-                chunk.samples[place] = {records.field: values[place, ...]}
+        for row in range(len(chunk)):
+            if row not in chunk.failures:
+                chunk.samples[row] = {records.field: values[row, ...]}
         return num_bytes
 
     def _fill(memory: np.ndarray[Any, np.dtype[np.uint8]], chunk: SampleChunk) -> int:
@@ -72,13 +72,13 @@ def read_records(
         """After an error: read record by record to find the bad ones; returns their number."""
         key, _, etag = source.file
         num_bad = 0
-        for place, start in enumerate(source.starts(chunk.indices).tolist()):
-            chunk.current = place
-            part = memory[place * records.num_bytes : (place + 1) * records.num_bytes]
+        for row, start in enumerate(source.starts(chunk.indices).tolist()):
+            chunk.current = row
+            part = memory[row * records.num_bytes : (row + 1) * records.num_bytes]
             try:
                 read_into(key, start, part, etag=etag)
             except Exception as error:
-                failed(chunk, place, error)
+                failed(chunk, row, error)
                 num_bad += 1
         return num_bad
 
@@ -95,8 +95,8 @@ def _numbers_in(memory: np.ndarray[Any, np.dtype[np.uint8]], records: Records, n
 
 
 def _fail_all(chunk: SampleChunk, error: Exception, failed: Callable[[SampleChunk, int, Exception], None]) -> int:
-    for place in range(len(chunk)):
-        failed(chunk, place, error)
+    for row in range(len(chunk)):
+        failed(chunk, row, error)
     return len(chunk)
 
 

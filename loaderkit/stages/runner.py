@@ -27,8 +27,8 @@ class FailureNamer:
     source: Source
     describe: Callable[[str], str]
 
-    def __call__(self, chunk: SampleChunk, place: int, error: BaseException) -> None:
-        index = int(chunk.indices[place])
+    def __call__(self, chunk: SampleChunk, row: int, error: BaseException) -> None:
+        index = int(chunk.indices[row])
         key, origin = self.source.key(index), self.describe(self.source.origin(index))
         reason = str(error) if isinstance(error, (ValueError, LoaderkitError, OSError)) and str(error) else repr(error)
         named = StageError(
@@ -37,11 +37,11 @@ class FailureNamer:
             key=key,
             origin=origin,
             epoch=chunk.epoch,
-            position=int(chunk.work_item.positions[chunk.lo + place]),
+            position=int(chunk.work_item.positions[chunk.lo + row]),
         )
         named.__cause__ = error
-        chunk.samples[place] = None
-        chunk.failures[place] = named
+        chunk.samples[row] = None
+        chunk.failures[row] = named
 
 
 class StageKeys:
@@ -68,7 +68,7 @@ class StageKeys:
 
 
 Jobs = list[tuple[int, Any]]
-"""The jobs that remain for a chunk's samples: (index in the chunk, job)."""
+"""The jobs that remain for a chunk's samples: (row of the chunk, job)."""
 DoAll = Callable[[SampleChunk, Jobs, "FailureNamer"], None]
 """Does all jobs of a chunk at once; it may fail some samples, and sets `chunk.slowest`."""
 
@@ -104,17 +104,17 @@ def each_sample(
                 memories.append({})
         jobs: Jobs = []
         slowest, begin_s = (0.0, 0), perf_counter()
-        for place, (sample, numbers, memory) in enumerate(zip(samples, draws, memories, strict=False)):
+        for row, (sample, numbers, memory) in enumerate(zip(samples, draws, memories, strict=False)):
             if sample is not None:
-                chunk.current = place
+                chunk.current = row
                 try:
                     for job in function(sample, numbers, memory) or ():
-                        jobs.append((place, job))
+                        jobs.append((row, job))
                 except USER_ERRORS as error:
-                    failed(chunk, place, error)
+                    failed(chunk, row, error)
                 now = perf_counter()  # 0.1 us a sample
                 if now - begin_s > slowest[0]:
-                    slowest = now - begin_s, place
+                    slowest = now - begin_s, row
                 begin_s = now
         chunk.slowest = slowest
         if jobs:
@@ -134,18 +134,18 @@ def each_call(
 
     def run(chunk: SampleChunk) -> None:
         slowest, begin_s = (0.0, 0), perf_counter()
-        for place, sample in enumerate(chunk.samples):
+        for row, sample in enumerate(chunk.samples):
             if sample is not None:
-                chunk.current = place
-                index = int(chunk.indices[place])
+                chunk.current = row
+                index = int(chunk.indices[row])
                 rng = generator(keys[chunk.epoch], index) if keys is not None else None
                 try:
-                    chunk.samples[place] = call(sample, source.key(index), rng)
+                    chunk.samples[row] = call(sample, source.key(index), rng)
                 except USER_ERRORS as error:
-                    failed(chunk, place, error)
+                    failed(chunk, row, error)
                 now = perf_counter()
                 if now - begin_s > slowest[0]:
-                    slowest = now - begin_s, place
+                    slowest = now - begin_s, row
                 begin_s = now
         chunk.slowest = slowest
 
@@ -154,9 +154,9 @@ def each_call(
 
 def raise_store_failure(chunk: SampleChunk) -> None:
     """Raise the first failure of the store: a sample is not bad because its store is unreachable."""
-    for place in sorted(chunk.failures):
-        if isinstance(chunk.failures[place].__cause__, STORE_FAILURES):
-            raise chunk.failures[place]
+    for row in sorted(chunk.failures):
+        if isinstance(chunk.failures[row].__cause__, STORE_FAILURES):
+            raise chunk.failures[row]
 
 
 def replace_failed(
@@ -169,28 +169,28 @@ def replace_failed(
     """
     failures = []
     key = key_of("replace", seed, chunk.epoch)
-    for place in sorted(chunk.failures):
-        slot, original = chunk.lo + place, int(chunk.indices[place])
+    for row in sorted(chunk.failures):
+        slot, original = chunk.lo + row, int(chunk.indices[row])
         position = int(chunk.work_item.positions[slot])
-        failures.append(SampleFailure(slot, original, position, chunk.failures[place]))
+        failures.append(SampleFailure(slot, original, position, chunk.failures[row]))
         draws = uniforms(key, np.array([original], np.int64), _NUM_REPLACEMENTS)[0]
         for index in (draws * num_samples).astype(np.int64):
             attempt = SampleChunk(chunk.work_item, slot, slot + 1, np.array([index], np.int64))
             run_all(attempt)
             if not attempt.failures:
                 chunk.work_item.indices[slot] = index
-                chunk.samples[place] = attempt.samples[0]
+                chunk.samples[row] = attempt.samples[0]
                 break
             raise_store_failure(attempt)
             failures.append(SampleFailure(slot, int(index), position, attempt.failures[0]))
         else:
             raise StageError(
-                f"none of {_NUM_REPLACEMENTS} samples drawn to replace {chunk.failures[place].key!r} was good; "
-                f"the first error: {chunk.failures[place]}",
+                f"none of {_NUM_REPLACEMENTS} samples drawn to replace {chunk.failures[row].key!r} was good; "
+                f"the first error: {chunk.failures[row]}",
                 stage=failed.stage,
-                key=chunk.failures[place].key,
-                origin=chunk.failures[place].origin,
+                key=chunk.failures[row].key,
+                origin=chunk.failures[row].origin,
                 epoch=chunk.epoch,
                 position=position,
-            ) from chunk.failures[place].__cause__
+            ) from chunk.failures[row].__cause__
     return failures

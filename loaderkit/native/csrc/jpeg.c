@@ -177,7 +177,7 @@ static void decode_all(Job *jobs, Py_ssize_t count) {
  * damaged, or all right. All of them without the GIL: what runs between two pictures finds no caches warm. */
 static PyObject *decode(PyObject *self, PyObject *given) {
     (void)self;
-    PyObject *all = PySequence_Tuple(given), *found = NULL;
+    PyObject *all = PySequence_Tuple(given), *decoded = NULL;
     const Py_ssize_t count = all == NULL ? 0 : PyTuple_GET_SIZE(all);
     Job *jobs = all == NULL ? NULL : PyMem_Calloc((size_t)count + 1, sizeof(Job));
     Py_ssize_t num = 0;
@@ -188,25 +188,25 @@ static PyObject *decode(PyObject *self, PyObject *given) {
         Py_BEGIN_ALLOW_THREADS;
         decode_all(jobs, num);
         Py_END_ALLOW_THREADS;
-        found = PyList_New(num);
+        decoded = PyList_New(num);
     } else if (all != NULL && jobs == NULL) {
         PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < num; i++) {
         const Piece *piece = &jobs[i].piece;
         const unsigned int num_columns = jobs[i].is_done ? piece->num_columns : 0;
-        PyObject *one = found == NULL ? NULL : Py_BuildValue("(IId)", piece->first_column, num_columns, jobs[i].took_s);
+        PyObject *one = decoded == NULL ? NULL : Py_BuildValue("(IId)", piece->first_column, num_columns, jobs[i].took_s);
         if (one == NULL) {
-            Py_CLEAR(found);
+            Py_CLEAR(decoded);
         } else {
-            PyList_SET_ITEM(found, i, one);
+            PyList_SET_ITEM(decoded, i, one);
         }
         PyBuffer_Release(&jobs[i].data);
         PyBuffer_Release(&jobs[i].buffer);
     }
     PyMem_Free(jobs);
     Py_XDECREF(all);
-    return found;
+    return decoded;
 }
 
 /* True if a file lacks blocks, which libjpeg fills with grey, or its end marker. False if libjpeg fails, as Pillow then decides. */
@@ -236,16 +236,16 @@ static int lacks_its_end(const uint8_t *data, size_t size) {
 /* is_cut(data) -> bool */
 static PyObject *is_cut(PyObject *self, PyObject *object) {
     Py_buffer data;
-    int found;
+    int is_cut;
     (void)self;
     if (PyObject_GetBuffer(object, &data, PyBUF_SIMPLE) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS;
-    found = lacks_its_end(data.buf, (size_t)data.len);
+    is_cut = lacks_its_end(data.buf, (size_t)data.len);
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&data);
-    return PyBool_FromLong(found);
+    return PyBool_FromLong(is_cut);
 }
 
 static PyMethodDef methods[] = {

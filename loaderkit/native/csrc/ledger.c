@@ -52,9 +52,9 @@ static double now_of(const Ledger *self) {
     if (self->clock == NULL) {
         return seconds_of(CLOCK_MONOTONIC);
     }
-    PyObject *found = PyObject_CallNoArgs(self->clock);
-    const double now = found == NULL ? -1.0 : PyFloat_AsDouble(found);
-    Py_XDECREF(found);
+    PyObject *result = PyObject_CallNoArgs(self->clock);
+    const double now = result == NULL ? -1.0 : PyFloat_AsDouble(result);
+    Py_XDECREF(result);
     return now;
 }
 
@@ -256,15 +256,15 @@ static int entry_of(const Ledger *self, long back, double low_s, double high_s, 
 static PyObject *timeline(Ledger *self, PyObject *args) {
     double start_s, end_s, from_s, to_s;
     int state, is_any;
-    PyObject *found = PyArg_ParseTuple(args, "dd", &start_s, &end_s) ? PyList_New(0) : NULL;
-    for (long back = 0; found != NULL && (is_any = entry_of(self, back, start_s, end_s, &state, &from_s, &to_s)) >= 0; back++) {
+    PyObject *intervals = PyArg_ParseTuple(args, "dd", &start_s, &end_s) ? PyList_New(0) : NULL;
+    for (long back = 0; intervals && (is_any = entry_of(self, back, start_s, end_s, &state, &from_s, &to_s)) >= 0; back++) {
         PyObject *entry = is_any ? Py_BuildValue("(idd)", state, from_s, to_s) : NULL;
-        if (is_any && (entry == NULL || PyList_Append(found, entry) < 0)) {
-            Py_CLEAR(found);
+        if (is_any && (entry == NULL || PyList_Append(intervals, entry) < 0)) {
+            Py_CLEAR(intervals);
         }
         Py_XDECREF(entry);
     }
-    return found;
+    return intervals;
 }
 
 /* Add seconds by state up to `now`, the open interval included and what came after `now` not. */
@@ -303,47 +303,47 @@ static void add_totals(const Ledger *self, Totals *totals) {
 }
 
 static PyObject *list_of(const double *values, int count) {
-    PyObject *found = PyList_New(count);
-    for (int i = 0; i < count && found != NULL; i++) {
+    PyObject *numbers = PyList_New(count);
+    for (int i = 0; i < count && numbers != NULL; i++) {
         PyObject *value = PyFloat_FromDouble(values[i]);
         if (value == NULL) {
-            Py_CLEAR(found);
+            Py_CLEAR(numbers);
         } else {
-            PyList_SET_ITEM(found, i, value);
+            PyList_SET_ITEM(numbers, i, value);
         }
     }
-    return found;
+    return numbers;
 }
 
 static PyObject *services_of(const Totals *totals) {
-    PyObject *found = PyDict_New();
-    for (long bucket = 0; bucket < NUM_BUCKETS && found != NULL; bucket++) {
+    PyObject *counts = PyDict_New();
+    for (long bucket = 0; bucket < NUM_BUCKETS && counts != NULL; bucket++) {
         if (totals->services[bucket]) {
             PyObject *key = PyLong_FromLong(bucket), *count = PyLong_FromLongLong(totals->services[bucket]);
-            if (key == NULL || count == NULL || PyDict_SetItem(found, key, count) < 0) {
-                Py_CLEAR(found);
+            if (key == NULL || count == NULL || PyDict_SetItem(counts, key, count) < 0) {
+                Py_CLEAR(counts);
             }
             Py_XDECREF(key);
             Py_XDECREF(count);
         }
     }
-    return found;
+    return counts;
 }
 
 /* The totals of every stage, each as a tuple. */
 static PyObject *rows_of(const Totals *totals, int num_stages) {
-    PyObject *found = PyList_New(num_stages);
-    for (int i = 0; i < num_stages && found != NULL; i++) {
+    PyObject *rows = PyList_New(num_stages);
+    for (int i = 0; i < num_stages && rows != NULL; i++) {
         PyObject *services = services_of(&totals[i]);
         PyObject *row = services == NULL ? NULL : Py_BuildValue(
             "(LLLddN)", totals[i].num_items, totals[i].num_bytes, totals[i].num_failed, totals[i].cpu_s, totals[i].delayed_s, services);
         if (row == NULL) {
-            Py_CLEAR(found);
+            Py_CLEAR(rows);
         } else {
-            PyList_SET_ITEM(found, i, row);
+            PyList_SET_ITEM(rows, i, row);
         }
     }
-    return found;
+    return rows;
 }
 
 /* The sums over several clocks in one call: for 64 workers they take, in Python, several times as long as the rest of `stats()`. */
@@ -370,7 +370,7 @@ static PyObject *summed(PyObject *type, PyObject *args) {
     const int num_stages = first->num_stages, num_states = first->num_states;
     Totals *totals = PyMem_Calloc((size_t)num_stages, sizeof(Totals));
     double *state_s = PyMem_Calloc((size_t)num_states, sizeof(double));
-    PyObject *found = NULL;
+    PyObject *sums = NULL;
     if (totals == NULL || state_s == NULL) {
         PyErr_NoMemory();
     } else {
@@ -381,13 +381,13 @@ static PyObject *summed(PyObject *type, PyObject *args) {
             add_totals(ledger, totals);
         }
         PyObject *times = list_of(state_s, num_states), *rows = times == NULL ? NULL : rows_of(totals, num_stages);
-        found = rows == NULL ? NULL : PyTuple_Pack(2, times, rows);
+        sums = rows == NULL ? NULL : PyTuple_Pack(2, times, rows);
         Py_XDECREF(times);
         Py_XDECREF(rows);
     }
     PyMem_Free(totals);
     PyMem_Free(state_s);
-    return found;
+    return sums;
 }
 
 static int init(Ledger *self, PyObject *args, PyObject *kwargs) {

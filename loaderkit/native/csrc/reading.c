@@ -231,11 +231,11 @@ static char *put_hex(char *to, unsigned long long number) {
 }
 
 static int is_as_listed(const struct stat *status, const char *etag) {
-    char found[2 * 16 + 2], *end = put_hex(found, (unsigned long long)ns_of(status->st_mtim));
+    char etag_now[2 * 16 + 2], *end = put_hex(etag_now, (unsigned long long)ns_of(status->st_mtim));
     *end++ = '-';
     end = put_hex(end, (unsigned long long)status->st_size);
     *end = '\0';
-    return etag == NULL || strcmp(found, etag) == 0;
+    return etag == NULL || strcmp(etag_now, etag) == 0;
 }
 
 /* The distance from the first byte of the first range to the end of the last. */
@@ -531,16 +531,16 @@ PyObject *read_range(PyObject *self, PyObject *args) {
 
 /* The list of some hashes. */
 static PyObject *list_of(const uint64_t *hashes, Py_ssize_t count) {
-    PyObject *found = PyList_New(count);
-    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+    PyObject *numbers = PyList_New(count);
+    for (Py_ssize_t i = 0; numbers != NULL && i < count; i++) {
         PyObject *one = PyLong_FromUnsignedLongLong(hashes[i]);
         if (one == NULL) {
-            Py_CLEAR(found);
+            Py_CLEAR(numbers);
         } else {
-            PyList_SET_ITEM(found, i, one);
+            PyList_SET_ITEM(numbers, i, one);
         }
     }
-    return found;
+    return numbers;
 }
 
 /* read_range, and the hashes of all blocks, the last of which may be shorter. `address`: that of a C function, which the caller
@@ -580,13 +580,13 @@ PyObject *read_hashed(PyObject *self, PyObject *args) {
                 close(fd);
             }
             Py_END_ALLOW_THREADS;
-            PyObject *found = error ? NULL : list_of(hashes, done == buffer.len ? count : 0);
+            PyObject *hash_list = error ? NULL : list_of(hashes, done == buffer.len ? count : 0);
             if (error) {
                 errno = error;
                 PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
-            } else if (found != NULL) {
+            } else if (hash_list != NULL) {
                 result = Py_BuildValue("(nILLNd)", done, (unsigned int)status.st_mode, (long long)status.st_size, ns_of(status.st_mtim),
-                                       found, (double)took_ns * 1e-9);
+                                       hash_list, (double)took_ns * 1e-9);
             }
             PyMem_Free(hashes);
         }

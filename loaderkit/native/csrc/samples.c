@@ -5,7 +5,7 @@
 /* texts(data, ends, places) -> list of str: of the texts in UTF-8 that lie one behind another in `data` and end at `ends`,
  * those at `places`. Bytes that are no UTF-8 become lone surrogates, as in the names of files. */
 PyObject *texts(PyObject *self, PyObject *args) {
-    PyObject *objects[2], *found = NULL;
+    PyObject *objects[2], *texts = NULL;
     Py_buffer data, ends, places;
     Py_ssize_t step;
     (void)self;
@@ -16,8 +16,8 @@ PyObject *texts(PyObject *self, PyObject *args) {
         if (get_column(objects[1], &places, -1, 0, &step) == 0) {
             const int64_t *end = ends.buf, *place = places.buf, num = ends.len / 8;
             const Py_ssize_t count = places.len / 8;
-            found = PyList_New(count);
-            for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+            texts = PyList_New(count);
+            for (Py_ssize_t i = 0; texts != NULL && i < count; i++) {
                 const int64_t at = place[i];
                 const int64_t from = at > 0 && at < num ? end[at - 1] : 0, to = at >= 0 && at < num ? end[at] : -1;
                 PyObject *text = NULL;
@@ -27,9 +27,9 @@ PyObject *texts(PyObject *self, PyObject *args) {
                     PyErr_Format(PyExc_IndexError, "text %lld of %lld", (long long)at, (long long)num);
                 }
                 if (text == NULL) {
-                    Py_CLEAR(found);
+                    Py_CLEAR(texts);
                 } else {
-                    PyList_SET_ITEM(found, i, text);
+                    PyList_SET_ITEM(texts, i, text);
                 }
             }
             PyBuffer_Release(&places);
@@ -37,7 +37,7 @@ PyObject *texts(PyObject *self, PyObject *args) {
         PyBuffer_Release(&ends);
     }
     PyBuffer_Release(&data);
-    return found;
+    return texts;
 }
 
 /* The last of `firsts` that is at most `index`; the search begins at the previous result, which is usually right. */

@@ -47,22 +47,22 @@ def _check_dali(
         if getattr(decode, name):
             add_error(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
     is_whole = True
-    for place, stage in enumerate(stages[number + 1 :], number + 1):
+    for later, stage in enumerate(stages[number + 1 :], number + 1):
         kind = kinds[stage.kind]
         if kind.scope == "boundary":
             return
         if is_whole and kind.ops is not None and not kind.shrinks and Adjust in kind.ops(stage.args).kinds:
             add_error(
-                place,
+                later,
                 f"`{stage.kind}` of whole images may take gigabytes inside DALI: put it after a crop or resize, or "
                 "use `decode: {device: cpu}`",
             )
         is_whole = is_whole and not kind.shrinks
         if kind.ops is None:
             hint = "put it after `batch`, or " if kind.scope == "either" else ""
-            add_error(place, f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`")
+            add_error(later, f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`")
             continue
-        _check_dali_arguments(stage, place, getattr(decode, "fields", None), add_error)
+        _check_dali_arguments(stage, later, getattr(decode, "fields", None), add_error)
 
 
 def _check_dali_arguments(

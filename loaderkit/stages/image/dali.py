@@ -42,7 +42,7 @@ class _Job(NamedTuple):
     """An image for DALI: its index in the chunk, its bytes, its operations, and its (height, width) before every stage that
     needs images of one size."""
 
-    place: int
+    row: int
     data: NDArray[np.uint8]
     steps: list[ImageOp]
     shared_sizes: list[tuple[int, int]]
@@ -89,10 +89,10 @@ class Renderer:
         chunk.current = None
         for field, jobs in self._jobs(chunk).items():
             self._render(chunk, field, jobs)
-        for place, sample in enumerate(chunk.samples):
+        for row, sample in enumerate(chunk.samples):
             if sample is not None:
-                chunk.current = place
-                self._on_the_cpu(chunk, place, sample)
+                chunk.current = row
+                self._on_the_cpu(chunk, row, sample)
 
     def close(self) -> None:
         """Drop the pipelines."""
@@ -102,9 +102,9 @@ class Renderer:
         """The jobs for DALI, by field."""
         draws = [self._draws(name, chunk) for name, _ in self._graph.stages]
         by_field: dict[str, list[_Job]] = {}
-        for place, sample in enumerate(chunk.samples):
-            numbers = [column[place] for column in draws]
-            jobs = {name: self._job(place, value, numbers) for name, value in self._encoded(sample or {}).items()}
+        for row, sample in enumerate(chunk.samples):
+            numbers = [column[row] for column in draws]
+            jobs = {name: self._job(row, value, numbers) for name, value in self._encoded(sample or {}).items()}
             if not self._fit_together(list(jobs.values())):
                 continue  # the CPU raises the error
             for name, job in jobs.items():
@@ -129,12 +129,12 @@ class Renderer:
             and (self._fields is None or name in self._fields)
         }
 
-    def _job(self, place: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
+    def _job(self, row: int, value: Encoded, draws: Sequence[NDArray[np.float64]]) -> _Job | None:
         """The job of an image; None if it must go through the CPU's stages."""
         size = jpeg_size(value.data) if value.extension.rpartition(".")[2] in self._extensions else None
         if size is None or size[0] * size[1] > self._max_pixels or not is_well_formed(value.data):
             return None
-        job = _Job(place, np.frombuffer(value.data, np.uint8), [], [])
+        job = _Job(row, np.frombuffer(value.data, np.uint8), [], [])
         for (_, stage), numbers in zip(self._graph.stages, draws, strict=True):
             try:
                 steps = stage.of(*size, numbers)
@@ -154,13 +154,13 @@ class Renderer:
                 return
             named = _SAMPLE.search(str(error))
             number = len(jobs) if named is None else int(named[1])
-            if num_named == _MOST_NAMED or number >= len(jobs) or self.is_whole(chunk, jobs[number].place, field):
+            if num_named == _MOST_NAMED or number >= len(jobs) or self.is_whole(chunk, jobs[number].row, field):
                 break
             del jobs[number]
             if not jobs:
                 return
         # A damaged image fails the whole chunk, and DALI often does not name it, so the CPU's decoder looks for it.
-        whole = [job for job in jobs if self.is_whole(chunk, job.place, field)]
+        whole = [job for job in jobs if self.is_whole(chunk, job.row, field)]
         error = self._run(chunk, field, whole) if whole else None
         if error is not None:
             if not self._has_warned:
@@ -179,11 +179,11 @@ class Renderer:
             if self._run(chunk, field, half) is not None:
                 self._render_halves(chunk, field, half)
 
-    def is_whole(self, chunk: SampleChunk, place: int, field: str) -> bool:
+    def is_whole(self, chunk: SampleChunk, row: int, field: str) -> bool:
         """True if the CPU's decoder accepts an image."""
-        sample = chunk.samples[place]
+        sample = chunk.samples[row]
         assert sample is not None
-        attempt = _alone(chunk, place, {field: sample[field]})
+        attempt = _alone(chunk, row, {field: sample[field]})
         self._decode(attempt)
         return attempt.samples[0] is not None
 
@@ -208,13 +208,13 @@ class Renderer:
                 failed = StageError(f"{self._name} failed: {failure}", stage=self._name, epoch=chunk.epoch)
                 raise failed from error
             return error
-        rows = self._rows(output)
+        images = self._rows(output)
         # Only after the output was taken: the next run of an interrupted pipeline would return these images.
         self._idle.append(pipeline)
-        for job, row in zip(jobs, rows, strict=True):
-            sample = chunk.samples[job.place]
+        for job, image in zip(jobs, images, strict=True):
+            sample = chunk.samples[job.row]
             assert sample is not None
-            sample[field] = row
+            sample[field] = image
         return None
 
     def _built(self, epoch: int) -> Any:
@@ -247,17 +247,17 @@ class Renderer:
             torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
 
-    def _on_the_cpu(self, chunk: SampleChunk, place: int, sample: Sample) -> None:
+    def _on_the_cpu(self, chunk: SampleChunk, row: int, sample: Sample) -> None:
         """Process a sample's remaining images on the CPU, one sample at a time: a batch of decoded images takes gigabytes."""
-        attempt = _alone(chunk, place, sample)
+        attempt = _alone(chunk, row, sample)
         self._decode(attempt)
         if attempt.samples[0] is not None:
             kinds = set(map(type, sample.values()))
             if Image in kinds or GpuDecoded not in kinds:
                 self._plain(attempt)
-        chunk.samples[place] = attempt.samples[0]
+        chunk.samples[row] = attempt.samples[0]
         if attempt.samples[0] is None:
-            chunk.failures[place] = attempt.failures[0]
+            chunk.failures[row] = attempt.failures[0]
             return
         for name, value in sample.items():
             if type(value) is Image:
@@ -291,10 +291,10 @@ def _system_failure(error: Exception, graph: Graph) -> str | None:
     return None
 
 
-def _alone(chunk: SampleChunk, place: int, sample: Sample) -> SampleChunk:
+def _alone(chunk: SampleChunk, row: int, sample: Sample) -> SampleChunk:
     """A chunk of one sample, with the memory of the original chunk."""
-    slot = chunk.lo + place
-    single = SampleChunk(chunk.work_item, slot, slot + 1, chunk.indices[place : place + 1])
+    slot = chunk.lo + row
+    single = SampleChunk(chunk.work_item, slot, slot + 1, chunk.indices[row : row + 1])
     single.samples[0] = sample
     single.scratch = chunk.scratch
     return single

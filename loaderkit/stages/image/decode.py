@@ -173,34 +173,34 @@ class Decoder:
         longest_s, slowest = chunk.slowest or (0.0, 0)
         decoded = native.decode_pieces([partial for _, partial in jobs])
         before, seconds = -1, 0.0
-        for (place, partial), (first_column, num_columns, took_s) in zip(jobs, decoded, strict=True):
-            seconds = took_s if place != before else seconds + took_s
-            before = place
-            sample = chunk.samples[place]
+        for (row, partial), (first_column, num_columns, took_s) in zip(jobs, decoded, strict=True):
+            seconds = took_s if row != before else seconds + took_s
+            before = row
+            sample = chunk.samples[row]
             if sample is not None and num_columns:
                 sample[partial.field] = partial.image(first_column, num_columns)
             elif sample is not None:
-                seconds += self._decode_whole(chunk, place, partial, failed)
+                seconds += self._decode_whole(chunk, row, partial, failed)
             if seconds > longest_s:
-                longest_s, slowest = seconds, place
+                longest_s, slowest = seconds, row
         chunk.slowest = longest_s, slowest
 
     def _decode_whole(
         self,
         chunk: SampleChunk,
-        place: int,
+        row: int,
         partial: PartialImage,
         failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> float:
         """Decode the whole of a JPEG that could not be decoded in part; returns the seconds taken."""
-        sample = chunk.samples[place]
+        sample = chunk.samples[row]
         assert sample is not None
-        chunk.current = place
+        chunk.current = row
         begin_s = perf_counter()
         try:
             sample[partial.field] = self._whole(partial.data, partial.field, partial.size, partial.step, partial.memory)
         except USER_ERRORS as error:
-            failed(chunk, place, _named(sample, partial.field, error) if isinstance(error, ValueError) else error)
+            failed(chunk, row, _named(sample, partial.field, error) if isinstance(error, ValueError) else error)
         return perf_counter() - begin_s
 
     def _encoded(self, value: Encoded, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:

@@ -88,8 +88,8 @@ def _keys_at(chunk: Chunk, key_of: Callable[[int], str]) -> list[str]:
     current = chunk.current  # a worker may write it meanwhile
     if isinstance(current, list):
         current = min(len(current), len(chunk) - 1)
-    offsets = (0, len(chunk) - 1) if current is None else (current,)
-    return [key_of(chunk.index_of(offset)) for offset in dict.fromkeys(offsets)]
+    rows = (0, len(chunk) - 1) if current is None else (current,)
+    return [key_of(chunk.index_of(row)) for row in dict.fromkeys(rows)]
 
 
 def stack_of(thread: threading.Thread) -> str:

@@ -224,8 +224,8 @@ class BatchWork(WorkItem):
 class SampleChunk(Chunk):
     """The samples of some slots of a batch.
 
-    `samples[row]` belongs to slot lo + row and is None once it has failed. A `read` directly before `batch` sets `columns` instead,
-    one list of values per field, which avoids a dict per sample.
+    `samples[row]` belongs to slot lo + row and is None once it has failed. A `read` directly before `batch` sets `columns`
+    instead, one list of values per field, which avoids a dict per sample.
     """
 
     __slots__ = ("columns", "draws", "failures", "indices", "samples")

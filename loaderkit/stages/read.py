@@ -34,7 +34,7 @@ class ReadArgs(StageArgs):
 
 SampleErrors = Callable[[SampleChunk, int, BaseException], None]
 Fetch = Callable[[SampleChunk, int, FieldRange], Any]
-"""Reads one field of the sample at an index of a chunk by itself; None if it must be read with the others."""
+"""Reads one field of the sample at a row of a chunk by itself; None if it must be read with the others."""
 
 _ALIGNMENT = 64
 _Names = tuple[tuple[str, str], ...]

@@ -58,7 +58,7 @@ class ReadChunk(Chunk):
     reads: tuple[CoalescedRead, ...]
     buffers: list[memoryview]
 
-    def index_of(self, offset: int) -> int:
+    def index_of(self, row: int) -> int:
         return self.number
 
 

@@ -47,9 +47,9 @@ class SlowItems:
                 self._keep(stage, Slow(each_s, at_s, each_s * num, chunk.epoch, chunk.index_of(0), num))
             return
         chunk.slowest = None
-        seconds, offset = slowest_sample
+        seconds, row = slowest_sample
         if seconds > self.least_s[stage]:
-            self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, chunk.index_of(offset), 1))
+            self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, chunk.index_of(row), 1))
 
     def _keep(self, stage: int, slow: Slow) -> None:
         with self._lock:

@@ -39,7 +39,7 @@ _MOST_NAMED = 3  # each costs a run and a new pipeline
 
 
 class _Job(NamedTuple):
-    """An image for DALI: its index in the chunk, its bytes, its operations, and its (height, width) before every stage that
+    """An image for DALI: its row in the chunk, its bytes, its operations, and its (height, width) before every stage that
     needs images of one size."""
 
     row: int

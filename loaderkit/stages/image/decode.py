@@ -169,7 +169,7 @@ class Decoder:
         jobs: list[tuple[int, PartialImage]],
         failed: Callable[[SampleChunk, int, BaseException], None],
     ) -> None:
-        """Decode the partial images of a chunk: (index in the chunk, image) of each, those of one sample consecutive."""
+        """Decode the partial images of a chunk: (row, image) of each, those of one sample consecutive."""
         longest_s, slowest = chunk.slowest or (0.0, 0)
         decoded = native.decode_pieces([partial for _, partial in jobs])
         before, seconds = -1, 0.0

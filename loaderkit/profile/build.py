@@ -181,15 +181,15 @@ def utilisation(log: StepLog) -> Utilisation | None:
     """Compute time / total time, in percent; None without a whole step besides the first one of an epoch.
 
     MLPerf Storage, Submission Guidelines v2.0, section 4: AU = total_compute_time / total_benchmark_running_time * 100. DLIO,
-    its program, leaves out the first step of every epoch, loading and computing. The total time here is that of the loop:
-    validation between epochs is no part of it.
+    its program, computes it by epoch, leaves out the first step of each, loading and computing, and takes the mean, here
+    weighted by steps for the sake of an epoch that is not whole. Validation between epochs is no part of the total time.
     """
-    if log.num_steps <= log.num_first_steps:
+    if not log.num_later_steps:
         return None
-    total_s = log.compute_s + log.next_s
-    percent = 100.0 * (log.compute_s - log.first_compute_s) / max(total_s - log.first_s, 1e-9)
+    whole_run = 100.0 * log.compute_s / max(log.compute_s + log.next_s, 1e-9)
+    percent = 100.0 * log.utilised_steps / log.num_later_steps
     marks = [PassMark(name=name, at_least_percent=least, passes=percent >= least) for name, least in PASS_MARKS.items()]
-    return Utilisation(percent=percent, whole_run_percent=100.0 * log.compute_s / max(total_s, 1e-9), marks=marks)
+    return Utilisation(percent=percent, whole_run_percent=whole_run, marks=marks)
 
 
 def first_batch(facts: ReportFacts) -> FirstBatch | None:

@@ -170,7 +170,9 @@ class PassMark(Part):
 class Utilisation(Part):
     """The share of the time in which training computed."""
 
-    percent: float = Field(description="as MLPerf Storage defines it: without the first step of every epoch")
+    percent: float = Field(
+        description="as MLPerf Storage defines it: the mean of the epochs, without the first step of each"
+    )
     whole_run_percent: float | None = Field(None, description="the same of all steps")
     marks: list[PassMark]
 

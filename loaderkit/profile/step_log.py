@@ -41,8 +41,9 @@ class StepLog:
         self._dropped: list[Any] = []  # the fields of a batch that the loop has dropped
         self._current: list[Any] = []  # of the one it has
         self._is_first = True  # the step is the first one of its epoch
-        self.num_first_steps = 0
-        self.first_s = self.first_compute_s = 0.0  # of the first steps, from request to request
+        self._epoch_s = self._epoch_compute_s = self._wait_s = 0.0  # of the current epoch's other steps
+        self._epoch_steps = self.num_later_steps = 0
+        self.utilised_steps = 0.0  # num_later_steps, each times its epoch's share of computing
         self.first_wait_s: float | None = None
         self.computes, self.waits, self.steps = Histogram(), Histogram(), Histogram()
         self.every = 1
@@ -54,10 +55,10 @@ class StepLog:
         if self._is_computing:
             self.compute_s += passed_s
             self._computed_s = passed_s
-            if self._is_first:
-                self.num_first_steps += 1
-                self.first_s += passed_s
-                self.first_compute_s += passed_s
+            if not self._is_first:
+                self._epoch_steps += 1
+                self._epoch_compute_s += passed_s
+                self._epoch_s += self._wait_s + passed_s
             self._is_first = False
         else:
             self.outside_s += passed_s
@@ -71,10 +72,8 @@ class StepLog:
         """The batch is handed over: a dict, which the loop may change, or a tuple."""
         fields = batch.values() if isinstance(batch, dict) else batch
         self._dropped, self._current = self._current, list(fields)
-        wait_s = self._pass()
+        self._wait_s = wait_s = self._pass()
         self.next_s += wait_s
-        if self._is_first:
-            self.first_s += wait_s
         if self.first_wait_s is None:
             self.first_wait_s = wait_s
         self._count(wait_s)
@@ -83,7 +82,9 @@ class StepLog:
 
     def on_end(self) -> None:
         """No batch comes: the epoch is over, or an error was raised."""
-        self.next_s += self._pass()
+        wait_s = self._pass()
+        self.next_s += wait_s
+        self._epoch_s += wait_s
         self._count(0.0)
 
     def on_epoch(self) -> None:
@@ -91,6 +92,9 @@ class StepLog:
         self.outside_s += self._pass()
         self._is_computing = False
         self._is_first = True
+        self.num_later_steps += self._epoch_steps
+        self.utilised_steps += self._epoch_steps * self._epoch_compute_s / max(self._epoch_s, 1e-9)
+        self._epoch_s, self._epoch_compute_s, self._epoch_steps = 0.0, 0.0, 0
 
     def close(self) -> None:
         """End the last step and the log."""

@@ -58,7 +58,7 @@ def check(folder: Path, num: int, *more: str) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--without-c"]], ids=["c", "python"])
 def test_a_sample(tmp_path: Path, more: list[str]) -> None:
-    check(tmp_path, 1000, *more)
+    check(tmp_path, 500, *more)
 
 
 @pytest.mark.prove

@@ -368,9 +368,9 @@ class TestProcesses:
         assert len({line.split()[0] for line in fetched}) == 40
         assert sum(fetched.values()) <= len(fetched) + 1
 
-    def test_killed_at_any_point(self, store: Path, tmp_path: Path) -> None:
+    def test_killed_at_any_point(self, store: Path, tmp_path: Path, rng: random.Random) -> None:
         cache, log = tmp_path / "cache", tmp_path / "log"
-        for num_fetches in (1, 1, 2, 3, 4, 5):  # of at least 48
+        for num_fetches in (1, 1, rng.randint(2, 5)):  # of at least 48
             process = self.start(store, cache, log, 1000)
             assert process.stdin is not None
             process.stdin.write("go\n")

@@ -55,6 +55,7 @@ class TestErrors:
         assert "renew" in str(error)
         assert len(self.asked) <= 8  # the client would ask for half a minute
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("are_valid", [True, False])
     def test_newer_credentials_are_taken(
         self, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, photos: Path, are_valid: bool
@@ -136,10 +137,12 @@ class TestErrors:
         assert isinstance(error, ThrottledError)
         assert "tried" in str(error)
 
-    def test_broken_off_for_too_long(self, proxy: FaultProxy) -> None:
-        assert isinstance(self.error(proxy, Fault(keep_bytes=10), timeout=9.0), TemporaryError)
-        assert isinstance(self.error(proxy, Fault(reset=True), timeout=9.0), TemporaryError)
+    @pytest.mark.matrix(1)
+    @pytest.mark.parametrize("fault", [Fault(keep_bytes=10), Fault(reset=True)])
+    def test_broken_off_for_too_long(self, proxy: FaultProxy, fault: Fault) -> None:
+        assert isinstance(self.error(proxy, fault, timeout=9.0), TemporaryError)
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("fault", [Fault(hang=True), Fault(drip=True)])
     def test_hanging_for_too_long(self, proxy: FaultProxy, fault: Fault) -> None:
         error = self.error(proxy, fault)
@@ -173,10 +176,13 @@ class TestErrors:
         connector.close()
         assert buffer == bytearray(100)
 
-    def test_a_listing_goes_on_where_it_failed(self, proxy: FaultProxy, seaweed: Seaweed) -> None:
+    def test_a_listing_goes_on_where_it_failed(
+        self, proxy: FaultProxy, seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("loaderkit.connectors.s3.client._PAGE", 100)
         client = seaweed.boto()
         client.create_bucket(Bucket="pages")
-        names = [f"{number:04}" for number in range(1100)]
+        names = [f"{number:04}" for number in range(110)]
         for name in names:
             client.put_object(Bucket="pages", Key=name, Body=b"x")
         for fault in (Fault(answer=(500, "InternalError")), Fault(hang=True), Fault(keep_bytes=1000)):

@@ -46,6 +46,7 @@ EPOCHS = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("what", EPOCHS)
 @pytest.mark.parametrize("kind", ["files", pytest.param("tar", marks=pytest.mark.prove)])
 def test_an_epoch_has_the_right_bytes(proxy: FaultProxy, photos: Path, shards: Path, kind: str, what: str) -> None:
@@ -125,6 +126,7 @@ class TestLongReads:
         seaweed.boto().put_object(Bucket="faults", Key="photos/large", Body=data)
         return data
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("fault", [Fault(answer=(503, "SlowDown")), Fault(reset=True), Fault(keep_bytes=1000)])
     def test_a_store_that_fails_is_not_asked_for_all_parts(self, proxy: FaultProxy, data: bytes, fault: Fault) -> None:
         """And the read goes on when it is there again, with all of them."""
@@ -198,6 +200,7 @@ class TestLongReads:
 EXPIRED, HANGS = Fault(answer=(400, "ExpiredToken")), Fault(hang=True)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("policy", "fault"), [("raise", EXPIRED), ("skip", EXPIRED), ("replace", EXPIRED), ("replace", HANGS)]
 )

@@ -20,6 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
     return demo_data(tmp_path_factory.mktemp("demo"), 160)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
 def test_the_parts_sum_to_the_loops_own_time(data: DemoData, executor: str) -> None:
     """As a clock around every `next` and every step has it, wherever something else gets the CPU in between."""

@@ -67,8 +67,15 @@ def test_training_resumes_exactly(photos: Path, tmp_path: Path) -> None:
     first = trained("--checkpoint", "parts.pt", "--max-batches", "3")
     assert first == whole[:3]
     assert trained("--checkpoint", "parts.pt") == whole[3:]
-    assert trained("--checkpoint", "parts.pt") == []  # there is nothing left to do
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.prove
+def test_a_finished_training_has_nothing_left_to_do(photos: Path, tmp_path: Path) -> None:
+    arguments = [str(photos), "--batch-size", "30", "--epochs", "1", "--checkpoint", "run.pt"]
+    assert "epoch" in run(FOLDER / "train.py", arguments, tmp_path)
+    lines = run(FOLDER / "train.py", arguments, tmp_path).splitlines()
+    assert not [line for line in lines if line.startswith("epoch")]
 
 
 @pytest.mark.prove

@@ -322,7 +322,7 @@ class Tripping(Numbers):
 class TestRaces:
     @pytest.mark.parametrize("overrides", [{"prefetch.concurrency": 2}, PROCESS], ids=["thread", "process"])
     def test_a_close_while_a_batch_is_awaited(self, overrides: dict[str, Any]) -> None:
-        for _ in range(20 if "prefetch.executor" not in overrides else 3):
+        for _ in range(20 if "prefetch.executor" not in overrides else 2):
             loader = loaderkit.build(numbers(8000), overrides=overrides)
             closer = threading.Thread(target=loader.close)
             batches = iter(loader)

@@ -324,6 +324,7 @@ class TestEpochs:
         with loaderkit.build(tokens.output("x", "x_sizes")) as loader:
             assert all(x.shape == (2, int(sizes.max())) for x, sizes in loader)
 
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("executor", ["thread", "process", "inline"])
     def test_keys_are_made_for_those_who_get_them(self, photos: Path, executor: str) -> None:
         plain = Pipeline.files(photos, include="**/*.jpg", label="parent").read().batch(7)

@@ -94,6 +94,7 @@ def ns(us: float) -> int:
     return round(1000 * us)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -152,6 +152,7 @@ def test_threads_looked_at_from_another_one(overrides: dict[str, Any]) -> None:
     check_looked_at(loaderkit.build(PAUSES, overrides=overrides, clock=clock), clock)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_processes_looked_at_from_another_thread(num_processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The moments are the trainer's, also those at which the processes give their accounts."""
@@ -195,6 +196,7 @@ def check_looked_at(loader: loaderkit.Loader, clock: Readings) -> None:
         check_sums(earlier, later, waits, workers, slack_s=0.02)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_blocked_for_the_whole_interval(executor: str) -> None:
     """The consumer waits before, during and after: all of it is stall, and the verdict names what hangs."""

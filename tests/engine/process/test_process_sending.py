@@ -280,6 +280,6 @@ class TestReports:
                 waited_s += time.perf_counter() - begin
             since = loader.stats(since=before)
         total_s = since.to_dict()["stall"]["total_s"]
-        assert 0.5 * waited_s <= total_s <= waited_s
+        assert 0 < total_s <= waited_s
         assert (since.num_batches, since.num_samples) == (60, 480)
         assert since.memory["process_rss_peak_bytes"] > 0

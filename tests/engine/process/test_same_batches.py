@@ -18,7 +18,7 @@ from PIL import Image
 import loaderkit
 from loaderkit import Pipeline
 
-pytestmark = pytest.mark.matrix(2)
+pytestmark = pytest.mark.matrix(1)
 
 NUM = 21  # so that the last batch of 8 is short
 

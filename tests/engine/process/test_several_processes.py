@@ -139,7 +139,7 @@ def compute(sample: dict[str, Any]) -> None:
 
 
 def take_a_while(sample: dict[str, Any]) -> None:
-    threading.Event().wait(0.002)  # the delay is the bottleneck that is to be found
+    threading.Event().wait(0.008)  # the delay is the bottleneck that is to be found
 
 
 def two(pipeline: Pipeline, **overrides: Any) -> loaderkit.Loader:
@@ -182,12 +182,6 @@ class TestLiving:
             memory = loader.stats().memory
             assert num_open(loader) <= 4
             assert memory["allocated_bytes"] <= (4 + 2 * 2) * memory["slab_bytes"]
-
-    def test_no_more_is_read_ahead_than_asked_for(self) -> None:
-        with two(numbers(800), **{"prefetch.batches": 5}) as loader:
-            next(iter(loader))
-            wait_for(lambda: num_open(loader) == 5)
-            assert loader.stats().stages[0].num_items <= 8 * 6 + 2
 
     def test_behind_a_seek_all_go_on_at_once(self) -> None:
         """What was read ahead for nothing leaves the budget of those, too, whose turn it is not."""
@@ -252,12 +246,14 @@ class TestSizes:
             assert tuning.concurrency % 5 == 0
 
     def test_before_it_starts(self) -> None:
+        """And no more is read ahead than asked for."""
         with two(numbers(800)) as loader:
             loader.resize("read", workers=4)
-            loader.resize(batches=6)
+            loader.resize(batches=5)
             next(iter(loader))
             wait_for(lambda: loader.stats().stages[0].workers == 4)
-            wait_for(lambda: num_open(loader) == 6)
+            wait_for(lambda: num_open(loader) == 5)
+            assert loader.stats().stages[0].num_items <= 8 * 6 + 2
 
 
 class TestAccounts:
@@ -323,9 +319,9 @@ class TestAccounts:
                 assert (since.num_batches, since.num_samples) == (3, 24)
 
     def test_stalls_are_charged_to_the_stage(self) -> None:
-        with two(Pipeline.dataset(Numbers(400)).read().call(take_a_while).batch(8)) as loader:
+        with two(Pipeline.dataset(Numbers(200)).read().call(take_a_while).batch(8)) as loader:
             for number, _ in enumerate(loader):
-                if number == 9:
+                if number == 4:
                     before = loader.stats()
             stall = loader.stats(since=before).to_dict()["stall"]
         assert stall["by_stage"]["call"] > 0.5 * stall["total_s"]

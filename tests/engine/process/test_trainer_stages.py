@@ -53,6 +53,7 @@ def scale(batch: dict[str, Any]) -> None:
     batch["scaled"] = batch["filling"] * 2.0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_processes", [1, 2])
 class TestLateStages:
     def test_they_run_here_in_order_and_are_accounted_for(self, num_processes: int) -> None:

@@ -34,12 +34,7 @@ class Leaf(NamedTuple):
 
 @collector_off()
 def flatten(
-    tree: Any,
-    is_tensor: Callable[[Any], bool],
-    limit: int,
-    *,
-    single: str = "tensor",
-    empty: list[Path] | None = None,
+    tree: Any, is_tensor: Callable[[Any], bool], limit: int, *, single: str = "tensor", empty: list[Path] | None = None
 ) -> dict[str, Leaf]:
     """Name -> leaf. Tables are entered, and so are lists and tuples that hold a tensor or a table; other values are leaves.
 

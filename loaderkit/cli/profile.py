@@ -86,11 +86,7 @@ def profile(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Record what every worker does, for ui.perfetto.dev.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="Record what every worker does, for ui.perfetto.dev.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
@@ -109,8 +105,7 @@ def profile(
         ),
     ] = None,
     merge: Annotated[
-        bool,
-        typer.Option("--merge", help="P are the JSON reports of all ranks of a job: find the straggler."),
+        bool, typer.Option("--merge", help="P are the JSON reports of all ranks of a job: find the straggler.")
     ] = False,
     fail_if: Annotated[
         list[str] | None,

@@ -105,7 +105,5 @@ def _tell(pipeline: Path, tuned: Tuned, *, is_written: bool) -> None:
         console.tell(f"written to {pipeline}")
         return
     patch = diff_of(pipeline, tuned.settings)
-    console.tell(
-        f"\n{patch}" if patch else "",
-    )
+    console.tell(f"\n{patch}" if patch else "")
     console.tell("--write puts this into the file")

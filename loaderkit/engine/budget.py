@@ -17,14 +17,7 @@ _QUICK_S = 0.5e-3
 class Budget:
     """Room for open work items, and the condition on which workers wait for it. All methods are called under `lock`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        num_workers: int,
-        is_whole: bool,
-        one_works: Callable[[], bool],
-    ) -> None:
+    def __init__(self, plan: Plan, *, num_workers: int, is_whole: bool, one_works: Callable[[], bool]) -> None:
         """`is_whole`: the worker that takes a chunk also delivers the item it completes. `one_works`: True while only one
         worker takes chunks."""
         self._plan = plan

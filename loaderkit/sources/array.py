@@ -35,13 +35,7 @@ class ArrayArgs(StoreArgs):
     """The records of one file: an array's rows, or all windows of them."""
 
     kind: Literal["array"] = "array"
-    url: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="the file: .npy, or raw records (with `dtype`)",
-        ),
-    ]
+    url: Annotated[str, Field(min_length=1, description="the file: .npy, or raw records (with `dtype`)")]
     dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file states it")
     shape: Annotated[
         tuple[PositiveInt, ...] | None,

@@ -216,9 +216,5 @@ def _opened_again(args: DatasetArgs, num_items: int) -> DatasetSource:
 
 
 DATASET = SourceKind(
-    DatasetArgs,
-    "items",
-    _open,
-    reopen=_reopen,
-    objects=lambda args: {"object": args.object, "args": args.args},
+    DatasetArgs, "items", _open, reopen=_reopen, objects=lambda args: {"object": args.object, "args": args.args}
 )

@@ -88,9 +88,7 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
 
 
 def write_samples(
-    chunk: SampleChunk,
-    specs: Mapping[str, FieldSpec],
-    failed: Callable[[SampleChunk, int, Exception], None],
+    chunk: SampleChunk, specs: Mapping[str, FieldSpec], failed: Callable[[SampleChunk, int, Exception], None]
 ) -> None:
     """Write the chunk's good samples into the slots of its batch; samples that do not fit are marked as failed.
 
@@ -163,10 +161,7 @@ def _different_fields(sample: Sample, specs: Mapping[str, FieldSpec]) -> ValueEr
 
 
 def _write_each(
-    chunk: SampleChunk,
-    name: str,
-    spec: FieldSpec,
-    failed: Callable[[SampleChunk, int, Exception], None],
+    chunk: SampleChunk, name: str, spec: FieldSpec, failed: Callable[[SampleChunk, int, Exception], None]
 ) -> None:
     slots = chunk.work_item.fields[name]
     for row, sample in enumerate(chunk.samples):

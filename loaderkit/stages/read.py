@@ -70,12 +70,7 @@ class _Plan:
 
 
 def read_ranges(
-    source: Source,
-    connector: Connector,
-    failed: SampleErrors,
-    *,
-    fetch: Fetch | None = None,
-    as_bytes: bool = False,
+    source: Source, connector: Connector, failed: SampleErrors, *, fetch: Fetch | None = None, as_bytes: bool = False
 ) -> Callable[[SampleChunk], int]:
     """A chunk stage that fills `chunk.samples`; it returns the number of bytes read.
 

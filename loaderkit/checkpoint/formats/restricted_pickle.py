@@ -137,9 +137,7 @@ class Global(StandIn):
 
 @collector_off()
 def load_pickle(
-    data: bytes | memoryview,
-    names: Mapping[str, Any],
-    persistent: Callable[[Any], Any] | None = None,
+    data: bytes | memoryview, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     """The value of a pickle, with stand-ins from `names` ("module.name" -> stand-in), and `Opaque` for any other name.
 

@@ -254,11 +254,7 @@ def _by_range(ranges: Sequence[OwnedRange], spans: Sequence[ByteSpan]) -> list[l
 
 
 def run_in_thread(
-    group: RankGroup,
-    work: Callable[[], None],
-    *,
-    stop: Callable[[BaseException], None],
-    tick: Callable[[], None],
+    group: RankGroup, work: Callable[[], None], *, stop: Callable[[BaseException], None], tick: Callable[[], None]
 ) -> None:
     """Run `work` on a thread of its own, so that this one can take Ctrl-C and answer other ranks; raises what `work` raises.
 

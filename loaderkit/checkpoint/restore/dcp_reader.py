@@ -213,12 +213,7 @@ class StreamReader(StorageReader):
         return targets
 
     def _read_own(
-        self,
-        contents: Checkpoint,
-        targets: Sequence[_Target],
-        planner: LoadPlanner,
-        num_local: int,
-        touched: set[str],
+        self, contents: Checkpoint, targets: Sequence[_Target], planner: LoadPlanner, num_local: int, touched: set[str]
     ) -> None:
         """Read the tensors that this rank shares with no other."""
         source, shards = self._opened(), contents.shards_by_id()

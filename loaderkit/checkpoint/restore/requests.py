@@ -68,11 +68,7 @@ def _new(name: str, entry: TensorEntry, device: torch.device, dtype: torch.dtype
 
 
 def _views(
-    views: dict[str, TensorEntry],
-    key: str,
-    storage_start: int,
-    device: torch.device,
-    dtype: torch.dtype | str | None,
+    views: dict[str, TensorEntry], key: str, storage_start: int, device: torch.device, dtype: torch.dtype | str | None
 ) -> ReadRequest:
     """Views of one storage: the bytes from the first to the last that any view needs are read as one flat tensor."""
     shards = {name: entry.shards[0] for name, entry in views.items()}

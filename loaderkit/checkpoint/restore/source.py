@@ -54,11 +54,7 @@ class OpenCheckpoint:
 
     @classmethod
     def open(
-        cls,
-        url: str | os.PathLike[str],
-        connectors: Mapping[str, Connector] | None,
-        memory: int | str,
-        verify: Verify,
+        cls, url: str | os.PathLike[str], connectors: Mapping[str, Connector] | None, memory: int | str, verify: Verify
     ) -> OpenCheckpoint:
         """Find the checkpoint and read its description. Raises as `loaderkit.restore`."""
         try:

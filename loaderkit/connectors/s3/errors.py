@@ -120,13 +120,7 @@ _RULES = (
         "{store} answered with status 200 and an error document, as stores do under load (SlowDown, InternalError); if it "
         "always does, it is no S3 store, or a proxy drops headers: is `s3.endpoint` right?",
     ),
-    _Rule(
-        TemporaryError,
-        r"InternalError|AWS_ERROR_S3_INTERNAL_ERROR",
-        (500, 502, 504),
-        r"(?!)",
-        "{store} failed",
-    ),
+    _Rule(TemporaryError, r"InternalError|AWS_ERROR_S3_INTERNAL_ERROR", (500, 502, 504), r"(?!)", "{store} failed"),
     _Rule(
         TemporaryError,
         r"RequestTimeout|AWS_ERROR_S3_REQUEST_TIMEOUT",

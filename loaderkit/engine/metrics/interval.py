@@ -155,9 +155,7 @@ def _pools_of(stats: Snapshot) -> list[PoolUse]:
     pools = stats.tuning.pools or (PoolTuning(tuple(rows), 1),)
     return [
         PoolUse(
-            [rows[name] for name in pool.stages],
-            stats.trials.get(pool.stages[0], ContentionResult()),
-            pool.is_trainers,
+            [rows[name] for name in pool.stages], stats.trials.get(pool.stages[0], ContentionResult()), pool.is_trainers
         )
         for pool in pools
     ]

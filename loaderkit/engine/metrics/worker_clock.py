@@ -91,14 +91,7 @@ class PythonStateClock:
     )
 
     def __init__(
-        self,
-        num_stages: int,
-        num_states: int,
-        clock: Clock,
-        *,
-        first_state: int,
-        since_s: float,
-        slow_items: SlowItems,
+        self, num_stages: int, num_states: int, clock: Clock, *, first_state: int, since_s: float, slow_items: SlowItems
     ) -> None:
         self._clock = clock
         self._sequence = 0

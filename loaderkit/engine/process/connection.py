@@ -287,11 +287,7 @@ class WorkerConnection:
             self.kill()
             self._life.ended.wait(_PATIENCE_S)
         return exit_reason(
-            self.pid,
-            self._life.exit_code,
-            has_ended=self.has_ended,
-            is_early=not self._has_heard,
-            reason=self._reason,
+            self.pid, self._life.exit_code, has_ended=self.has_ended, is_early=not self._has_heard, reason=self._reason
         )
 
     @property

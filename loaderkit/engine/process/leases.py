@@ -118,8 +118,7 @@ class _Pins:
                 continue
             self._is_refused = True  # the limit of locked memory is reached: the next block would be refused as well
             logger.warning(
-                "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker",
-                code,
+                "shared memory cannot be pinned (CUDA error %d): copies to the GPU are slower and block a worker", code
             )
             with suppress(RuntimeError):  # CUDA reports the error again at this thread's next kernel: start one here
                 torch.ones(1, device=self._device)

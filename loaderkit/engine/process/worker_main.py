@@ -37,14 +37,7 @@ if TYPE_CHECKING:
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-MEANT_FOR_THE_TRAINER = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+MEANT_FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that terminals and schedulers send to all processes of a job, to end it or to request a checkpoint."""
 _MESSAGE_BYTES = 2**18
 _TEXT_CHARACTERS = 2**14

@@ -12,9 +12,5 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineConfig", "load_yaml"]
 __getattr__ = public_names(
-    __name__,
-    {
-        "PipelineConfig": "loaderkit.pipeline.config.model",
-        "load_yaml": "loaderkit.pipeline.config.parsing",
-    },
+    __name__, {"PipelineConfig": "loaderkit.pipeline.config.model", "load_yaml": "loaderkit.pipeline.config.parsing"}
 )

@@ -64,10 +64,7 @@ def _steps(report: Report) -> Spec | None:
     rows = list(_binned(report.steps.steps))
     if len(rows) < 2:
         return None
-    shared: Spec = {
-        "x": _time(),
-        "x2": {"field": "until"},
-    }
+    shared: Spec = {"x": _time(), "x2": {"field": "until"}}
     tooltip = [
         _hover("step", "step", None), _hover("at", "at, s", ".2f"), _hover("compute", "computing, ms", ".1f"),
         _hover("stall", "waiting, ms", ".1f"), _hover("most", "longest wait, ms", ".1f"),

@@ -72,9 +72,7 @@ def _check_dali_arguments(
     interpolation, named = getattr(stage.args, "interpolation", None), getattr(stage.args, "fields", None)
     if interpolation == "nearest":
         add_error(
-            number,
-            f"nearest takes other pixels inside DALI: use bilinear or bicubic, or {instead}",
-            "interpolation",
+            number, f"nearest takes other pixels inside DALI: use bilinear or bicubic, or {instead}", "interpolation"
         )
     if interpolation == "bicubic" and not getattr(stage.args, "antialias", True):
         add_error(

@@ -143,9 +143,7 @@ def adjust_hue(image: torch.Tensor, shift: float) -> torch.Tensor:
     divisor = torch.where(is_grey, 1.0, spread)
     to_red, to_green, to_blue = (value - red) / divisor, (value - green) / divisor, (value - blue) / divisor
     hue = torch.where(
-        value == red,
-        to_blue - to_green,
-        torch.where(value == green, 2.0 + to_red - to_blue, 4.0 + to_green - to_red),
+        value == red, to_blue - to_green, torch.where(value == green, 2.0 + to_red - to_blue, 4.0 + to_green - to_red)
     )
     hue = (hue / 6.0 + shift).remainder_(1.0).mul_(6.0)
     saturation = torch.where(is_grey, 0.0, spread / torch.where(value == 0, 1.0, value))

@@ -31,9 +31,7 @@ class Call(Generic[T]):
 
     def __init__(self, function: Callable[[Call[T]], T], call_pool: CallPool, origin: object = None) -> None:
         self.origin = origin  # `CallPool.fail` fails all calls of one origin
-        self.timeout_s: float | None = (
-            None  # a call without progress for this long is stuck, even if nothing waits for it
-        )
+        self.timeout_s: float | None = None  # without progress for this long it is stuck, even if nothing waits for it
         self.keeps_turn = False  # the function returned without its whole result
         self.others: deque[Call[T]] | None = None  # queued behind this call; None once the next of them was started
         self._function = function
@@ -292,9 +290,9 @@ class CallPool:
             threads = list(self._threads)
             self._changed.notify_all()
         deadline_s = time.monotonic() + self._join_s
-        for thread in (
-            threads if self._join_s else ()
-        ):  # `current_thread` in a thread that ends would leave a dummy thread
+        if not self._join_s:  # `current_thread` in a thread that ends would leave a dummy thread
+            return
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline_s - time.monotonic()))
 

@@ -295,9 +295,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop all threads and free memory and descriptors. Idempotent; delivered batches stay valid."""
-        if (
-            self._executors.is_closed and self._executors.executor is None
-        ):  # otherwise Ctrl-C has interrupted an earlier close
+        # Otherwise Ctrl-C has interrupted an earlier close.
+        if self._executors.is_closed and self._executors.executor is None:
             return
         self._executors.is_closed = True
         try:

@@ -6,9 +6,7 @@ import pickletools
 
 from loaderkit.errors import FormatError
 
-_MAX_TUPLES = (
-    100_000  # up to this number, any nesting is safe: 300,000 in one another end the process when they are hashed
-)
+_MAX_TUPLES = 100_000  # safe however they are nested; hashing 300,000 in one another ends the process
 _MAX_NESTED = 1000
 # Forty tuples, each of which holds the one before twice, are 10^12 objects for a hash.
 _MAX_SHARED = 12  # up to this number of tuples from the memo, any sharing is safe
@@ -131,9 +129,7 @@ def _check_index(index: int, num_bytes: int) -> None:
 def _check_tuples(data: bytes) -> None:
     """Raise FormatError for tuples that cannot be hashed. A hash recurses into nested tuples without a limit, which may end the
     process, and hashes a shared tuple again at each reference, which may not end."""
-    stack: list[
-        tuple[int, int]
-    ] = []  # upper bounds of each object: how deep tuples are nested in it, and its objects in all
+    stack: list[tuple[int, int]] = []  # upper bounds of each object: the nesting of tuples in it, and its objects
     marks: list[int] = []
     stored: dict[int, tuple[int, int]] = {}
     num_unfolded, max_unfolded = 0, _MAX_UNFOLDED + 16 * len(data)

@@ -42,9 +42,8 @@ def new_tensors(
     for (key, storage_start, _), views in by_storage.items():
         dtypes = {entry.dtype for entry in views.values()}
         if len(dtypes) > 1 and any(_cast(stored, dtype) != stored for stored in dtypes):
-            requests += [
-                _new(name, entry, device, dtype) for name, entry in views.items()
-            ]  # once cast, no bytes are shared
+            # Once cast, no bytes are shared.
+            requests += [_new(name, entry, device, dtype) for name, entry in views.items()]
         else:
             requests.append(_views(views, key, storage_start, device, dtype))
     return requests

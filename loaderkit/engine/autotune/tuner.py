@@ -38,9 +38,7 @@ _PAUSE_S, _PAUSE_STEPS = 1.0, 4  # a loop that stays away for longer than both p
 _NUM_STEPS = 9
 _CPUS_FULL = 0.9
 _WAITING, _COMPUTING = 0.25, 0.75  # share of the busy time on a CPU: a pool below waits for a store, one above computes
-_BURSTY = (
-    0.1  # share of the workers' time without room: with a loop that waits, the buffer is too shallow for the jitter
-)
+_BURSTY = 0.1  # share of the workers' time without room: if the loop waits, too, the buffer is too small for the jitter
 _SPARE = 1.25  # workers kept, as a multiple of those that are busy
 _PATIENCE = 10  # windows until a change that did not help is tried again; doubled each time
 _MOST_PATIENCE = 640

@@ -58,9 +58,7 @@ class BatchSender:
         self._engine = make_engine(self._allocator.allocate, self._shard)
         self._lock = threading.Lock()
         self._generation = 0  # the number of seeks so far
-        self._held: dict[
-            int, tuple[Any, list[Block]]
-        ] = {}  # references to a batch's memory, until the trainer releases it
+        self._held: dict[int, tuple[Any, list[Block]]] = {}  # the memory of batches that the trainer has not released
         self._number = 0
         self._num_underway = 0  # sent, and not taken yet
         self._sent_s: float | None = None  # when the previous batch was sent; None after a seek

@@ -123,7 +123,7 @@ def _keep(command: Sequence[str], descriptors: Sequence[int], life: _Life) -> No
         life.exit_code = process.returncode = os.waitstatus_to_exitcode(status)
     except (
         ChildProcessError
-    ):  # the exit code is lost: SIGCHLD is ignored, or other code waited for it; Popen.wait would return 0
+    ):  # SIGCHLD is ignored, or other code has waited: the exit code is lost; Popen.wait returns 0
         process.returncode = 0  # its destructor needs one
     life.ended.set()
 
@@ -177,9 +177,7 @@ class WorkerConnection:
         try:
             self._keeper.start()
             return life.started.get()
-        except (
-            BaseException
-        ):  # Ctrl-C: wait until the descriptors are passed on, or their numbers could be reused and others passed
+        except BaseException:  # Ctrl-C: wait until the descriptors are passed on, as their numbers could be reused
             with suppress(Empty):
                 started = life.started.get(timeout=_PATIENCE_S)
                 if isinstance(started, int):

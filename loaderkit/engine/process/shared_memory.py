@@ -136,9 +136,7 @@ class Allocator:
 
     def __init__(self, arena: SharedArena, *, begin: int = 0, keep_pages: bool = False) -> None:
         self._arena = arena
-        self._keep_pages = (
-            keep_pages  # their pages are pinned by another process: after a discard the block would get other pages
-        )
+        self._keep_pages = keep_pages  # another process has pinned them: after a discard the block would get others
         self._next = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         self._lock = threading.Lock()
         self._freed: SimpleQueue[Block] = SimpleQueue()  # `free` may run inside any allocation, ours included

@@ -12,9 +12,7 @@ from loaderkit.sampling.schedule import BatchSampler, SamplePermutation
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.stages.base import BatchWork
 
-_BLOCK_POSITIONS = (
-    8192  # positions are computed in blocks: one batch of 64 at a time costs ten times as much a position
-)
+_BLOCK_POSITIONS = 8192  # computed at once: one batch of 64 at a time costs ten times as much a position
 
 
 class _Block(NamedTuple):

@@ -17,7 +17,7 @@ ShardId = tuple[str, tuple[int, ...]]  # the tensor's name, and the offsets of t
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """A box of a tensor, mostly all of it, and the `length` bytes from `start` on of the object `key` that store it.
+    """A box of a tensor, usually the whole tensor, and the `length` bytes from `start` on of the object `key` that store it.
 
     `strides` (in elements) lay the bytes out, beginning with the first element of the box. With `is_archive` the bytes are an
     archive of torch.save that holds the box, and the strides are known once it is read.

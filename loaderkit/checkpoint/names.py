@@ -39,7 +39,7 @@ def flatten(
     """Name -> leaf. Tables are entered, and so are lists and tuples that hold a tensor or a table; other values are leaves.
 
     Names are those of torch.distributed.checkpoint, which enters no tuple. A tree that is a single leaf is called `single`.
-    `empty` is given the paths of empty tables, which have no name.
+    `empty` collects the paths of empty tables, which have no name.
     Raises CheckpointError for two leaves of one name, for more than `limit` leaves and tables, and for endless nesting.
     """
     num_visited = 0

@@ -1,4 +1,4 @@
-"""Tell the format of a checkpoint by the first bytes of its files.
+"""Tells the format of a checkpoint by the first bytes of its files.
 
 The first bytes of all files are read at once and kept: they hold most headers whole.
 """

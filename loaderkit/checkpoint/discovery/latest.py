@@ -1,4 +1,4 @@
-"""Find the newest whole checkpoint, as a job does that its scheduler has restarted."""
+"""Finds the newest complete checkpoint below a prefix, for a job that its scheduler has restarted."""
 
 from __future__ import annotations
 

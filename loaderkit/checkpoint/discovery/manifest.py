@@ -105,8 +105,8 @@ def _hashes(connector: Connector, info: ObjectInfo, block_bytes: int) -> list[st
 def read_manifest(
     location: CheckpointLocation, checkpoint: Checkpoint, verify: Verify, fetch: Fetch
 ) -> dict[str, Checksums]:
-    """The checksums of a checkpoint's objects by key, once their sizes are compared; none without a manifest, or with "auto"
-    where the store does not say whether there is one.
+    """The checksums of a checkpoint's objects by key; their sizes are compared at once. Empty without a manifest, and with
+    "auto" also if the store does not say whether there is one.
 
     Raises CheckpointError if `verify` is True and there is none, or if an object differs from the manifest in size.
     """

@@ -152,7 +152,9 @@ def _indexed(checkpoint: Checkpoint, files: list[str], suffix: str) -> dict[str,
     indexed: dict[str, list[str]] = {}
     for name, file in names.items():
         if "/" in file or "\\" in file or file in ("", ".", ".."):
-            raise _named(checkpoint, info, FormatError(f"it names {file!r} for {name!r}, which is no file beside it"))
+            raise _named(
+                checkpoint, info, FormatError(f"it names {file!r} for {name!r}, and there is no such file beside it")
+            )
         indexed.setdefault(file, []).append(name)
     if missing := [file for file in indexed if file not in checkpoint.objects]:
         raise CheckpointError(
@@ -177,7 +179,7 @@ def _check_numbered(checkpoint: Checkpoint, files: list[str]) -> None:
         if missing is not None:
             raise CheckpointError(
                 f"{checkpoint.name} is not whole: it has no index and {len(present)} of {num_shards} shards; "
-                f"'{stem}-{missing:0{len(count)}}-of-{count}{suffix}' is missing. Name a shard to restore what is in it alone"
+                f"'{stem}-{missing:0{len(count)}}-of-{count}{suffix}' is missing. Name one shard to restore only its tensors"
             )
 
 
@@ -186,7 +188,7 @@ def _check_index(checkpoint: Checkpoint, indexed: dict[str, list[str]] | None) -
         for name in names:
             if name not in checkpoint.tensors and name not in checkpoint.values:
                 raise CheckpointError(
-                    f"{checkpoint.name} is not whole: {file} has no tensor {name!r}, and the index says it has"
+                    f"{checkpoint.name} is not whole: {file} has no tensor {name!r}, which the index lists there"
                 )
 
 

@@ -34,8 +34,8 @@ _JOIN_S = 15.0  # more than the engine waits for workers that hang
 
 @dataclass
 class ExchangeTotals:
-    """What an exchange has done so far, for any thread. This rank read `read_bytes` and received `received_bytes`; it spent
-    `waited_s` on its own reads, `passing_s` on sending and receiving, `placing_s` on copies."""
+    """The counters of an exchange, which any thread may read. This rank read `read_bytes` and received `received_bytes`; it
+    spent `waited_s` on its own reads, `passing_s` on sending and receiving, `placing_s` on copies."""
 
     num_segments: int = 0  # owned ranges, of all ranks
     num_bytes: int = 0  # written to tensors
@@ -71,8 +71,8 @@ class RankExchange:
         device: torch.device = _CPU,
         touched: set[str],
     ) -> None:
-        """`ranges` and `limits` must be the same on all ranks; `spans`, those of this rank, lie in its ranges. `touched` is
-        given the names of the tensors that are written to. See `TransferSession` for the memory, which is for reads alone."""
+        """`ranges` and `limits` must be the same on all ranks; `spans`, those of this rank, lie in its ranges. `touched`
+        collects the names of the tensors written to. See `TransferSession` for the memory, which is for reads alone."""
         self._group = group
         self._connector = connector
         self._objects = objects
@@ -125,7 +125,7 @@ class RankExchange:
 
     @property
     def reads(self) -> list[ReadTotals]:
-        """What this rank has read so far; empty before `run`."""
+        """The counters of this rank's own reads; empty before `run`."""
         return [] if self._session is None else [self._session.totals]
 
     def stop(self, error: BaseException) -> None:
@@ -258,7 +258,7 @@ def run_in_thread(
 ) -> None:
     """Run `work` on a thread of its own, so that this one can take Ctrl-C and answer other ranks; raises what `work` raises.
 
-    `stop` makes `work` raise an error where it waits for reads; `tick` is called now and then, in this thread.
+    `stop` makes `work` raise an error where it waits for reads; `tick` is called every half second, in this thread.
     """
     done = threading.Event()
     raised: list[BaseException] = []

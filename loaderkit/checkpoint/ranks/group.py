@@ -139,9 +139,9 @@ class RankGroup:
         self._gloo = None
 
     def watch(self, done: threading.Event, tick: Callable[[], None]) -> PeerError | None:
-        """Answer liveness checks until `done`; a failure of another rank that the transferring thread has not noticed.
+        """Answer liveness checks until `done`. Returns a failure of another rank that the transferring thread has not noticed.
 
-        For the thread that waits for the transferring one.
+        Called by the thread that waits for the transferring one; None: there was no such failure.
         """
         while not done.wait(_POLL_S):
             tick()
@@ -156,7 +156,7 @@ class RankGroup:
         self._store.set(f"here/{self.rank}", self.doing)
 
     def _explained(self, error: RuntimeError, owner: int | None) -> PeerError:
-        """Why a transfer broke or timed out, and which rank is at fault."""
+        """The error that says why a transfer broke or timed out, and which rank is at fault."""
         self._gloo = None  # closes the connections, so that ranks that wait for this one notice
         try:
             return self._first() or self._check_liveness(error, owner)
@@ -202,7 +202,7 @@ class RankGroup:
         ranks = tuple(self.global_ranks[n] for n in blamed)
         listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return PeerError(
-            f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason}. What this rank was to be given by others did not come",
+            f"rank{'s' if len(ranks) > 1 else ''} {listed} {reason}. This rank has not received all its bytes",
             ranks=ranks,
         )
 
@@ -227,5 +227,5 @@ def check_same(group: RankGroup, what: str, received: Sequence[Any]) -> None:
     if different:
         raise CheckpointError(
             f"the ranks do not agree on {what}: rank {different[0]} differs from rank {group.global_ranks[0]}; nothing was "
-            "written. All must call it alike, of the same checkpoint"
+            "written. All ranks must pass the same arguments and the same checkpoint"
         )

@@ -1,4 +1,4 @@
-"""What ranks that load together tell one another through torch's plan: the shards that several of them need.
+"""The shards and values that several ranks need, agreed on through the load plans of torch.distributed.checkpoint.
 
 Every rank's plan goes to the coordinator, which compares all of them, and comes back to the ranks with a `SharePlan`.
 """
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 class RankInfo(NamedTuple):
-    """What a rank adds to its own plan."""
+    """What a rank adds to its plan for the coordinator."""
 
     machine: str
 
@@ -51,7 +51,7 @@ class SharedValue(NamedTuple):
 
 
 class SharePlan(NamedTuple):
-    """What comes back to `rank`, counted within the group; `shards` and `values` are the same for all ranks."""
+    """The coordinator's answer to `rank`, a rank of the group; `shards` and `values` are the same for all ranks."""
 
     load_id: str
     rank: int
@@ -131,7 +131,7 @@ def _or_all(ranks: Sequence[int], num_ranks: int) -> Ranks | None:
 
 
 def _share_bytes(shard: TensorShard, boxes: Mapping[tuple[Shape, Shape], Sequence[int]]) -> bool:
-    """True if different ranks need the same bytes, or bytes so interleaved that reading the ones reads the others."""
+    """True if different ranks need the same bytes, or bytes so interleaved that one read covers both."""
     if shard.is_archive and shard.length <= SMALL_ARCHIVE:
         return True  # it is read whole
     strides = shard.strides or strides_of(shard.sizes)  # those of an archive are not known yet, and nearly always these

@@ -92,7 +92,7 @@ class StreamReader(StorageReader):
     # ------------------------------------------------------------------------------------ what dcp.load asks, in order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, maybe of another checkpoint."""
+        """Begin another load, of the same or of another checkpoint."""
         self._close()
         if checkpoint_id:
             self._url = os.fspath(checkpoint_id)
@@ -160,7 +160,7 @@ class StreamReader(StorageReader):
             source.close()
 
     def _fill(self, plan: LoadPlan, planner: LoadPlanner, touched: set[str]) -> None:
-        """Fill tensors once all plain values are there; `touched` is given the names of the tensors that are written to."""
+        """Fill tensors once all plain values are there; `touched` collects the names of the tensors that are written to."""
         share = plan.storage_data if isinstance(plan.storage_data, SharePlan) else None
         group = self._joined(share) if share is not None and (share.shards or share.values) else None
         try:

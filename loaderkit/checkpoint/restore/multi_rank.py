@@ -80,7 +80,7 @@ class RestoreSession:
         self._exchanges: list[RankExchange] = []
 
     def run(self, work: Callable[[], None], tick: Callable[[], None] = lambda: None) -> None:
-        """Do `work` on a thread of its own; this thread calls `tick` now and then. Raises what `work` raises."""
+        """Do `work` on a thread of its own; this thread calls `tick` every half second. Raises what `work` raises."""
         run_in_thread(self._group, work, stop=self._stop, tick=tick)
 
     def _stop(self, error: BaseException) -> None:
@@ -111,8 +111,8 @@ class RestoreSession:
             "layouts": [[name, s.offsets, s.start, s.length, s.strides] for (name, _), s in mine.items()],
         }
         received = [json.loads(data) for data in group.exchange(json.dumps(sent).encode())]
-        check_same(group, "what the checkpoint is", [item["checkpoint"] for item in received])
-        check_same(group, "what is to be restored", [item["about"] for item in received])
+        check_same(group, "the checkpoint", [item["checkpoint"] for item in received])
+        check_same(group, "what to restore", [item["about"] for item in received])
         archives = {(name, shard.offsets): shard for name, shard in shards}
         plain = {}
         for item in received:
@@ -180,7 +180,7 @@ class RestoreSession:
     # ----------------------------------------------------------------------------------------------- for any thread
 
     def progress(self, seconds: float) -> Progress | None:
-        """How far both exchanges are; None before they begin."""
+        """The progress of both exchanges; None before they begin."""
         if not self._exchanges:
             return None
         totals = [exchange.totals for exchange in self._exchanges]
@@ -247,7 +247,7 @@ def _whole_ranges(contents: Checkpoint, names: Sequence[str], limits: ReadLimits
 
 
 def _digest(source: OpenCheckpoint) -> str:
-    """Of the names and sizes of the files; etags differ where every machine has its own copy. A log beside them may grow."""
+    """A digest of the files' names and sizes. Etags differ if every machine has its own copy; a log beside them may grow."""
     contents = source.contents
     sizes = sorted((info.key[len(contents.prefix) :], info.size) for info in needed_objects(contents))
     return hashlib.sha256(json.dumps([contents.format, sizes, bool(source.checksums)]).encode()).hexdigest()

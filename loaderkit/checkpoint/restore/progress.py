@@ -1,4 +1,4 @@
-"""How far a restore is."""
+"""The progress of a restore."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loaderkit.checkpoint.transfer.plan import ReadTotals
 
 
 class Progress(NamedTuple):
-    """How far a restore is. `fetched_bytes` exceed `num_bytes` where gaps between tensors were read, too."""
+    """The progress of a restore. `fetched_bytes` exceed `num_bytes` where gaps between tensors were read, too."""
 
     num_bytes: int
     total_bytes: int
@@ -24,7 +24,7 @@ class Progress(NamedTuple):
 
 
 def progress_of(checkpoint: Checkpoint, totals: ReadTotals, total_bytes: int, seconds: float) -> Progress:
-    """How far it is now; for any thread."""
+    """The progress now; any thread may call it."""
     with totals.lock:
         needed, fetched = totals.needed_bytes, totals.fetched_bytes
     return Progress(needed, total_bytes, fetched, seconds, slowest_object(checkpoint, [totals]))

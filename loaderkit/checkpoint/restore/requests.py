@@ -117,7 +117,7 @@ def given_tensors(
     if problems:
         more = f"\n  and {len(problems) - _NUM_LISTED} more" if len(problems) > _NUM_LISTED else ""
         raise CheckpointError(
-            f"{checkpoint.name} does not fit what is to be filled; nothing was written:\n  "
+            f"{checkpoint.name} does not fit the tensors to be filled; nothing was written:\n  "
             + "\n  ".join(problems[:_NUM_LISTED])
             + more
         )

@@ -27,7 +27,7 @@ def parse_dtype(dtype: Dtype) -> torch.dtype | str | None:
     name = _SHORT_DTYPES.get(str(dtype), str(dtype)).removeprefix("torch.")
     parsed = dtype if isinstance(dtype, torch.dtype) else getattr(torch, name, None)
     if not isinstance(parsed, torch.dtype):
-        raise ConfigError(f"dtype {dtype!r} is no type of torch's: give torch.bfloat16, 'float16', 'target'")
+        raise ConfigError(f"dtype {dtype!r} is not a dtype of torch: give torch.bfloat16, 'float16', 'target'")
     if not parsed.is_floating_point:
         raise ConfigError(f"dtype {dtype!r}: only floating-point tensors are cast, to a floating-point type")
     return parsed
@@ -73,7 +73,7 @@ def match_names(
     """
     if not isinstance(into, (dict, list)):
         raise ConfigError(
-            f"into: expected a state dict, possibly nested, not {type(into).__name__}; of a module give module.state_dict()"
+            f"into: expected a state dict, possibly nested, not {type(into).__name__}; for a module pass module.state_dict()"
         )
     leaves = flatten(into, _is_tensor, _MAX_LEAVES)
     if keys is not None:

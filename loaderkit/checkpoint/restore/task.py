@@ -1,4 +1,4 @@
-"""What one call of `loaderkit.restore` transfers, and how a single rank does it."""
+"""The task of one call of `loaderkit.restore`, and its transfer on a single rank."""
 
 from __future__ import annotations
 

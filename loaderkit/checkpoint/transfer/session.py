@@ -128,7 +128,7 @@ class TransferSession:
         clock: Clock = time.perf_counter,
     ) -> None:
         """`memory_bytes` is divided into `num_parts`, one of which is for this session. `direct`: read past the page cache, if
-        the connector can. `touched` is given the names of the tensors that are written to, if the caller needs them."""
+        the connector can. `touched` collects the names of the tensors that are written to, if the caller needs them."""
         num_workers = 1 if inline else num_workers
         limits = limits_of(connector, memory_bytes, num_workers, is_checked=bool(checksums), num_parts=num_parts)
         self.most_bytes = limits.most_bytes  # of one read

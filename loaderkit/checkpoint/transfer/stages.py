@@ -90,7 +90,7 @@ class TransferStages:
         touched: set[str],
         direct: bool = False,
     ) -> None:
-        """`touched` is given the names of the tensors that are written to. `direct`: read past the page cache, if possible."""
+        """`touched` collects the names of the tensors that are written to. `direct`: read past the page cache, if possible."""
         self._connector = connector
         self._objects = objects
         self._totals = totals

@@ -1,19 +1,19 @@
-"""Which stage is the bottleneck, how sure that is, what says so, and what to change: read from the counters alone.
+"""The verdict: the bottleneck, the confidence, the evidence and what to change, from the counters alone.
 
     the loop hardly waited ──> training is the limit
     it waited for the start, for memory, for its own thread to run ──> start, memory, wakeup
     it waited for a stage:
         the GIL is held, and no more than one CPU is used ──> gil, in the stage that computes most
         no CPU is free ──> computing, in the stage that computes most
-        they are being read ahead ──> bandwidth
+        its workers wait for bytes that are being read ahead ──> bandwidth
         a few items take all the time ──> stragglers
         its workers are idle although the loop waits ──> memory, depth
         an item takes longer side by side than one alone, waiting ──> lock; in `read` and `transfer` bandwidth
         on a CPU ──> computing
         waiting ──> latency
 
-What a thread waits for cannot be seen, so it is measured: the contention probe lets one worker alone work for a few chunks,
-and asks how long a thread that wakes up waits for the GIL.
+What a thread waits for cannot be seen from outside, so the contention probe measures it: it lets one worker alone work for a
+few chunks, and measures how long a thread that wakes up waits for the GIL.
 """
 
 from __future__ import annotations

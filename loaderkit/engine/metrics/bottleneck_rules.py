@@ -13,14 +13,14 @@ from loaderkit.engine.metrics.interval import SPARE, WAITING, Interval
 from loaderkit.engine.metrics.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, StageFacts
 from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
 
-_HARMLESS = 0.05  # of the time: such waits are not worth a change
-_OCCASIONAL = 0.15  # of the time: harmless as well, where the workers have time to spare
-_BUSY = 0.75  # of their time: workers that are busy for more are the limit
-_LITTLE_CPU = 0.3  # CPUs: a stage that uses less does not hold the GIL for long
-_CROWDED = 0.25  # of the busy time, ready to run while no CPU was free
-_TAIL = 4.0  # times the usual service time: a straggler
-_TAIL_SHARE = 0.25  # of the busy time, spent on stragglers
-_FILLS = (0.7, 1.3)  # times the wall time: as much as one worker's
+_HARMLESS = 0.05  # share of the time; shorter waits are not worth a change
+_OCCASIONAL = 0.15  # share of the time; shorter waits are harmless if the workers have time to spare
+_BUSY = 0.75  # share of their time; workers that are busy for more are the limit
+_LITTLE_CPU = 0.3  # CPUs; a stage that uses less does not hold the GIL for long
+_CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
+_TAIL = 4.0  # times the usual service time; a longer item is a straggler
+_TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
+_FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
 
@@ -103,7 +103,7 @@ def wakeup(facts: Facts) -> Verdict | None:
 
 
 def gil(facts: Facts) -> Verdict | None:
-    """Its workers compute, together no more than one CPU can, and wait for one another meanwhile.
+    """Its workers compute, use no more than one CPU together, and wait for one another.
 
     The stage that is awaited waits for the GIL as well: what matters is which stage holds it.
     """
@@ -179,7 +179,7 @@ def stragglers(facts: Facts) -> Verdict | None:
     if usual_s is None or slow_s is None or awaited.needs_cpu > COMPUTING:
         return None
     share = services.share_above(_TAIL * usual_s)
-    # What was slow for lack of a CPU is no straggler.
+    # An item that was slow for lack of a CPU is no straggler.
     by_itself = share - stage.delayed_s / max(stage.busy_s, 1e-9)
     if slow_s <= _TAIL * usual_s or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
         return None
@@ -302,7 +302,7 @@ def _of_stage(
     sure: float = 1.0,
     lost_s: float | None = None,
 ) -> Verdict:
-    """`lost_s`: seconds lost to the stage; default: what the loop waited for it."""
+    """`lost_s`: seconds lost to the stage; default: the loop's wait for it."""
     name, use = facts.stage.name, facts.pool.use
     seconds = interval.stall_s.get(name, 0.0) if lost_s is None else lost_s
     percent = interval.percent(seconds)

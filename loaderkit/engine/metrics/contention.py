@@ -1,4 +1,4 @@
-"""What the comparison of one worker alone with several has measured."""
+"""The result of comparing one worker alone with all workers of a pool."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Histogram:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # by bucket; a stage fills about 20 of the 160
-        self._others: list[dict[int, int]] = []  # of other histograms; summed when the counts are asked for
+        self._others: list[dict[int, int]] = []  # counts of other histograms, summed when the counts are read
         self._merged: dict[int, int] | None = None
 
     @classmethod
@@ -40,7 +40,7 @@ class Histogram:
         self._others.append(other._counts.copy())
 
     def minus(self, earlier: Histogram) -> Histogram:
-        """What was added since `earlier`."""
+        """The durations added since `earlier`."""
         return Histogram.of({bucket: count - earlier.counts.get(bucket, 0) for bucket, count in self.counts.items()})
 
     @property

@@ -1,4 +1,4 @@
-"""The kernel's counters of this process: memory, CPU time, throttling, and how much of what was read came from a disk."""
+"""The kernel's counters of this process: memory, CPU time, throttling, and bytes read, from the page cache or a disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of
 class HostStats:
     """Counters since the process began; resident memory is that of this moment.
 
-    None where the kernel does not tell: throttling outside of a cgroup with a quota, bytes without /proc/self/io.
+    None if the kernel does not say: throttling outside of a cgroup with a quota, bytes without /proc/self/io.
     """
 
     rss_bytes: int

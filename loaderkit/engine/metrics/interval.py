@@ -11,12 +11,12 @@ from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
 from loaderkit.engine.metrics.tuning import PoolTuning
 
-WAITING = 0.25  # of the time: workers that wait for less are not held up
-SPARE = 0.6  # of their time: workers that are busy for less have time to spare
-_SHORT = 0.2  # of the busy time, ready to run while no CPU was free: CPUs are what is short
-_IDLE = 0.5  # CPUs: with as many idle, a thread that is ready to run finds one
-_FULL = 0.8  # of the CPUs in use: none is free
-_NUM_SURE = 8  # batches from which on a longer interval makes a verdict no surer
+WAITING = 0.25  # share of the time; workers that wait for less are not held up
+SPARE = 0.6  # share of their time; workers that are busy for less have time to spare
+_SHORT = 0.2  # share of the busy time ready to run without a free CPU, above which CPUs are short
+_IDLE = 0.5  # idle CPUs, above which a thread that is ready to run finds one
+_FULL = 0.8  # share of the CPUs in use, above which none is free
+_NUM_SURE = 8  # batches; more do not raise the confidence
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The samples that took longest, by stage, so that a report can name them.
 
 A stage that works sample by sample says which sample of a chunk took longest (`Chunk.slowest`); for any other stage the chunk
-counts as a whole, by its time per sample. The check costs 0.2 us a chunk and stage; keeping one costs microseconds, and is rare
-soon.
+counts as a whole, by its time per sample. The check costs 0.2 us a chunk and stage; keeping a sample costs microseconds, which
+is rare after the first seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SlowItems:
     __slots__ = ("_kept", "_lock", "least_s")
 
     def __init__(self, num_stages: int) -> None:
-        self._lock = threading.Lock()  # held while a sample is kept, which is rare soon
+        self._lock = threading.Lock()  # held while a sample is kept
         self._kept: list[tuple[Slow, ...]] = [()] * num_stages
         self.least_s = [0.0] * num_stages
 
@@ -64,5 +64,5 @@ class SlowItems:
 
 
 def slowest(items: Iterable[Slow]) -> tuple[Slow, ...]:
-    """The slowest of these, as many as are kept, the slowest first."""
+    """The slowest of these, at most the number that is kept, the slowest first."""
     return tuple(nlargest(_NUM_KEPT, items))

@@ -127,7 +127,7 @@ class Snapshot:
         )
 
     def since(self, earlier: Snapshot) -> Self:
-        """What happened between `earlier` and this moment."""
+        """The rise of the counters between `earlier` and this moment."""
         if earlier.run != self.run:
             raise ValueError("`since` is a moment before an error or Ctrl-C ended that run; counters have begun anew")
         return replace(
@@ -151,14 +151,14 @@ class Snapshot:
         )
 
     def slimmed(self) -> Self:
-        """A copy without what a time series does not show."""
+        """A copy without the fields that a time series does not show."""
         nothing = Histogram()
         stages = [replace(row, services=nothing) for row in self.stages]
         return replace(self, stages=stages, slowest={}, tuning=Tuning(batches=self.tuning.batches))
 
     def to_point(self, wall_s: float) -> dict[str, Any]:
         """A point of the time series: what happened on average in an interval of `wall_s`, which may lie before the first wait
-        for a batch, and how things stood at its end."""
+        for a batch, and the state at its end."""
         return {
             "at_s": self.now_s,
             "seconds": wall_s,
@@ -226,8 +226,8 @@ class Snapshot:
 def _rise(earlier: Mapping[str, float], later: Mapping[str, float]) -> dict[str, float]:
     """The rise of every cause's stall: none below 0, and they sum to the rise of the total.
 
-    An open wait is charged to what keeps it waiting now. When it ends, another chunk may have come last, and what was charged
-    to one cause moves to another. The cause that shrank counts as 0, and the others are scaled to the total.
+    An open wait is charged to the cause that holds it now. When it ends, another chunk may have come last, and its seconds
+    move to another cause. The cause that shrank counts as 0, and the others are scaled to the total.
     """
     grown = {cause: later.get(cause, 0.0) - earlier.get(cause, 0.0) for cause in {**earlier, **later}}
     total = max(0.0, sum(grown.values()))
@@ -292,7 +292,7 @@ def _sum(rows: Sequence[StageStats]) -> StageStats:
 def _all_of(histograms: Iterable[Histogram]) -> Histogram:
     total = Histogram()
     for histogram in histograms:
-        total.merge(histogram.copy())  # which sums what was merged into that one
+        total.merge(histogram.copy())  # `copy` sums the histograms that were merged into it
     return total
 
 

@@ -1,4 +1,4 @@
-"""What was measured of a stage, computed once: how its workers spend their time, and how one alone compares with all."""
+"""The facts of a stage, computed once from the counters: how its workers spend their time, and how one compares with all."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 from loaderkit.engine.metrics.interval import WAITING, Interval, PoolUse
 from loaderkit.engine.metrics.snapshot import StageStats
 
-COMPUTING = 0.6  # of the busy time, on a CPU or ready for one
-ALL_ALONE = 0.9  # of what all workers get done: one alone does as much
-PLAINLY = 1.2  # times as long as alone, or as its share: more than chance
+COMPUTING = 0.6  # share of the busy time on a CPU or ready for one, above which a stage computes
+ALL_ALONE = 0.9  # share of the throughput of all, above which one worker alone does as much
+PLAINLY = 1.2  # ratio from which on a difference is more than chance
 _SEVERAL = 1.5  # workers, on average
 
 
@@ -21,16 +21,16 @@ class StageFacts:
 
     stage: StageStats
     pool: PoolUse
-    cpu_share: float  # of the busy time, on a CPU
-    needs_cpu: float  # of the busy time, on a CPU or ready to run while none was free
-    contended_share: float  # of the time in which workers side by side could have had a CPU, waiting for something else
-    would_compute: bool  # as far as its workers wait, they wait for a CPU
+    cpu_share: float  # share of the busy time on a CPU
+    needs_cpu: float  # share of the busy time on a CPU, or ready to run while none was free
+    contended_share: float  # waiting for something else, of the time in which workers side by side could have had a CPU
+    would_compute: bool  # its workers wait for nothing but a CPU
     num_in_process: int  # workers that share a GIL
-    num_compared: float  # of these, side by side on average when one alone was compared with them
-    alone_share: float | None  # what one worker alone gets done, in shares of what all do
-    slowdown: float | None  # how many times as long an item takes side by side as with one worker alone
-    serial_slowdown: float  # above it, items pass the stage one at a time; below, each worker goes at its own pace
-    is_as_fast_alone: bool | None  # one alone gets nearer, by ratio, to what all do than to its share of that
+    num_compared: float  # of these, how many were side by side on average when one alone was compared with them
+    alone_share: float | None  # throughput of one worker alone, as a share of that of all
+    slowdown: float | None  # time of an item side by side / with one worker alone
+    serial_slowdown: float  # a slowdown above it: items pass one at a time; below: each worker at its own pace
+    is_as_fast_alone: bool | None  # its throughput is nearer to that of all than to one worker's share
     is_serial: bool  # workers block one another
 
 
@@ -76,7 +76,7 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
     elif alone_share is None or waiting_share <= WAITING:
         is_serial = False
     else:
-        # One alone does as much as all where it takes an unfair lock again and again while the others wait.
+        # One worker alone does as much as all if it takes an unfair lock again and again while the others wait.
         does_all = alone_share > ALL_ALONE and num_inside > _SEVERAL
         is_held_up = num_in_stage > 1 and slowdown is not None and slowdown > serial_slowdown
         is_serial = does_all or (is_held_up and alone_share * num_inside > PLAINLY)

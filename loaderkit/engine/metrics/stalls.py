@@ -1,4 +1,4 @@
-"""Which stage a wait of the consumer is charged to.
+"""Charges each wait of the consumer to the stage that caused it.
 
 While the consumer waits, exactly one batch is awaited, and it is complete when its last chunk has landed. So the wait is cut
 along that chunk's path: before its batch was opened it is `memory` (no room in the budget) or `start` (nothing could run
@@ -20,7 +20,7 @@ MEMORY = "memory"
 WAKEUP = "wakeup"
 
 QUEUED = -1
-"""The mark of a chunk that begins to wait for the pool numbered QUEUED - mark."""
+"""A chunk that waits for pool number n has the mark QUEUED - n."""
 
 _ARRIVED = -1_000_000  # ends the marks; no number of a queue
 
@@ -76,7 +76,7 @@ class ChunkPath(NamedTuple):
 
 
 class WaitFacts(NamedTuple):
-    """What else the engine knows: `pools` are the clocks of each pool's workers."""
+    """The engine's state that a charge depends on: `pools` are the clocks of each pool's workers."""
 
     was_short_of_memory: bool
     stage_names: list[str]
@@ -128,7 +128,7 @@ def _cut(begin: float, end: float, path: ChunkPath, engine: WaitFacts) -> list[t
         low = since if since > begin else begin  # as calls of max and min this takes twice as long
         high = until if until < end else end
         if high > low:
-            # A hand-off is charged to the stage it led to: to look at what the workers did takes 10 us a batch.
+            # A hand-off is charged to the stage it led to: reading the workers' timelines takes 10 us a batch.
             segments.append((low, high, following if cause is None and until - since < MOMENT_S else cause, queue))
         since, cause, queue = until, following, state
     return segments

@@ -1,4 +1,4 @@
-"""What `loader.stats()` returns: a snapshot of the counters that can say what limits the loop."""
+"""The result of `loader.stats()`: a snapshot of the counters, with a verdict on what limits the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Stats(Snapshot):
     """A snapshot with a verdict: see `Snapshot` for the counters."""
 
     def verdict(self) -> Verdict:
-        """Which stage is the bottleneck, how sure that is, why, and what to change; see `bottleneck.py`."""
+        """The bottleneck, the confidence, the evidence and what to change; see `bottleneck.py`."""
         return diagnose(self)
 
     def to_dict(self) -> dict[str, Any]:

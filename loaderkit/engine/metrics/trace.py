@@ -1,7 +1,7 @@
-"""A trace of what every worker did with which chunk, and of what the loop waited for: bounded, and off unless asked for.
+"""A trace of every worker's states, with the chunk in work, and of the loop's waits: bounded, and off unless requested.
 
-Off, it costs a comparison where a worker changes its state; on, less than a microsecond there. The last entries of each
-worker are kept. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
+A change of state costs one more comparison while it is off, and less than a microsecond while it is on. The last entries
+of each worker are kept. Times are those of `time.perf_counter`, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ WHOLE = -1
 
 _NUM_ENTRIES = 2**17  # of all workers of an engine: about 25 MB
 _LEAST_ENTRIES = 2**10  # of one worker
-_PAGE_ENTRIES = 2000  # as many fit into one packet between two processes
+_PAGE_ENTRIES = 2000  # of one packet between two processes
 
 Item = tuple[int, int, int, int]
 """(epoch, global position behind its batch, first slot, slot behind the last one): a chunk, or with WHOLE a batch."""
 
 Entry = tuple[float, int, "Item | None"]
-"""(since when in s, state of the worker, the item it works on)."""
+"""(start in s, state of the worker, the item in work)."""
 
 
 class Handoff(NamedTuple):
-    """A wait of the loop that ended in a batch: the one behind which the global position is `end`; by cause, in s."""
+    """A wait of the loop for one batch, in s by cause. `end` is the global position after that batch."""
 
     since_s: float
     until_s: float
@@ -37,7 +37,7 @@ class Handoff(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one worker did. The last entry lasts until `until_s`. `names` are those of its states."""
+    """The states of one worker, in order. The last entry lasts until `until_s`. `names` are those of its states."""
 
     pid: int
     name: str
@@ -48,7 +48,7 @@ class Lane(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What all workers did, and what the loop waited for."""
+    """The lanes of all workers, and the waits of the loop."""
 
     lanes: list[Lane]
     handoffs: list[Handoff]
@@ -65,7 +65,7 @@ def new_entries(max_entries: int, since_s: float, state: int) -> deque[Entry]:
 
 
 def finished_lane(entries: deque[Entry], pid: int, name: str, names: tuple[str, ...], until_s: float) -> Lane:
-    """The lane of a worker that is traced no longer; for any thread."""
+    """The lane of a worker whose trace has ended; any thread may call it."""
     kept = entries.copy()
     return Lane(pid, name, names, list(kept), until_s, len(kept) == kept.maxlen)
 

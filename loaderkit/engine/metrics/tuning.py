@@ -1,4 +1,4 @@
-"""How a loader runs at one moment: its executor, pools of workers and depth, and what the tuner decided."""
+"""The settings of a loader at one moment: its executor, pools of workers and depth, and the tuner's decisions."""
 
 from __future__ import annotations
 

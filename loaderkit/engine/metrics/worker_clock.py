@@ -1,4 +1,4 @@
-"""The clock of one worker: what the worker is doing now, and how long it has done what.
+"""The clock of one worker: its present state, and its time in each state so far.
 
 Only the worker itself writes to its clock, without a lock. The time by state is kept by the C module, or where there is none by
 `PythonStateClock`, whose readers retry while a write is under way (a sequence lock).
@@ -26,14 +26,14 @@ Clock = Callable[[], float]
 _RING_LENGTH = 256
 # A hand-off, not a wait. A shorter interval counts as computing unasked, since reading the CPU clock is a system call.
 MOMENT_S = 50e-6
-_LOOK_S = 1e-3  # asking the kernel what a thread waited for takes 5 us: only done where it was off the CPU for longer
+_LOOK_S = 1e-3  # reading a thread's run delay from the kernel takes 5 us: only done if it was off the CPU for longer
 # An entry is written in microseconds; a reader gives up after 50 attempts, since an interrupted writer may never finish.
 _MAX_READS = 50
 _PAUSE_S = 1e-4
 
 
 class WorkerStates:
-    """The numbers of a worker's states: stages 0 .. num_stages - 1, then what it does between them."""
+    """The numbers of a worker's states: stages 0 .. num_stages - 1, then the states between stages."""
 
     __slots__ = ("blocked", "idle", "num_stages", "num_states", "starved")
 
@@ -46,7 +46,7 @@ class WorkerStates:
 
 
 class ClockTotals(NamedTuple):
-    """What workers have done in one stage so far."""
+    """The counters of one stage, summed over workers."""
 
     num_items: int
     num_bytes: int
@@ -108,7 +108,7 @@ class PythonStateClock:
         self.since_s = since_s
         self._marks: deque[tuple[float, int]] = deque([(since_s, first_state)], maxlen=_RING_LENGTH)
         self.trace: deque[Entry] | None = None  # while the worker is traced
-        self.item: Item | None = None  # what the stages work on, for the trace
+        self.item: Item | None = None  # the item in work, for the trace
 
     def enter(self, state: int) -> float:
         """End the open interval and begin `state`; returns the time. Only the worker itself may call it."""
@@ -178,8 +178,8 @@ class PythonStateClock:
 
     @classmethod
     def summed(cls, clocks: list[Self], now: float) -> tuple[list[float], list[ClockTotals]]:
-        """Sums over these clocks: seconds by state up to `now`, with the open interval, and what was done in every stage; for
-        any thread."""
+        """Sums over these clocks: seconds by state up to `now`, with the open interval, and the totals of every stage. Any
+        thread may call it."""
         state_s = [sum(column) for column in zip(*(one._read(now) for one in clocks), strict=True)]
         cpu_s = [sum(column) for column in zip(*(one._read_cpu() for one in clocks), strict=True)]
         stages = zip(*(one._stages for one in clocks), strict=True)

@@ -120,7 +120,7 @@ class TestDirectories:
     def test_an_index_that_leads_out(self, tmp_path: Path, file: str) -> None:
         safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "m.safetensors")
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-        with pytest.raises(FormatError, match="no file beside it"):
+        with pytest.raises(FormatError, match="no such file beside it"):
             loaderkit.restore(tmp_path)
 
     def test_an_index_without_its_files(self, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_another_thread_sets_meanwhile_holds_afterwards() -> None:
     assert gc.get_threshold()[0] == 1234
 
 
-def test_an_error_leaves_it_as_it_was_though_somebody_keeps_it() -> None:
+def test_an_error_leaves_it_as_it_was_though_it_is_kept() -> None:
     def fail() -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The bound on memory holds for the process as a whole, not only in the accounts."""
+"""The bound on memory holds for the process as a whole, not only in the counters."""
 
 from __future__ import annotations
 

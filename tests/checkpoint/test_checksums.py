@@ -24,7 +24,7 @@ from loaderkit.errors import CheckpointError
 
 
 class Flipping(MemoryConnector):
-    """Gives a wrong bit at one place of the shard, so many times."""
+    """Gives a wrong bit at one place of the shard, `times` times."""
 
     def __init__(self, folder: Path, coalesce_gap: int, place: int, times: int) -> None:
         super().__init__({path.name: path.read_bytes() for path in folder.iterdir()})

@@ -165,7 +165,7 @@ def test_casts_floating_point_tensors_alone(name: Any) -> None:
 
 
 class Failing(MemoryConnector):
-    """Fails, or is interrupted, once so many reads have succeeded."""
+    """Fails, or is interrupted, once `num_good` reads have succeeded."""
 
     def __init__(self, objects: Mapping[str, bytes], num_good: int, error: BaseException) -> None:
         super().__init__(objects)

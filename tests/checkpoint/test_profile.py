@@ -97,7 +97,7 @@ def test_options_for_batches_are_refused(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_from_where_it_was_read(folder: Path, is_packed: bool) -> None:
     strange = folder / "notes.bin"
-    strange.write_bytes(bytes(30_000_000))  # nobody reads it
+    strange.write_bytes(bytes(30_000_000))  # never read
     config = Pipeline.checkpoint(str(folder)).read().config
     if is_packed:
         pack(sorted({*folder.iterdir()} - {strange}), folder, folder.parent / "c.tar")

@@ -396,7 +396,7 @@ class TestProcesses:
         assert found == [LARGE] * 16
         assert sum(num_bytes for _, _, num_bytes in inner.reads) == len(LARGE)
 
-    def test_a_hanging_fetch_holds_nobody_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_hanging_fetch_delays_others_only_so_long(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("loaderkit.connectors.layers.cache._WAIT_S", 0.05)
         connector = cached(MemoryConnector(OBJECTS), tmp_path)
         etag = connector.stat("small").etag

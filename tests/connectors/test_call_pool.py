@@ -138,7 +138,7 @@ class TestCallPool:
                 num_now -= 1
             return 10 // (number - 4)
 
-        gate = threading.Barrier(3)  # nobody goes on before three are there
+        gate = threading.Barrier(3)  # none continues before three are there
         calls = begun(call_pool, [partial(work, number) for number in range(12)], at_once=3)
         found = []
         for call in calls:
@@ -152,8 +152,8 @@ class TestCallPool:
         assert most == 3
         call_pool.close()
 
-    def test_the_first_keeps_nobody_from_its_turn(self, call_pool: CallPool) -> None:
-        """Whoever waits for them does so in order, but those behind one that takes long are made meanwhile."""
+    def test_the_first_does_not_delay_the_others(self, call_pool: CallPool) -> None:
+        """The caller waits for them in order, but those behind one that takes long are made meanwhile."""
         release = threading.Event()
 
         def end(call: Call[bool]) -> bool:
@@ -165,7 +165,7 @@ class TestCallPool:
 
     @pytest.mark.parametrize("how", ["fails", "hangs", "brings too little"])
     def test_one_that_fails_keeps_its_turn(self, call_pool: CallPool, how: str) -> None:
-        """Whoever waits for it says when it is over: a store that is away is not asked for all the others as well."""
+        """The caller says when its turn is over: a store that is away is not asked for all the others as well."""
         release, done = threading.Event(), []
 
         def fail(call: Call[object]) -> object:
@@ -197,7 +197,7 @@ class TestCallPool:
         release.set()
         call_pool.close()
 
-    def test_what_hangs_and_is_not_waited_for_yet_keeps_nobody_waiting(self, call_pool: CallPool) -> None:
+    def test_what_hangs_and_is_not_waited_for_yet_delays_no_call(self, call_pool: CallPool) -> None:
         """As the parts of a read that are ahead of the one that is tried again."""
         release = threading.Event()
         stuck = [Call(lambda call: release.wait(), call_pool) for _ in range(2)]

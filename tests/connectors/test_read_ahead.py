@@ -221,7 +221,7 @@ class TestReading:
         connector.stop()
 
     def test_who_waits_for_a_piece_has_its_memory(self, inner: Watched) -> None:
-        """Memory for one block, three readers that want several in turns: none may wait for memory that nobody frees."""
+        """Memory for one block, three readers that take turns at several: none may wait for memory that is never freed."""
         etag = inner.stat("a").etag
         for _ in range(20):
             connector = made(inner, blocks_of("a", etag, 1000, 6), memory_bytes=2000, num_requests=1)

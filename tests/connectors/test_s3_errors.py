@@ -14,6 +14,7 @@ import pytest
 from fault_proxy import Fault, FaultProxy, Request, error_document
 from s3_sources import is_read
 from seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+from waiting import join_threads
 
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.s3 import S3Connector
@@ -149,7 +150,7 @@ class TestErrors:
         assert isinstance(error, RequestTimeoutError)
         assert "for 1 s: it is overloaded" in str(error)
 
-    def test_nobody_there(self, proxy: FaultProxy) -> None:
+    def test_a_server_that_is_down(self, proxy: FaultProxy) -> None:
         connector = self.connector(proxy, timeout=9.0)
         proxy.go_down()
         with pytest.raises(UnreachableError, match=r"s3://faults/photos/x: no connection with http://127.*tried"):
@@ -172,9 +173,7 @@ class TestErrors:
             connector.read_into("ant/000.jpg", 0, memoryview(buffer))
         release.set()
         connector.close()
-        for thread in threading.enumerate():
-            if thread.name.startswith("loaderkit-s3"):
-                thread.join(60)
+        join_threads("loaderkit-s3")
         assert buffer == bytearray(100)
 
     def test_a_listing_goes_on_where_it_failed(
@@ -213,7 +212,7 @@ class TestErrorDocuments:
         return S3Connector("s3://documents", S3Args(endpoint=proxy.endpoint, connections=4), args)
 
     def first(self, proxy: FaultProxy, num: int, code: str, is_meant: Callable[[Request], bool]) -> list[Request]:
-        """Let so many requests be answered with a document; those that were."""
+        """Answer the first `num` requests that are meant with a document; those requests."""
         met: list[Request] = []
 
         def rule(request: Request) -> Fault | None:

@@ -129,7 +129,7 @@ class TestLongReads:
     @pytest.mark.matrix(1)
     @pytest.mark.parametrize("fault", [Fault(answer=(503, "SlowDown")), Fault(reset=True), Fault(keep_bytes=1000)])
     def test_a_store_that_fails_is_not_asked_for_all_parts(self, proxy: FaultProxy, data: bytes, fault: Fault) -> None:
-        """And the read goes on when it is there again, with all of them."""
+        """And the read continues when it is back, with all of them."""
         connector = S3Connector("s3://faults/photos", S3Args(endpoint=proxy.endpoint), RetryArgs.model_validate({}))
         info = connector.stat("large")
         buffer = bytearray(len(data))

@@ -285,7 +285,7 @@ def test_gathering_fails_as_reading_does(factory: Factory) -> None:
         store.gather("a", [0, -2], 2)
     with pytest.raises(ObjectChangedError, match="start again"):
         store.replace("a", b"abcdefghijk")
-        # A cache may go on serving the object that was replaced, but never a mixture.
+        # A cache may still serve the object that was replaced, but never a mixture.
         assert store.gather("a", [0, 4], 2, etag) == b"0145"
         store.gather("a", [1, 5], 3, etag)
     for key in ("b", "../a", "a/b", "a\0"):

@@ -96,7 +96,7 @@ def test_the_error_comes_in_its_place(make: Callable[..., Loader]) -> None:
 
 
 def test_quarantine_and_bounds(make: Callable[..., Loader], tmp_path: Path) -> None:
-    """One line for every bad sample and epoch, the same whoever works; one too many stops the loop."""
+    """One line for every bad sample and epoch, the same with every executor; one too many stops the loop."""
     lines = []
     for number, executor in enumerate(({}, EXECUTORS["inline"])):
         quarantine = tmp_path / f"{number}.jsonl"

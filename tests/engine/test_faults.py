@@ -1,4 +1,4 @@
-"""Whatever goes wrong, and whoever does the work: no hang, and nothing left."""
+"""Whatever goes wrong, with every executor: no hang, and nothing left."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def run_in_a_fork(how: str, act: Callable[[], None]) -> int | None:
 
 @with_all("how", ["os.fork", "multiprocessing"])
 def test_a_fork_while_it_runs(how: str, executor: str) -> None:
-    """The fork cannot go on with the loader, is told so, and takes nothing away; the parent goes on."""
+    """The fork cannot continue with the loader, is told so, and takes nothing away; the parent continues."""
     with loaderkit.build(numbers(800), overrides=EXECUTORS[executor]) as loader:
         stream = iter(loader)
         keys = list(next(stream)["__key__"])

@@ -1,4 +1,4 @@
-"""What user's code forks ends where it leaves that code, however it does; its parent goes on, with every executor."""
+"""What user's code forks ends where it leaves that code, however it does; its parent continues, with every executor."""
 
 from __future__ import annotations
 

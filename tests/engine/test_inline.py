@@ -1,4 +1,4 @@
-"""What `executor: inline` does when it is torn out of a batch: that batch is not passed over, and nobody waits for it."""
+"""What `executor: inline` does when a batch is interrupted: the batch is not passed over, and nothing waits for it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def raising(error: BaseException) -> Any:
 
 
 def test_what_was_interrupted_is_not_passed_over() -> None:
-    """The engine raises again, and does not go on behind the batch that was lost."""
+    """The engine raises again, and does not continue behind the batch that was lost."""
     trap = Trap(12)
     trap.springs = raising(KeyboardInterrupt())
     with trapped_engine(trap) as engine:

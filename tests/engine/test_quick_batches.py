@@ -28,8 +28,8 @@ def scheduler_with(num_batches: int) -> tuple[Scheduler, list[WorkItem]]:
 
 
 @pytest.mark.parametrize("way", ["consumer", "sender"])
-def test_who_sleeps_is_woken_although_batches_have_become_quick(way: str) -> None:
-    """It fell asleep for long while batches were slow; the last one of all is quick, and nobody comes after it."""
+def test_a_sleeping_consumer_is_woken_although_batches_have_become_quick(way: str) -> None:
+    """It fell asleep for long while batches were slow; the last one of all is quick, and none comes after it."""
     scheduler, (only,) = scheduler_with(1)
     scheduler.budget.chunk_sizer.sample_s = 1.0
     waiting = scheduler.ready.wait_until_ready if way == "sender" else lambda: scheduler.ready.wait_for_first(60.0)

@@ -90,7 +90,7 @@ def threads_of_ours() -> list[str]:
 
 
 def failure(loader: loaderkit.Loader) -> StageError:
-    """Iterate into the error. Afterwards nothing may run, although nobody closed the loader."""
+    """Iterate into the error. Afterwards nothing may run, although the loader was not closed."""
     with pytest.raises(StageError) as caught:
         list(loader)
     assert threads_of_ours() == []

@@ -247,7 +247,7 @@ def zip_number(data: bytes, rng: Rng) -> bytes:
 
 @cache
 def _zeros(num_mb: int) -> bytes:
-    """So many MB of zeros, packed to a thousandth."""
+    """`num_mb` MB of zeros, packed to a thousandth."""
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     return b"".join([*(packer.compress(bytes(10**6)) for _ in range(num_mb)), packer.flush()])
 

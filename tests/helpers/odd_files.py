@@ -43,7 +43,7 @@ class Odd(NamedTuple):
 
 
 def odd_files(rng: Random, num: int) -> Iterator[Odd]:
-    """So many, of all kinds in turn; a third of them cut, or with some bytes changed."""
+    """`num` files, of all kinds in turn; a third of them cut, or with some bytes changed."""
     kinds = list(MAKERS)
     for number in range(num):
         kind = kinds[number % len(kinds)]

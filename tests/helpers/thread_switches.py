@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def race(work: Callable[[int], object], num_threads: int = 4) -> None:
-    """Run `work(number)` in so many threads at once, which take Python's lock from one another after every few steps."""
+    """Run `work(number)` in `num_threads` threads at once, which take the GIL from one another after every few steps."""
     threads = [threading.Thread(target=work, args=[number]) for number in range(num_threads)]
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

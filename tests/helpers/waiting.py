@@ -21,6 +21,14 @@ def wait_for(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         threading.Event().wait(0.01)
 
 
+def join_threads(name: str) -> None:
+    """Wait for the end of all threads with `name` in theirs."""
+    for thread in threading.enumerate():
+        if name in thread.name:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive(), thread.name
+
+
 @contextmanager
 def messages_with(words: str) -> Iterator[SimpleQueue[str]]:
     """The messages that loaderkit logs in the block, as they come, if `words` are in them."""

@@ -1,4 +1,4 @@
-"""Bad samples skipped, replaced, counted and written down: the same whoever does the work."""
+"""Bad samples skipped, replaced, counted and written down: the same with every executor."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_for
+from waiting import join_threads
 
 import loaderkit
 from loaderkit import Pipeline
@@ -209,4 +208,4 @@ def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys
     assert [one["key"] for one in found["bad"]] == ["3"]
     assert "did not return within 0.05s" in found["bad"][0]["error"]
     assert [one["key"] for one in found["good"]] == ["4"]
-    wait_for(lambda: not [thread for thread in threading.enumerate() if "-limited" in thread.name])
+    join_threads("-limited")

@@ -342,7 +342,7 @@ class TestEpochs:
         assert batches(made.output("copied")) == [(some,) for some in keys]
         assert [label.tolist() for (label,) in batches(plain.output("label"))] == [b["label"].tolist() for b in whole]
 
-    def test_keys_that_nobody_gets_are_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_keys_that_are_not_delivered_are_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def keys(*_: Any) -> list[str]:
             raise AssertionError("nobody asked for them")
 

@@ -1,4 +1,4 @@
-"""The report as a page: in a browser it says what it should, asks nobody for anything, and runs nothing of the data's."""
+"""The report as a page: in a browser it says what it should, makes no request, and runs nothing of the data's."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from loaderkit.profile.step_log import StepLog
 
 
 class Clock:
-    """Time that stands still until it is told to go on."""
+    """A clock that stands still until it is advanced."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -131,7 +131,7 @@ def test_a_trace_by_the_rules(photos: Path, overrides: dict[str, Any]) -> None:
     assert [e["name"] for e in loop if e["name"].startswith("step")].count("step") == 28
 
     check_arrows(events, slices, loop)
-    for stage in report.stages:  # the accounts say the same, but for what was read ahead after the last batch
+    for stage in report.stages:  # the worker clocks say the same, but for what was read ahead after the last batch
         seconds = sum(e["dur"] for some in slices.values() for e in some if e["name"] == stage.name) / 1e6
         assert seconds == pytest.approx(stage.busy_s, rel=0.15, abs=0.02), stage.name
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from numbers_dataset import PROCESS, Numbers, hang, numbers
+from waiting import join_threads
 
 import loaderkit
 from loaderkit import Pipeline
@@ -26,13 +27,12 @@ def companions() -> list[threading.Thread]:
 
 
 def join_companions() -> None:
-    for thread in companions():
-        thread.join(60)
-    assert not companions()
+    gc.collect()
+    join_threads("-limited-")
 
 
 class Trap:
-    """Holds on to whoever comes with one of `victims`, until it is opened."""
+    """Holds the caller with a sample of `victims` until it is opened."""
 
     def __init__(self, *victims: str) -> None:
         self.victims = victims
@@ -115,7 +115,7 @@ class TestLimit:
         del limit
         join_companions()
 
-    def test_a_late_answer_is_nobodys(self) -> None:
+    def test_a_late_answer_is_dropped(self) -> None:
         trap = threading.Event()
         limit = TimeLimit("call", 0.01)
         with pytest.raises(TimeoutError):
@@ -186,7 +186,7 @@ def test_only_functions_of_the_users_have_a_limit() -> None:
 class TestTorchsThreads:
     @pytest.mark.parametrize("executor", ["inline", "thread"])
     def test_those_to_come_are_left_as_they_were(self, executor: str) -> None:
-        """Threads of a loader, and companions, compute with one each; that is nobody else's business."""
+        """Threads of a loader, and companions, compute with one each; other threads are left alone."""
         seen: set[int] = set()
         before = torch.get_num_threads()
         torch.set_num_threads(3)

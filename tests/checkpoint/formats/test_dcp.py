@@ -29,7 +29,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def described(shape: tuple[int, ...], boxes: list[Box], **places: Any) -> bytes:
-    """A `.metadata` of one tensor, "w", of float32 in these pieces, one behind the other in one file."""
+    """A `.metadata` of one tensor, "w", of float32 in these shards, one behind the other in one file."""
     stored: dict[Any, Any] = {}
     start = 0
     for offsets, sizes in boxes:
@@ -70,13 +70,13 @@ class TestCover:
     def test_is_accepted(self, shape: tuple[int, ...], boxes: list[Box]) -> None:
         assert [(shard.offsets, shard.sizes) for shard in tensor_in(described(shape, boxes)).shards] == boxes
 
-    @pytest.mark.parametrize("num_pieces", [2, 4, 1500])
-    def test_one_piece_twice_and_one_missing(self, num_pieces: int) -> None:
-        boxes = grid((num_pieces, 3), [[*range(1, num_pieces)], []])
+    @pytest.mark.parametrize("num_shards", [2, 4, 1500])
+    def test_one_shard_twice_and_one_missing(self, num_shards: int) -> None:
+        boxes = grid((num_shards, 3), [[*range(1, num_shards)], []])
         with pytest.raises(FormatError, match="two shards of 'w' overlap"):
-            tensor_in(described((num_pieces, 3), [*boxes[:-1], boxes[0]]))
+            tensor_in(described((num_shards, 3), [*boxes[:-1], boxes[0]]))
 
-    def test_one_piece_missing(self) -> None:
+    def test_one_shard_missing(self) -> None:
         with pytest.raises(FormatError, match="do not cover its shape"):
             tensor_in(described((9, 9), grid((9, 9), [[3], [5]])[1:]))
 
@@ -114,7 +114,7 @@ class TestCover:
         monkeypatch.setattr("loaderkit.checkpoint.formats.dcp._MAX_CORNERS", 7 * 512 * 2**7)
         assert len(tensor_in(described((4, 4, *[2] * 5), boxes)).shards) == 512
 
-    def test_pieces_without_elements_are_in_nobody_s_way(self) -> None:
+    def test_shards_without_elements_overlap_nothing(self) -> None:
         empty = [((1,), (0,)), ((4,), (0,))]
         assert len(tensor_in(described((4,), [*grid((4,), [[2]]), *empty])).shards) == 4
 

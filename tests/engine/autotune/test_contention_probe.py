@@ -143,7 +143,7 @@ def test_short_chunks_that_stall_at_times_are_done_by_all(every: int, stall_s: f
     while now < 30:
         before, (now, worker) = now, heapq.heappop(ends)
         machine.now = now
-        machine.cpu = 0.5 * now  # whoever it is: not busy enough to be left alone
+        machine.cpu = 0.5 * now  # by any thread: not busy enough to be left alone
         alone_s += (now - before) * is_solo(machine)
         machine.probe.end(tickets[worker], 10)
         waiting.append(worker)
@@ -220,7 +220,7 @@ def test_a_worker_alone_says_nothing() -> None:
     assert not is_solo(machine)
 
 
-def test_a_pool_counts_chunks_also_while_nobody_measures() -> None:
+def test_a_pool_counts_chunks_also_without_a_trial() -> None:
     """Else what the first chunks decided would stand for ever."""
     now = 0.0
     plan = PoolPlan(sample_stages=(0,), batch_stages=(), num_workers=2, lands=True)

@@ -128,7 +128,7 @@ class TestChange:
         assert len(away) < 0.05 * len(simulation.values)
 
     def test_a_trial_goes_on_in_a_new_run(self) -> None:
-        """After an error the sizes are those of the trial, and somebody has to judge them."""
+        """After an error the sizes are those of the trial, and have to be judged."""
         simulation = Simulation(Workload(lambda workers, _: 100.0 if workers <= 2 else 50.0))
         while simulation.look() is None:
             pass

@@ -150,7 +150,7 @@ class TestOfAStage:
         assert self.verdict(row("call", 19, 9.2)).kind == "gil", "not tried, but two have one CPU between them"
 
     def test_who_is_ready_to_run_while_cpus_are_idle_waits_for_no_cpu(self) -> None:
-        """On some virtual machines a thread that waits for Python's lock counts as one that waits for a CPU."""
+        """On some virtual machines a thread that waits for the GIL counts as one that waits for a CPU."""
         behind = row("call", 19, 8.7, delayed_s=9.5)
         seen = ContentionResult(None, 0.08)
         assert self.verdict(behind, trial=seen, idle_s=9.5).kind == "gil"
@@ -170,13 +170,13 @@ class TestOfAStage:
         assert self.verdict(row("call", 19, 6.0), trial=ContentionResult(0.6, 0.5, held)).kind != "gil"
 
     def test_computing_in_several_processes(self) -> None:
-        """Workers share a lock of Python's with those of their own process: two of four, which then have two CPUs."""
+        """Workers share a GIL with those of their own process: two of four, which then have two CPUs."""
         two = {"executor": "process", "processes": 2}
         four = row("call", 38, 18.4, workers=4)
         assert self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).kind == "gil"
         assert self.verdict(four, trial=ContentionResult(0.52, 0.5), **two).kind != "gil", "one of two did half"
         assert "of the throughput of all 2" in self.verdict(four, trial=ContentionResult(1.02, 0.5), **two).evidence
-        assert self.verdict(row("call", 19, 9.2), **two).kind != "gil", "one in each: nobody is in its way"
+        assert self.verdict(row("call", 19, 9.2), **two).kind != "gil", "one in each: nothing is in its way"
 
     def test_waiting_one_at_a_time(self) -> None:
         assert self.verdict(row("call", 19, 0.3), trial=SERIAL).kind == "lock"
@@ -223,11 +223,11 @@ class TestOfAStage:
         assert each_for_itself.kind == "latency"
 
     def test_an_unfair_lock_is_told_by_what_one_alone_gets_done(self) -> None:
-        """The items that end are those of whoever has the lock, and took no longer than alone."""
+        """The items that end are those of the thread with the GIL, and took no longer than alone."""
         found = self.verdict(row("call", 19, 0.3), trial=ContentionResult(1.0, 0.98, num_inside=2.0, slowdowns=ALIKE))
         assert found.kind == "lock"
 
-    def test_a_store_that_answers_unevenly_holds_nobody_up(self) -> None:
+    def test_a_store_that_answers_unevenly_delays_no_other(self) -> None:
         """The three items of one alone happened to be quick ones; it got its share done, by the median."""
         found = self.verdict(
             row("read", 19, 0.3), trial=ContentionResult(0.52, 0.98, num_inside=2.0, slowdowns={"read": 1.5})
@@ -240,7 +240,7 @@ class TestOfAStage:
         trial = ContentionResult(0.2, 0.98, num_inside=7.8, slowdowns={"read": 1.8})
         assert self.verdict(row("read", 19, 0.3), trial=trial).kind == "latency"
 
-    def test_a_stage_that_workers_are_seldom_in_together_holds_nobody_up(self) -> None:
+    def test_a_stage_that_workers_are_seldom_in_together_delays_no_other(self) -> None:
         rows = [row("read", 9, 0.3), row("decode", 11, 6)]
         assert (
             stats({"read": 8.0}, rows, trial=ContentionResult(0.5, 0.9, slowdowns={"read": 1.4})).verdict().kind
@@ -341,7 +341,7 @@ def test_it_is_in_the_statistics(executor: str) -> None:
 @pytest.mark.parametrize("machine", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_on_recorded_accounts(machine: Path) -> None:
     """What eighty pipelines with one bottleneck each said of themselves on some machine: see profiles/accounts.py. Who waits
-    for Python's lock is always told; of the rest one in twenty may be wrong."""
+    for the GIL is always told; of the rest one in twenty may be wrong."""
     found = [(interval, recorded.verdict()) for interval, recorded in read(machine)]
     wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict._asdict())}
     assert len(found) >= 50

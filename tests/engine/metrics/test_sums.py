@@ -16,7 +16,7 @@ from executors import executor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbers_dataset import Numbers, hang
-from waiting import messages_with, wait_for
+from waiting import join_threads, messages_with, wait_for
 from worker_clocks import PythonWorkerClock, both, cpu_s, state_s
 
 import loaderkit
@@ -410,4 +410,4 @@ def fail_seldom(sample: dict[str, Any]) -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     yield
-    wait_for(lambda: not [thread.name for thread in threading.enumerate() if thread.name.startswith("loaderkit")])
+    join_threads("loaderkit")

@@ -1,4 +1,4 @@
-"""Batches for which there is no memory are refused, whoever sets the limit."""
+"""Batches for which there is no memory are refused, wherever the limit is set."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class TestDeaths:
             assert next(key for batch in loader for key in batch["__key__"]) == str(state["position"])
         assert kept["filling"][3].tolist() == [3] * 1000
 
-    def test_where_nobody_is_told_of_deaths(self) -> None:
+    def test_where_deaths_are_not_announced(self) -> None:
         """With SIGCHLD ignored the exit code is lost, but not the death."""
         told = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
@@ -98,7 +98,7 @@ class TestDeaths:
         assert not is_running(pid)
 
     def test_when_it_has_not_answered_for_long(self) -> None:
-        """It is not asked again and again: else there would be no room left to tell it to end, and nobody could."""
+        """It is not asked again and again: else there would be no room left to tell it to end."""
         with executor_of(numbers(), **PROCESS) as engine:
             engine.next()
             (process,) = engine.processes
@@ -147,7 +147,7 @@ class TestDeaths:
 
 @contextmanager
 def descriptors_left(num_left: int) -> Iterator[None]:
-    """Only so many more can be opened."""
+    """Only `num_left` more can be opened."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))

@@ -41,7 +41,9 @@ def plan_of(execution: ExecutionPlan, shard: Shard = WHOLE) -> BatchPlan:
     return plan
 
 
-def recipe_of(size: int, batch: int, drop_last: bool, epochs: int | None, rank: int, world_size: int) -> ExecutionPlan:
+def execution_plan(
+    size: int, batch: int, drop_last: bool, epochs: int | None, rank: int, world_size: int
+) -> ExecutionPlan:
     pipeline = Pipeline.dataset(Numbers(size)).shuffle(seed=3).epochs(epochs).read().batch(batch, drop_last=drop_last)
     return compile_pipeline(pipeline.config, rank=rank, world_size=world_size)
 
@@ -78,17 +80,17 @@ class TestDealing:
         rank = world_size - 1
         if BatchSampler(size, rank, world_size, batch, drop_last).num_batches() == 0:
             return
-        recipe = recipe_of(size, batch, drop_last, epochs, rank, world_size)
-        whole = plan_of(recipe)
-        shares = [plan_of(recipe, Shard(number, num_processes)) for number in range(num_processes)]
+        execution = execution_plan(size, batch, drop_last, epochs, rank, world_size)
+        whole = plan_of(execution)
+        shards = [plan_of(execution, Shard(number, num_processes)) for number in range(num_processes)]
         for epoch, position, num_batches in [(0, 0, 9), *seeks]:
             where = (epoch, min(position, size))
-            for plan in (whole, *shares):
+            for plan in (whole, *shards):
                 begins_at = plan.begins_at(*where)
                 plan.seek(*where)
                 assert plan.next_position == begins_at
             for number in range(num_batches):
-                assert opened(shares[number % num_processes]) == opened(whole)
+                assert opened(shards[number % num_processes]) == opened(whole)
 
     @given(
         size=st.integers(1, 60),
@@ -112,12 +114,12 @@ class TestDealing:
         assert schedule.next_position_after(epoch, position, 0) == expected
 
     @given(total=st.integers(1, 50), num_processes=st.integers(1, 9))
-    def test_shares_make_up_the_whole(self, total: int, num_processes: int) -> None:
-        shares = [Shard(number, num_processes) for number in range(num_processes)]
-        assert sum(share.num_batches(total) for share in shares) == max(total, num_processes)
-        assert total - num_processes < sum(share.num_bytes(total) for share in shares) <= total
-        assert len({share.num_workers(total) for share in shares}) == 1
-        assert total <= sum(share.num_workers(total) for share in shares) < total + num_processes
+    def test_shards_make_up_the_whole(self, total: int, num_processes: int) -> None:
+        shards = [Shard(number, num_processes) for number in range(num_processes)]
+        assert sum(shard.num_batches(total) for shard in shards) == max(total, num_processes)
+        assert total - num_processes < sum(shard.num_bytes(total) for shard in shards) <= total
+        assert len({shard.num_workers(total) for shard in shards}) == 1
+        assert total <= sum(shard.num_workers(total) for shard in shards) < total + num_processes
 
 
 def where(sample: dict[str, Any]) -> None:

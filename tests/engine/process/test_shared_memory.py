@@ -136,19 +136,19 @@ class TestStdio:
 
 class TestLedger:
     def test_a_batch_ends_with_its_last_view(self, arena: SharedArena) -> None:
-        ledger = LeaseTable(arena)
-        view = torch.from_numpy(ledger.lend(7, (Block(0, PAGE),))[:100])[3:].detach()
-        assert ledger.ended() == []
+        lease_table = LeaseTable(arena)
+        view = torch.from_numpy(lease_table.lend(7, (Block(0, PAGE),))[:100])[3:].detach()
+        assert lease_table.ended() == []
         del view
-        assert ledger.ended() == [7]
+        assert lease_table.ended() == [7]
 
     def test_behind_the_end_only_what_is_seen_stays(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         blocks = [allocator.take(3 * PAGE) for _ in range(3)]
-        ledger = LeaseTable(arena)
-        kept = torch.from_numpy(ledger.lend(1, (blocks[1],))[blocks[1].start : blocks[1].start + 10])
+        lease_table = LeaseTable(arena)
+        kept = torch.from_numpy(lease_table.lend(1, (blocks[1],))[blocks[1].start : blocks[1].start + 10])
         kept[:] = 5
-        ledger.close()
+        lease_table.close()
         assert used_bytes(arena) == 3 * PAGE
         assert kept.tolist() == [5] * 10
         del kept
@@ -156,18 +156,18 @@ class TestLedger:
 
     def test_memory_that_two_batches_see_outlives_the_first(self, arena: SharedArena) -> None:
         block = Allocator(arena).take(PAGE)
-        ledger = LeaseTable(arena)
-        one, other = (torch.from_numpy(ledger.lend(n, (block,))[:8]) for n in (1, 2))
+        lease_table = LeaseTable(arena)
+        one, other = (torch.from_numpy(lease_table.lend(n, (block,))[:8]) for n in (1, 2))
         one[:] = 9
-        ledger.close()
+        lease_table.close()
         del one
         assert other.tolist() == [9] * 8
 
     def test_a_fork_gives_nothing_back(self, arena: SharedArena, monkeypatch: pytest.MonkeyPatch) -> None:
         block = Allocator(arena).take(PAGE)
-        ledger = LeaseTable(arena)
-        seen = torch.from_numpy(ledger.lend(1, (block,))[:8])
-        ledger.close()
+        lease_table = LeaseTable(arena)
+        seen = torch.from_numpy(lease_table.lend(1, (block,))[:8])
+        lease_table.close()
         pid = os.getpid()
         monkeypatch.setattr(os, "getpid", lambda: pid + 1)  # as in the child of a fork
         del seen
@@ -181,12 +181,12 @@ class TestLedger:
         monkeypatch.setattr(torch.cuda, "device", cuda.device)
         allocator = Allocator(arena)
         blocks = [allocator.take(PAGE), allocator.take(3 * PAGE)]
-        ledger = LeaseTable(arena, pinned_for=torch.device("cuda", 3))
+        lease_table = LeaseTable(arena, pinned_for=torch.device("cuda", 3))
         for number in range(3):
-            ledger.lend(number, tuple(blocks))
+            lease_table.lend(number, tuple(blocks))
         begin = arena.memory.ctypes.data
         assert cuda.registered == {begin + block.start: block.size for block in blocks}
-        ledger.close()
+        lease_table.close()
         assert cuda.registered == {}
 
 
@@ -237,8 +237,8 @@ def values() -> dict[str, Any]:
 
 class TestPacking:
     def post(self, value: Any, arena: SharedArena, allocator: Allocator) -> Any:
-        parcel, _ = messages.post(value, arena, allocator)
-        return parcel.open(arena.memory)
+        packed, _ = messages.post(value, arena, allocator)
+        return packed.open(arena.memory)
 
     @pytest.mark.parametrize("name", values())
     def test_values_arrive(self, name: str, arena: SharedArena) -> None:
@@ -254,10 +254,10 @@ class TestPacking:
     def test_what_lies_in_the_arena_is_not_copied(self, arena: SharedArena) -> None:
         allocator = Allocator(arena)
         slab = torch.from_numpy(allocator.allocate(100_000)).view(torch.float32)
-        parcel, borrowed = messages.post({"all": slab, "part": slab[2000:9000]}, arena, allocator)
+        packed, borrowed = messages.post({"all": slab, "part": slab[2000:9000]}, arena, allocator)
         assert borrowed == []
-        assert len(parcel.blocks) == 1
-        found = parcel.open(arena.memory)
+        assert len(packed.blocks) == 1
+        found = packed.open(arena.memory)
         slab[2000] = 8
         assert found["part"][0] == 8
         assert found["all"][2000] == 8
@@ -280,9 +280,9 @@ class TestPacking:
             found[1] += 1
 
     def test_messages_stay_short(self, arena: SharedArena) -> None:
-        parcel, _ = messages.post([torch.zeros(5000) for _ in range(3000)], arena, Allocator(arena))
-        assert isinstance(parcel.body, Block)
-        assert len(parcel.blocks) == 2
+        packed, _ = messages.post([torch.zeros(5000) for _ in range(3000)], arena, Allocator(arena))
+        assert isinstance(packed.body, Block)
+        assert len(packed.blocks) == 2
 
     def test_nothing_stays_borrowed_behind_an_error(self, arena: SharedArena) -> None:
         with pytest.raises(AttributeError):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from leftovers import nothing_left, resources  # noqa: F401 - a fixture for every test here
 from numbers_dataset import build, numbers
-from waiting import wait_for
+from waiting import join_threads
 
 import loaderkit
 from loaderkit.engine.metrics.tuning import Tuning
@@ -27,7 +27,7 @@ from loaderkit.sampling.shard import Shard
 from loaderkit.stages.base import BatchContext
 
 
-def late_engine(
+def engine_with(
     late: Callable[[dict[str, Any], BatchContext], None],
     num_processes: int = 1,
     *,
@@ -36,7 +36,7 @@ def late_engine(
 ) -> ProcessEngine:
     """An engine whose stage `late` runs in this process, as `transfer` to CUDA does; without needing CUDA."""
     plan = compile_pipeline(numbers().epochs(1).prefetch(concurrency=2).config, rank=0, world_size=1)
-    job = WorkerSpec(
+    spec = WorkerSpec(
         worker_engine(plan),
         preload="loaderkit.pipeline.engine_factory",
         rows=replace(plan, shard=Shard(of=num_processes)).compiled.rows(),
@@ -46,7 +46,7 @@ def late_engine(
         trainer_stages=[Stage("late", "call", "batch", late)],
         pinned_for=pinned_for,
     )
-    return ProcessEngine(job, num_processes=num_processes, schedule=plan.schedule, **{"timeout_s": 60, **patience})
+    return ProcessEngine(spec, num_processes=num_processes, schedule=plan.schedule, **{"timeout_s": 60, **patience})
 
 
 def scale(batch: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def scale(batch: dict[str, Any]) -> None:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_processes", [1, 2])
-class TestLateStages:
+class TestTrainerStages:
     def test_they_run_here_in_order_and_are_accounted_for(self, num_processes: int) -> None:
         seen: list[tuple[int, int, str]] = []
 
@@ -63,7 +63,7 @@ class TestLateStages:
             seen.append((os.getpid(), context.first_position, context.keys[0]))
             batch["filling"] = batch["filling"] * 2
 
-        engine = late_engine(late, num_processes)
+        engine = engine_with(late, num_processes)
         batches = [engine.next() for _ in range(3)]
         engine.seek(0, 48)
         batches.append(engine.next())
@@ -85,14 +85,14 @@ class TestLateStages:
             if context.first_position == 16:
                 raise ArithmeticError("sixteen")
 
-        engine = late_engine(late, num_processes)
+        engine = engine_with(late, num_processes)
         assert [engine.next().error for _ in range(2)] == [None, None]
         assert isinstance(engine.next().error, ArithmeticError)
         assert engine.next().error is None
         engine.close()
 
     def test_the_death_of_a_process(self, num_processes: int) -> None:
-        engine = late_engine(lambda batch, context: None, num_processes)
+        engine = engine_with(lambda batch, context: None, num_processes)
         engine.next()
         pids = engine.stats(Tuning(), 0).tuning.pids
         assert pids is not None
@@ -111,7 +111,7 @@ def test_a_stage_that_hangs_is_named_and_left_behind(caplog: pytest.LogCaptureFi
             is_in.set()
             is_free.wait(600)
 
-    engine = late_engine(late, timeout_s=0.1, raises=True)
+    engine = engine_with(late, timeout_s=0.1, raises=True)
     try:
         engine.start()
         assert is_in.wait(60)  # so nothing is waited for before that batch
@@ -126,7 +126,7 @@ def test_a_stage_that_hangs_is_named_and_left_behind(caplog: pytest.LogCaptureFi
         assert "loaderkit-late did not stop within 0.5 s" in caplog.text
     finally:
         is_free.set()
-        wait_for(lambda: "loaderkit-late" not in [thread.name for thread in threading.enumerate()])
+        join_threads("loaderkit-late")
 
 
 @pytest.mark.gpu
@@ -143,7 +143,7 @@ class TestOnTheGpu:
 
     def test_slabs_are_pinned(self) -> None:
         pinned: list[bool] = []
-        engine = late_engine(
+        engine = engine_with(
             lambda batch, context: pinned.append(batch["filling"].is_pinned()), pinned_for=torch.device("cuda", 0)
         )
         engine.next()

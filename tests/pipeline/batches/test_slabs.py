@@ -1,4 +1,4 @@
-"""Slabs and leases: reused exactly when nobody can see them; budgets kept; nothing grows."""
+"""Slabs and leases: reused exactly when no tensor of theirs is left; budgets kept; nothing grows."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class TestOddJpegs:
 
 
 class TestSeveralImages:
-    """A crop of one place needs images of one size, whoever decodes them."""
+    """A crop of one place needs images of one size, with every decoder."""
 
     @pytest.mark.parametrize("second", ["JPEG", "PNG"])
     @pytest.mark.parametrize("size", [(64, 48), (32, 24)])

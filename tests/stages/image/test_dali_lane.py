@@ -51,7 +51,7 @@ class OnTheCpu:
 
 
 class Unpinned:
-    """Shared memory that is registered with nobody."""
+    """Shared memory that is registered nowhere."""
 
     def __init__(self, *args: Any) -> None: ...
 

@@ -178,7 +178,7 @@ def run(num_each: int, seed: int) -> None:
         for number in range(num_each):
             damaged = mutations(data, rng)
             with warnings.catch_warnings():
-                warnings.simplefilter("error" if number % 4 == 0 else "ignore")  # whoever wants none gets bad samples
+                warnings.simplefilter("error" if number % 4 == 0 else "ignore")  # as errors, warnings are bad samples
                 num_refused += check(name, damaged)
     assert num_refused > 0.2 * num_each * len(PICTURES)
 

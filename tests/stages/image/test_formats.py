@@ -89,7 +89,7 @@ ONE_OF_EACH: dict[Format, bytes] = {name: encoded(photo(), name.upper()) for nam
 
 
 def test_the_list_is_closed() -> None:
-    """Whoever adds a format has to look at what its plugin starts and reads."""
+    """A new format needs a look at what its plugin starts and reads."""
     assert set(FORMATS) == EVERY_PLUGIN
 
 
@@ -433,7 +433,7 @@ def jpeg2000(side: int, tile: int, *boxes: bytes) -> bytes:
 
 
 def box(side: int, tile: int, *, is_long: bool) -> bytes:
-    """One that nobody reads, with what looks like a codestream."""
+    """One that no decoder reads, with what looks like a codestream."""
     inside = bytes(16) + b"\xff\x4f\xff\x51" + struct.pack(">HH8I", 47, 0, side, side, 0, 0, tile, tile, 0, 0)
     return (
         struct.pack(">I4sQ", 1, b"uuid", 16 + len(inside)) if is_long else struct.pack(">I4s", 8 + len(inside), b"uuid")

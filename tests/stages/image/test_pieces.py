@@ -33,7 +33,7 @@ SAMPLINGS = ["444", "422", "420", "440", "grey", "progressive", "restarts"]
 
 
 def photograph(height: int, width: int, seed: int) -> NDArray[np.uint8]:
-    """Smooth colours with noise on them: chroma that differs from pixel to pixel shows whoever upsamples it otherwise."""
+    """Smooth colours with noise on them: chroma that differs from pixel to pixel shows if it is upsampled another way."""
     rng = np.random.default_rng(seed)
     coarse = Pillow.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Pillow.Resampling.BICUBIC)).astype(float)
@@ -159,7 +159,7 @@ class TestPieces:
             ("text", 1, (0, 0, 1, 1), bytearray(9)),
         ],
     )
-    def test_what_is_no_job_is_refused_and_nothing_is_written(self, job: Any) -> None:
+    def test_a_wrong_job_is_refused_and_nothing_is_written(self, job: Any) -> None:
         memory = bytearray(b"M" * (20 * (30 + jpeg.BESIDE) * 3))
         plain = (encoded(photograph(20, 30, 1), "420"), 1, (0, 0, 20, 30), memory)
         with pytest.raises((TypeError, BufferError, ValueError)):

@@ -84,7 +84,7 @@ class TestConnector:
     def test_what_hangs(self) -> None:
         inner = Flaky({"a": b"abc"})
         release = threading.Event()
-        connector = RetryConnector(inner, RetryPolicy(total_s=30, first_wait_s=0.001), timeout_s=0.05)
+        connector = RetryConnector(inner, RetryPolicy(total_s=30, first_wait_s=0.001), timeout_s=0.5)
 
         def hang() -> None:
             release.wait()
@@ -95,8 +95,8 @@ class TestConnector:
         assert buffer == b"abc"
         assert connector.counters() == {"num_retries": 2, "num_timeouts": 2}
         inner.failures = [hang] * 3
-        short = RetryConnector(inner, RetryPolicy(total_s=30, max_attempts=2, first_wait_s=0.001), timeout_s=0.05)
-        with pytest.raises(RequestTimeoutError, match=r"memory://a: no answer within 0.05 s.*tried 2 times"):
+        short = RetryConnector(inner, RetryPolicy(total_s=30, max_attempts=2, first_wait_s=0.001), timeout_s=0.5)
+        with pytest.raises(RequestTimeoutError, match=r"memory://a: no answer within 0.5 s.*tried 2 times"):
             short.read_into("a", 0, memoryview(buffer))
         release.set()
         for one in (connector, short):

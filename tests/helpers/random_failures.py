@@ -18,6 +18,6 @@ def unlucky(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 
 def hang_once(sample: dict[str, Any]) -> None:
-    """Takes 0.2 s for sample 3, and no time for the others."""
+    """Takes 1.5 s for sample 3, and no time for the others."""
     if sample["x"] == 3:
-        time.sleep(0.2)
+        time.sleep(1.5)

@@ -196,7 +196,7 @@ def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys
         "source": {"kind": "dataset", "object": "random_failures:numbers", "fields": ["x"]},
         "stages": [
             "read",
-            {"call": {"function": "random_failures:hang_once", "timeout": "50ms"}},
+            {"call": {"function": "random_failures:hang_once", "timeout": "500ms"}},
             {"batch": {"size": 4}},
         ],
     }
@@ -206,6 +206,6 @@ def test_what_hangs_leaves_no_thread_behind_that_does_not(tmp_path: Path, capsys
     code, found = again(capsys, tmp_path / "pipeline.yaml", "--only-quarantined", tmp_path / "bad.jsonl")
     assert code == 1
     assert [one["key"] for one in found["bad"]] == ["3"]
-    assert "did not return within 0.05s" in found["bad"][0]["error"]
+    assert "did not return within 0.5s" in found["bad"][0]["error"]
     assert [one["key"] for one in found["good"]] == ["4"]
     join_threads("-limited")

@@ -311,6 +311,7 @@ class Engine(ABC):
         for stage in self.stages:
             if stage.close is not None:
                 stage.close()
+        self.plan.close()
         self._has_ended = True  # set last: a second call completes a close that Ctrl-C has interrupted
 
     def abandon(self) -> None:

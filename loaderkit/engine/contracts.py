@@ -48,6 +48,9 @@ class Plan(Protocol):
     def release(self, work_item: WorkItem) -> None:
         """Note that a work item has left the budget: it was delivered or dropped."""
 
+    def close(self) -> None:
+        """Free the memory that is not in use; no worker is left."""
+
     def seek(self, epoch: int, position: int) -> None:
         """Continue at another position."""
 

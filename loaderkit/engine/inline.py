@@ -81,7 +81,7 @@ class InlineEngine(Engine):
         if not plan.is_prepared:
             begin_s = self.clock()
             plan.prepare()
-            self._chunk_sizer.sample_s = self.clock() - begin_s
+            self._chunk_sizer.first(self.clock() - begin_s, plan.memory_stats(0)["batch_bytes"] / plan.batch_size)
         with self._planning:
             work_item = plan.open(self._chunk_sizer.next_chunk_size(plan.batch_size, 1))
         assert work_item is not None, "the loader asks for no batch past the last"

@@ -108,8 +108,9 @@ class WorkQueue:
         begin = self._clock()
         try:
             self._plan.prepare()
-            # Large samples then begin with small chunks, which need little memory.
-            self._budget.chunk_sizer.sample_s = self._clock() - begin
+            self._budget.chunk_sizer.first(
+                self._clock() - begin, self._plan.memory_stats(0)["batch_bytes"] / self._plan.batch_size
+            )
         except BaseException as raised:
             error = raised
         with self._lock:

@@ -10,11 +10,11 @@ from functools import partial
 
 from loaderkit import native
 from loaderkit._internal.cgroups import num_cpus
-from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.contracts import Executor
 from loaderkit.engine.inline import InlineEngine
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock
+from loaderkit.engine.process.shared_memory import Allocator
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.pipeline.batches.assembler import BatchAssembler, BatchShape
 from loaderkit.pipeline.batches.cursor import BatchCursor
@@ -42,13 +42,11 @@ def make_executor(plan: ExecutionPlan, clock: Clock = time.perf_counter) -> Exec
     return make_thread_engine(plan, clock)
 
 
-def make_thread_engine(
-    plan: ExecutionPlan, clock: Clock, allocate: Callable[[int], Bytes] | None = None
-) -> ThreadEngine:
-    """An engine of threads of this process; `allocate` gives shared memory for slabs."""
+def make_thread_engine(plan: ExecutionPlan, clock: Clock, allocator: Allocator | None = None) -> ThreadEngine:
+    """An engine of threads of this process; `allocator` gives shared memory."""
     prefetch, compiled = plan.config.prefetch, plan.compiled
     return ThreadEngine(
-        make_batch_plan(plan, allocate),
+        make_batch_plan(plan, allocator),
         compiled.stages,
         compiled.pools,
         timeout_s=prefetch.timeout,
@@ -59,15 +57,15 @@ def make_thread_engine(
 
 
 def make_worker_engine(
-    plan: ExecutionPlan, reopen: Callable[[], Source] | None, allocate: Callable[[int], Bytes], shard: Shard
+    plan: ExecutionPlan, reopen: Callable[[], Source] | None, allocator: Allocator, shard: Shard
 ) -> ThreadEngine:
     """The engine of a worker process; `reopen` opens the source there, if it was not sent."""
     source = plan.source if reopen is None else reopen()
-    return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocate)
+    return make_thread_engine(replace(plan, source=source, shard=shard), time.perf_counter, allocator)
 
 
-def make_batch_plan(plan: ExecutionPlan, allocate: Callable[[int], Bytes] | None = None) -> BatchPlan:
-    """The batches of a plan; `allocate` gives shared memory for slabs."""
+def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> BatchPlan:
+    """The batches of a plan; `allocator` gives shared memory."""
     config, compiled, shard, schedule = plan.config, plan.compiled, plan.shard, plan.schedule
     batch, errors, early = config.batch, config.errors, compiled.context.early_stream
     shape = BatchShape(
@@ -85,7 +83,7 @@ def make_batch_plan(plan: ExecutionPlan, allocate: Callable[[int], Bytes] | None
             shard.num_bytes(config.prefetch.memory),
             shard=shard,
             pinned_for=compiled.device,
-            allocate=allocate,
+            allocator=allocator,
         ),
         BatchAssembler(plan.source, shape, None if early is None else early.run),
         key=plan.source.key,

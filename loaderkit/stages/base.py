@@ -15,7 +15,7 @@ from loaderkit._internal.settings import Model
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample
-from loaderkit.stages.slots import Slots
+from loaderkit.stages.slots import Slots, TakeBytes
 
 if TYPE_CHECKING:
     from loaderkit.stages.context import CompileContext, Stream
@@ -133,9 +133,11 @@ class Image(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """A field of `num_bytes` that `read` has written into its slot already."""
+    """A field of `num_bytes` that `read` has written already, into its slot, or as `tensor` into memory that is lent to the
+    batch. For the first sample, of which only the layout matters, nothing is written."""
 
     num_bytes: int
+    tensor: torch.Tensor | None = None
 
 
 class GpuDecoded(NamedTuple):
@@ -190,7 +192,7 @@ class BatchContext(NamedTuple):
 class BatchWork(WorkItem):
     """A batch being filled. Each slot is written by exactly one chunk."""
 
-    __slots__ = ("failures", "fields", "indices", "positions", "specs", "step", "values", "wrapped")
+    __slots__ = ("failures", "fields", "indices", "positions", "specs", "step", "take_bytes", "values", "wrapped")
     failures: list[SampleFailure]
 
     def __init__(
@@ -212,13 +214,14 @@ class BatchWork(WorkItem):
         self.specs: Mapping[str, FieldSpec] = {}  # the layout of its fields
         self.fields: dict[str, Slots] = {}  # the fields in the slab
         self.values: dict[str, list[Any]] = {}  # the other fields, one value per slot
+        self.take_bytes: TakeBytes | None = None  # for large ones of them
         self.failures = []
 
     def __str__(self) -> str:
         return f"batch {self.step} of epoch {self.epoch}"
 
     def let_go(self) -> None:
-        self.fields = {}
+        self.fields, self.values = {}, {}
 
 
 class SampleChunk(Chunk):

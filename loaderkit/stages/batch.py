@@ -33,7 +33,7 @@ from loaderkit.stages.base import (
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.kernels import write_image
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
-from loaderkit.stages.slots import Slots
+from loaderkit.stages.slots import Slots, TakeBytes, new_tensor
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
 
@@ -136,7 +136,7 @@ def _store_values(
     for row, sample in enumerate(chunk.samples):
         if sample is not None:
             try:
-                values[chunk.lo + row] = _owned(sample[name], name, spec)
+                values[chunk.lo + row] = _owned(sample[name], name, spec, chunk.work_item.take_bytes)
             except Exception as error:
                 failed(chunk, row, error)
 
@@ -269,7 +269,7 @@ def _misfit(value: Any, name: str, spec: FieldSpec) -> str:
     )
 
 
-def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
+def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None) -> Any:
     """The value in memory that the user may keep: a copy of what stages reuse."""
     if spec.kind == "rendered":
         if (
@@ -292,7 +292,12 @@ def _owned(value: Any, name: str, spec: FieldSpec) -> Any:
             f"its field {name!r} is {describe(value)} and cannot be padded together with {example} (from sample "
             f"{spec.example_key!r}): give all samples one type and number of dimensions, or set `ragged: {{{name}: list}}`"
         )
-    return tensor.detach().clone()
+    tensor = tensor.detach()
+    if type(value) is InPlace:
+        return tensor
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.clone()
+    return new_tensor(tuple(tensor.shape), tensor.dtype, take_bytes).copy_(tensor)
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

@@ -1,8 +1,11 @@
 """Reads large arrays directly into their slots: `read` parses an array's header, and if its dtype and shape are the slot's, its
-numbers are read there without a copy.
+numbers are read there without a copy. Where shapes may differ the memory is lent for each array.
 
     header (256 bytes) ──> is it the slot's dtype and shape? ──> read_into(slots[slot]) ──> InPlace
+                       ──> may the shape be any? ──> read_into(memory that is lent) ──> InPlace
                                                       no ──> None: through memory of the chunk, as usual
+
+Of the first sample, which only tells the layout of a batch, the numbers are not read.
 
 The compiler allows it for fields that no stage but `decode` sees before `batch`.
 """
@@ -13,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit._internal.forks import ending_forks
 from loaderkit.connectors.base import ByteRange, Connector
 from loaderkit.errors import ConnectorError, FormatError
@@ -21,7 +26,7 @@ from loaderkit.sources.base import FieldRange
 from loaderkit.sources.formats.npy import NpyHeader, parse_npy_header, read_npy_header
 from loaderkit.sources.formats.npz import NpzMember, read_npz_members
 from loaderkit.stages.base import Encoded, FieldGroup, InPlace, SampleChunk
-from loaderkit.stages.slots import Slots
+from loaderkit.stages.slots import new_tensor
 
 LEAST_BYTES = 512 * 1024
 """Smaller arrays are read through memory, since the second read costs more than the copy it saves. From the page cache, direct
@@ -45,12 +50,7 @@ class DirectRead:
         """
         kind = field_range.extension.rpartition(".")[2]
         is_decoded = self.decoded is None or field_range.field in self.decoded
-        if (
-            kind not in ("npy", "npz")
-            or not is_decoded
-            or field_range.range.length < LEAST_BYTES
-            or not chunk.work_item.fields
-        ):
+        if kind not in ("npy", "npz") or not is_decoded or field_range.range.length < LEAST_BYTES:
             return None
         slot = chunk.lo + row
         try:
@@ -74,15 +74,22 @@ class DirectRead:
     def _array(
         self, chunk: SampleChunk, slot: int, field: str, byte_range: ByteRange, header: NpyHeader
     ) -> InPlace | None:
-        """Read the numbers of the array in `byte_range`, if they fit the slot."""
-        slots = self._slots(chunk, field)
-        if slots is None or not _is_for(slots, header) or header.num_bytes < LEAST_BYTES:
+        """Read the numbers of the array in `byte_range`, if they fit the batch."""
+        num_bytes = header.num_bytes
+        if not self._is_for(chunk, field, header) or num_bytes < LEAST_BYTES:
             return None
-        if header.data_start + header.num_bytes > byte_range.length:
+        if header.data_start + num_bytes > byte_range.length:
             return None
-        memory = slots.memory[slot * header.num_bytes : (slot + 1) * header.num_bytes]
-        self._reader(byte_range)(header.data_start, memory.data)
-        return InPlace(header.num_bytes)
+        work_item = chunk.work_item
+        slots = work_item.fields.get(field)
+        if slots is not None:
+            memory = slots.memory[slot * num_bytes : (slot + 1) * num_bytes]
+            self._reader(byte_range)(header.data_start, memory.data)
+            return InPlace(num_bytes)
+        tensor = new_tensor(header.shape, getattr(torch, header.dtype.name), work_item.take_bytes)
+        if work_item.specs:
+            self._reader(byte_range)(header.data_start, tensor.numpy().reshape(-1).view(np.uint8).data)
+        return InPlace(num_bytes, tensor)
 
     def _archive(self, chunk: SampleChunk, slot: int, byte_range: ByteRange) -> FieldGroup | None:
         """Read the arrays of an .npz file that fit their slots; the others as stored bytes.
@@ -111,18 +118,21 @@ class DirectRead:
         return FieldGroup(fields)
 
     def _fits(self, chunk: SampleChunk, member: NpzMember) -> bool:
-        slots = self._slots(chunk, member.name)
-        if slots is None or member.size < LEAST_BYTES:
+        return member.size >= LEAST_BYTES and self._is_for(
+            chunk, member.name, parse_npy_header(member.head, member.size)
+        )
+
+    def _is_for(self, chunk: SampleChunk, field: str, header: NpyHeader) -> bool:
+        """True if an array's bytes in the file are those of its tensor in the batch, and no other stage changes them."""
+        dtype, specs = header.dtype, chunk.work_item.specs
+        is_plain = dtype.isnative and dtype.names is None and header.is_c_order
+        if field in self.touched or not is_plain or type_in_numpy(dtype.name) is None:
             return False
-        return _is_for(slots, parse_npy_header(member.head, member.size))
-
-    def _slots(self, chunk: SampleChunk, field: str) -> Slots | None:
-        """The slots [B, ...] of a field that no other stage changes; None for images."""
-        spec = chunk.work_item.specs.get(field)
-        return None if spec is None or spec.image or field in self.touched else chunk.work_item.fields.get(field)
-
-
-def _is_for(slots: Slots, header: NpyHeader) -> bool:
-    """True if an array's bytes in the file are those of one slot of [B, ...]."""
-    is_plain = header.dtype.isnative and header.dtype.names is None and header.is_c_order
-    return is_plain and header.shape == slots.shape[1:] and header.dtype.name == slots.dtype
+        if not specs:  # the first sample
+            return True
+        spec = specs.get(field)
+        if spec is None or spec.image or spec.kind not in ("slab", "pad", "ragged"):
+            return False
+        if spec.kind == "slab":
+            return header.shape == spec.shape and dtype.name == spec.dtype
+        return spec.kind == "ragged" or (len(header.shape) == len(spec.shape) and dtype.name == spec.dtype)

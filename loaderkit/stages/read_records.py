@@ -20,6 +20,7 @@ from loaderkit.connectors.ranges import gather_into
 from loaderkit.errors import STORE_FAILURES
 from loaderkit.sources.base import Records, RecordSource
 from loaderkit.stages.base import SampleChunk
+from loaderkit.stages.slots import LEAST_LENT
 
 
 def read_records(
@@ -46,7 +47,10 @@ def read_records(
             return _fill(memory[chunk.lo * num_bytes : chunk.hi * num_bytes], chunk)
         size = len(chunk) * records.num_bytes
         memory = np.frombuffer(chunk.memory("read", size), np.uint8) if reuse else np.empty(size, np.uint8)
-        num_bytes = _fill(memory, chunk)
+        is_layout = (
+            is_last and not chunk.work_item.specs and size >= LEAST_LENT
+        )  # the first sample, which is not delivered
+        num_bytes = 0 if is_layout else _fill(memory, chunk)
         values = _numbers_in(memory, records, len(chunk), as_arrays=is_last)
         for row in range(len(chunk)):
             if row not in chunk.failures:

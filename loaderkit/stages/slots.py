@@ -1,7 +1,8 @@
-"""The slots of a batch: preallocated memory that stages write into."""
+"""The memory that stages write into: the slots of a batch, and tensors that differ in shape."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit._internal.dtypes import tensor_over
+from loaderkit._internal.dtypes import Bytes, tensor_over
 
 _UINT8 = np.dtype(np.uint8)  # creating it from the type takes 0.3 us
 
@@ -58,3 +59,18 @@ class Slots:
             return Slots(rows, rows.shape, self.dtype)
         rows = self._base.reshape(self.shape[0], -1)[slots]
         return Slots(rows.reshape(-1), (len(rows), *self.shape[1:]), self.dtype)
+
+
+TakeBytes = Callable[[int], Bytes]
+"""Lends memory of a size, uninitialised, as long as anything over it lives."""
+
+LEAST_LENT = 512 * 1024
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, take_bytes: TakeBytes | None) -> torch.Tensor:
+    """An uninitialised tensor on the CPU, in memory that is lent if it is large: small memory costs no page faults."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if take_bytes is None or num_bytes < LEAST_LENT:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = torch.from_numpy(take_bytes(num_bytes))
+    return tensor_over(memory, str(dtype).removeprefix("torch."), shape, _packed_strides(shape))

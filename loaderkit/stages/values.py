@@ -15,7 +15,7 @@ import torch
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit.native.fallback import packed
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import GpuDecoded, Image
+from loaderkit.stages.base import GpuDecoded, Image, InPlace
 
 NUMBER_DTYPES = {int: "int64", float: "float64", bool: "bool"}
 _INT64 = np.iinfo(np.int64)
@@ -99,6 +99,8 @@ def dtype_of(tensor: torch.Tensor) -> str:
 def as_tensor(value: Any) -> torch.Tensor:
     """A number, array, tensor or image as a tensor; int64 for int and float64 for float, as in torch's default_collate.
     Raises TypeError."""
+    if type(value) is InPlace and value.tensor is not None:
+        value = value.tensor
     if isinstance(value, torch.Tensor):
         return value
     if type(value) is Image:

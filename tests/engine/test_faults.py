@@ -298,10 +298,18 @@ class TestCtrlC:
     @pytest.mark.parametrize(
         ("life", "num_parts"),
         [
-            *(("inline", 4), ("thread", 8), ("records", 8), ("pictures", 8), ("restore", 8), ("process", 120)),
+            *(
+                ("inline", 4),
+                ("thread", 8),
+                ("records", 8),
+                ("pictures", 8),
+                ("volumes", 8),
+                ("restore", 8),
+                ("process", 120),
+            ),
             *(
                 pytest.param(life, 1, marks=pytest.mark.prove)
-                for life in (*EXECUTORS, "records", "pictures", "restore")
+                for life in (*EXECUTORS, "records", "pictures", "volumes", "restore")
             ),
         ],
     )

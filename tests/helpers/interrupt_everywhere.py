@@ -3,8 +3,8 @@ where anything was left of it.
 
     python everywhere.py LIFE PART NUM_PARTS
 
-LIFE is an executor, `records` (of which the loop makes batches itself), `pictures` (made inline from JPEGs, with a cache), or
-`restore` (of a checkpoint).
+LIFE is an executor, `records` (of which the loop makes batches itself), `pictures` (made inline from JPEGs, with a cache),
+`volumes` (made inline, of unequal shape), or `restore` (of a checkpoint).
 
 The interpreter looks after calls, at the beginning of functions, and where loops begin anew. So SIGINT is noted right before
 one of those is executed, by a trace function that is none of Python's: one of those would find the signal itself.
@@ -120,6 +120,11 @@ def load_pictures(folder: Path) -> None:
                 break
 
 
+def load_volumes(folder: Path) -> None:
+    pipeline = loaderkit.Pipeline.files(str(folder / "volumes")).read().decode().batch(2, ragged={"npy": "list"})
+    load(pipeline.epochs(2), {"prefetch.executor": "inline"})
+
+
 def restore(folder: Path) -> None:
     into = {f"layer.{number}": torch.empty(64, 64) for number in range(4)}
     loaderkit.restore(folder / "model.safetensors", into)
@@ -136,6 +141,9 @@ def fill(folder: Path) -> None:
             member.size = file.tell()
             file.seek(0)
             archive.addfile(member, file)
+    (folder / "volumes").mkdir()
+    for number in range(6):
+        np.save(folder / "volumes" / f"{number}.npy", np.zeros(600_000 + number, np.uint8))
     np.save(folder / "records.npy", np.arange(8000).reshape(2000, 4))
     state = {f"layer.{number}": torch.full((64, 64), float(number)) for number in range(4)}
     save_file(state, folder / "model.safetensors")
@@ -230,6 +238,7 @@ with tempfile.TemporaryDirectory() as name:
     fill(Path(name))
     lives = {
         "pictures": partial(load_pictures, Path(name)),
+        "volumes": partial(load_volumes, Path(name)),
         "restore": partial(restore, Path(name)),
         "records": partial(load_records, Path(name)),
         **{executor: partial(load, numbers(400), overrides) for executor, overrides in EXECUTORS.items()},

@@ -125,6 +125,19 @@ def test_a_chunk_is_one_call(tmp_path: Path) -> None:
         assert connector.reads == []
 
 
+def test_a_large_record_is_not_read_for_its_layout(tmp_path: Path) -> None:
+    array = random_array("float32", 4, 200_000)
+    np.save(tmp_path / "x.npy", array)
+    for ragged in ({}, {"data": "list"}):
+        pipeline = Pipeline.array(tmp_path / "x.npy").shuffle("none").read().batch(4, ragged=ragged)
+        loader, connector = recorded(pipeline, tmp_path)
+        with loader:
+            connector.gathered.clear()
+            (batch,) = loader
+            assert all(same_bits(found, wanted) for found, wanted in zip(batch["data"], array, strict=True))
+            assert sum(connector.gathered) == 4
+
+
 def test_memory_is_the_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "x.npy", random_array("int32", 16, 1000))
     filled: list[tuple[int, int]] = []

@@ -205,6 +205,9 @@ class TensorPlan:
     def seek(self, epoch: int, position: int) -> None:
         self._next = position
 
+    def close(self) -> None:
+        """Nothing to do: the memory is the user's."""
+
     def begins_at(self, epoch: int, position: int) -> tuple[int, int]:
         return 0, position
 

@@ -17,6 +17,7 @@ _SMOOTHING = 0.1
 # disk's answer); not where a chunk takes longer than _MOST_TRIED_S already.
 _TRIAL_EVERY = 64
 _MOST_TRIED_S = 0.02
+_MOST_BYTES_PER_S = 4e9  # that one thread makes
 _UNLIKE = 1.5  # times as long: of chunks that tell what they cost besides
 _TRIAL_SMOOTHING = 0.3
 _LEAST_SHARE = 0.1  # of a chunk's time that is taken for its samples': what was true may be so no longer
@@ -37,6 +38,11 @@ class ChunkSizer:
         self._num_opened = 0  # batches, since one chunk has landed
         self._took_s = self._length = 0.0  # of a chunk in the mean
         self._fixed_share = 0.0  # of that, what does not depend on its length
+
+    def first(self, took_s: float, sample_bytes: float) -> None:
+        """The first sample took so long, although perhaps not all of its bytes were read. Large samples then begin with small
+        chunks, which need little memory."""
+        self.sample_s = max(took_s, sample_bytes / _MOST_BYTES_PER_S)
 
     def landed(self, took_s: float, length: int) -> None:
         """A chunk of `length` samples is through all stages."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from loaderkit._internal.dtypes import Bytes
 from loaderkit.engine.metrics import stalls, trace
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.tuning import Tuning
@@ -29,13 +28,13 @@ from loaderkit.errors import ClosedError, ConfigError, StageError
 from loaderkit.sampling.shard import Shard
 
 _REPORT_CHARACTERS = 100_000
-MakeEngine = Callable[[Callable[[int], Bytes], Shard], ThreadEngine]
+MakeEngine = Callable[[Allocator, Shard], ThreadEngine]
 
 
 class BatchSender:
     """Sends batches from the thread that calls `run`; every other public method is called by the control thread.
 
-    `spec` holds (a function that makes the engine from an allocator of slabs and a shard, the shard, the trainer's number of
+    `spec` holds (a function that makes the engine from an allocator and a shard, the shard, the trainer's number of
     torch threads). The arena is free from `begin` on; batches start at (`epoch`, `position`).
     """
 
@@ -55,7 +54,7 @@ class BatchSender:
         self._allocator = Allocator(self._arena, begin=begin, keep_pages=keep_pages)
         make_engine, self._shard, num_torch_threads = _open_spec(spec, self._arena)
         torch.set_num_threads(num_torch_threads)
-        self._engine = make_engine(self._allocator.allocate, self._shard)
+        self._engine = make_engine(self._allocator, self._shard)
         self._lock = threading.Lock()
         self._generation = 0  # the number of seeks so far
         self._held: dict[int, tuple[Any, list[Block]]] = {}  # the memory of batches that the trainer has not released

@@ -67,10 +67,10 @@ class LeaseTable:
         """A lease has ended after `close`; called inside a destructor, in any thread, also in a fork's child."""
         if os.getpid() == self._pid:
             ended = self._live.pop(number, ())
-            others = {block for blocks in list(self._live.values()) for block in blocks}
+            others = [block for blocks in list(self._live.values()) for block in blocks]
             for block in ended:
-                if block not in others:
-                    self._arena.discard(block.start, block.start + block.size)
+                if not any(block.start < other.end and other.start < block.end for other in others):
+                    self._arena.discard(block.start, block.end)
 
     def ended(self) -> list[int]:
         """The batches that have ended since the last call."""

@@ -64,9 +64,21 @@ class Block(NamedTuple):
     start: int
     size: int
 
+    @property
+    def end(self) -> int:
+        return self.start + self.size
+
+
+def address_bytes(times_memory: int) -> int:
+    """The length of a mapping that has no memory yet: in terms of the machine's memory, at most a quarter of `ulimit -v`."""
+    num_bytes = times_memory * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return num_bytes if limit == resource.RLIM_INFINITY else min(num_bytes, limit // 4)
+
 
 class SharedArena:
-    """The mapping of one process. `memory` is all of it as bytes; only blocks that are allocated may be touched.
+    """The mapping of one process. `memory` is all of it as bytes; only what is committed may be touched. Blocks lie before the
+    `middle`, large samples that differ in shape behind it.
 
     The mapping has a descriptor of its own, which is closed with it, when no array over it is left.
     """
@@ -76,16 +88,13 @@ class SharedArena:
         self._mapping = _mapped(file.fileno())
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump would fill every hole with memory
         self.memory: Bytes = np.frombuffer(self._mapping, np.uint8)
+        self.middle = len(self.memory) // 2 // mmap.PAGESIZE * mmap.PAGESIZE
 
     @classmethod
     def create(cls, num_arenas: int = 1) -> SharedArena:
-        """A new arena; all of them together are twice as long as the machine's memory, which leaves room for blocks of several
-        sizes."""
-        num_pages = 2 * os.sysconf("SC_PHYS_PAGES") // num_arenas
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            num_pages = min(num_pages, limit // 4 // num_arenas // mmap.PAGESIZE)
-        size = num_pages * mmap.PAGESIZE
+        """A new arena; all of them together are four times as long as the machine's memory, which leaves room for blocks of
+        several sizes."""
+        size = address_bytes(4) // num_arenas // mmap.PAGESIZE * mmap.PAGESIZE
         with owned(os.memfd_create, "loaderkit", os.MFD_CLOEXEC) as low:
             file = owned(fcntl.fcntl, low.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
         try:
@@ -111,7 +120,21 @@ class SharedArena:
 
     def view(self, block: Block) -> Bytes:
         """The bytes of a block."""
-        return self.memory[block.start : block.start + block.size]
+        return self.memory[block.start : block.end]
+
+    def commit(self, start: int, end: int, limit: int | None = None) -> None:
+        """Give [start, end), which must end before `limit`, memory; its lack would show as SIGBUS at the first access. Raises
+        OSError."""
+        try:
+            if end > (len(self.memory) if limit is None else limit):
+                raise MemoryError
+            os.posix_fallocate(self.fileno(), start, end - start)
+        except (OSError, MemoryError) as error:
+            raise OSError(
+                getattr(error, "errno", None) or errno.ENOMEM,
+                f"there are no {say_bytes(end - start)} of shared memory for another batch: make prefetch.memory or "
+                "prefetch.batches smaller, and keep fewer batches alive",
+            ) from error
 
     def discard(self, start: int, end: int) -> None:
         """Give the pages of [start, end) back to the system, for all processes that map them."""
@@ -127,7 +150,7 @@ class SharedArena:
         end = 0
         for block in sorted(kept):
             self.discard(end, block.start)
-            end = max(end, -(-(block.start + block.size) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            end = max(end, -(-(block.end) // mmap.PAGESIZE) * mmap.PAGESIZE)
         self.discard(end, len(self.memory))
 
 
@@ -160,18 +183,11 @@ class Allocator:
             holes = self._holes.get(size)
             start = holes.pop() if holes else self._next
             try:
-                if start + size > len(self._arena.memory):
-                    raise MemoryError
-                # Otherwise a lack of memory would show as SIGBUS at the first access.
-                os.posix_fallocate(self._arena.fileno(), start, size)
-            except (OSError, MemoryError) as error:
+                self._arena.commit(start, start + size, self._arena.middle)
+            except OSError:
                 if holes is not None and start != self._next:
                     holes.append(start)
-                raise OSError(
-                    getattr(error, "errno", None) or errno.ENOMEM,
-                    f"there are no {say_bytes(size)} of shared memory for another batch: make prefetch.memory or "
-                    "prefetch.batches smaller, and keep fewer batches alive",
-                ) from error
+                raise
             self._next = max(self._next, start + size)
             block = Block(start, size)
             insort(self._live, block)
@@ -202,8 +218,13 @@ class Allocator:
     def free(self, block: Block) -> None:
         """Free a block; from any thread, also inside a destructor."""
         if not self._keep_pages:
-            self._arena.discard(block.start, block.start + block.size)
+            self._arena.discard(block.start, block.end)
         self._freed.put(block)
+
+    @property
+    def sample_arena(self) -> SharedArena | None:
+        """The arena, for samples behind its middle; None if pages are pinned, which they are by the block."""
+        return None if self._keep_pages else self._arena
 
     @property
     def end(self) -> int:
@@ -211,14 +232,18 @@ class Allocator:
         return self._next
 
     def block_of(self, address: int, num_bytes: int) -> tuple[Block, Block] | None:
-        """(span in the arena, its block) of memory of this process; None if no block holds it."""
-        start = address - self._address
+        """(span in the arena, its block) of memory of this process; None if no block holds it. The block of a sample is
+        its pages."""
+        span = Block(address - self._address, num_bytes)
+        if self._arena.middle <= span.start and span.end <= len(self._arena.memory):
+            first, last = span.start // mmap.PAGESIZE, -(-span.end // mmap.PAGESIZE)
+            return span, Block(first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
         with self._lock:
-            number = bisect_right(self._live, (start, 1 << 62)) - 1
+            number = bisect_right(self._live, (span.start, 1 << 62)) - 1
             if number >= 0:
                 block = self._live[number]
-                if block.start <= start and start + num_bytes <= block.start + block.size:
-                    return Block(start, num_bytes), block
+                if block.start <= span.start and span.end <= block.end:
+                    return span, block
         return None
 
     def _collect(self) -> None:

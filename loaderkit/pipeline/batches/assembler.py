@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import BatchWork, GpuDecoded
-from loaderkit.stages.slots import Slots
+from loaderkit.stages.slots import Slots, TakeBytes, new_tensor
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BatchAssembler:
             if spec.kind == "rendered":
                 batch[name] = _stack_rows(kept)
             elif spec.kind == "pad":
-                batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value)
+                batch[name], batch[f"{name}_sizes"] = _padded(kept, shape.pad_value, work_item.take_bytes)
             else:
                 batch[name] = kept
         if shape.has_keys:
@@ -109,11 +109,17 @@ def _stack_rows(rows: list[GpuDecoded]) -> torch.Tensor:
     return stacked
 
 
-def _padded(tensors: list[torch.Tensor], value: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(
+    tensors: list[torch.Tensor], value: float, take_bytes: TakeBytes | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensors of equal rank and dtype padded into one, [B, largest...], and their sizes, int64 [B] or [B, rank]."""
     first = tensors[0]
     sizes = torch.tensor([list(tensor.shape) for tensor in tensors], dtype=torch.int64, device="cpu")
-    padded = torch.full((len(tensors), *sizes.amax(0).tolist()), value, dtype=first.dtype, device=first.device)
+    shape = (len(tensors), *sizes.amax(0).tolist())
+    if first.device.type == "cpu":
+        padded = new_tensor(shape, first.dtype, take_bytes).fill_(value)
+    else:
+        padded = torch.full(shape, value, dtype=first.dtype, device=first.device)
     for slot, tensor in zip(padded, tensors, strict=True):
         slot[tuple(slice(0, n) for n in tensor.shape)] = tensor
     return padded, sizes[:, 0] if first.ndim == 1 else sizes

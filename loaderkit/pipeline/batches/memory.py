@@ -1,19 +1,19 @@
-"""The memory of the batches that are read ahead: the number that fits, and their slabs."""
+"""The memory of the batches that are read ahead: the number that fits, their slabs, and large samples outside of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from loaderkit._internal.dtypes import Bytes
 from loaderkit._internal.units import say_bytes
-from loaderkit.engine.process.shared_memory import check_room
+from loaderkit.engine.process.shared_memory import Allocator, check_room
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.batches.sample_memory import SampleMemory
 from loaderkit.pipeline.batches.slabs import SlabLayout, SlabPool
 from loaderkit.sampling.shard import WHOLE, Shard
 from loaderkit.stages.base import FieldSpec
-from loaderkit.stages.slots import Slots
+from loaderkit.stages.slots import Slots, TakeBytes
 
 
 class BatchMemory:
@@ -27,29 +27,52 @@ class BatchMemory:
         *,
         shard: Shard = WHOLE,
         pinned_for: torch.device | None = None,
-        allocate: Callable[[int], Bytes] | None = None,
+        allocator: Allocator | None = None,
     ) -> None:
-        """`pinned_for`: the CUDA device that slabs are copied to. `allocate` gives shared memory."""
+        """`pinned_for`: the CUDA device that slabs are copied to. `allocator` gives shared memory."""
         self.batch_size = batch_size
         self.num_bytes = num_bytes
         self._num_batches = num_batches
         self._shard = shard
         self._pinned_for = pinned_for
-        self._allocate = allocate
+        self._allocator = allocator
         self._slabs: SlabPool | None = None
-        self._batch_bytes = 0  # a slab and the fields outside of it, by the first sample's size
-        self.room = (num_batches, False)  # (batches that may be open, True if memory and not depth limits that)
+        self._samples: SampleMemory | None = None
+        self.take_bytes: TakeBytes | None = None  # memory of a large sample; None: all samples are of one shape
+        self._batch_bytes = 0  # of the largest batch yet; at first by the first sample's size
 
     def prepare(self, specs: Mapping[str, FieldSpec]) -> None:
         """Set the fields of a batch. Raises ConfigError if the memory holds not even one batch."""
         layout = SlabLayout.of(specs, self.batch_size)
         self._batch_bytes = layout.num_bytes + sum(spec.num_bytes for spec in specs.values()) * self.batch_size
         self._check_bound(self.num_bytes)
-        num_open, _ = self.room = self._room_for(self._num_batches, self.num_bytes)
+        num_open, _ = self.room
         self._check_machine(num_open)
         self._slabs = SlabPool(
-            layout, num_kept=num_open + 2, pinned_for=self._pinned_for, allocate=self._allocate, shard=self._shard
+            layout,
+            num_kept=num_open + 2,
+            pinned_for=self._pinned_for,
+            allocate=None if self._allocator is None else self._allocator.allocate,
+            shard=self._shard,
         )
+        if any(spec.kind in ("ragged", "pad") for spec in specs.values()):
+            self._samples = SampleMemory(None if self._allocator is None else self._allocator.sample_arena)
+            self.take_bytes = self._samples.take
+
+    @property
+    def room(self) -> tuple[int, bool]:
+        """(batches that may be open, True if memory and not depth limits that)."""
+        return self._room_for(self._num_batches, self.num_bytes)
+
+    def note_batch(self, loose_bytes: int) -> None:
+        """Note the bytes of a batch outside its slab: if none was as large, fewer may be open. From any thread."""
+        assert self._slabs is not None
+        self._batch_bytes = max(self._batch_bytes, self._slabs.layout.num_bytes + loose_bytes)
+
+    def close(self) -> None:
+        """Free what is not in use, and the rest when it is used no longer."""
+        if self._samples is not None:
+            self._samples.close()
 
     def take(self) -> dict[str, Slots]:
         """The fields of a free slab, [batch_size, ...] each, uninitialised."""
@@ -59,24 +82,26 @@ class BatchMemory:
     def set_depth(self, num_batches: int | None, num_bytes: int | None) -> None:
         """Set how far to read ahead; None: unchanged. Raises ConfigError if that memory holds not even one batch, or if the
         machine has less."""
+        if num_bytes is not None:
+            self._check_bound(num_bytes)
         num_batches, num_bytes = num_batches or self._num_batches, num_bytes or self.num_bytes
-        self._check_bound(num_bytes)
         room = self._room_for(num_batches, num_bytes)
         if self._slabs is not None:
             self._check_machine(room[0] - self.room[0])
             self._slabs.num_kept = room[0] + 2
-        self._num_batches, self.num_bytes, self.room = num_batches, num_bytes, room
+        self._num_batches, self.num_bytes = num_batches, num_bytes
 
     def stats(self, num_open: int) -> dict[str, int]:
-        """Bytes of one batch, of open batches, of slabs in use and of all slabs; for any thread."""
+        """Bytes of one batch, of open batches, of memory in use and of all memory; for any thread."""
         slabs = self._slabs
+        live, allocated = (0, 0) if self._samples is None else self._samples.num_bytes()
         slab_bytes = slabs.layout.num_bytes if slabs is not None else 0
         return {
             "slab_bytes": slab_bytes,
             "batch_bytes": self._batch_bytes,
             "open_bytes": num_open * self._batch_bytes,
-            "live_bytes": slabs.num_live * slab_bytes if slabs is not None else 0,
-            "allocated_bytes": slabs.num_allocated * slab_bytes if slabs is not None else 0,
+            "live_bytes": live + (slabs.num_live * slab_bytes if slabs is not None else 0),
+            "allocated_bytes": allocated + (slabs.num_allocated * slab_bytes if slabs is not None else 0),
         }
 
     def _check_bound(self, num_bytes: int) -> None:
@@ -89,10 +114,11 @@ class BatchMemory:
             )
 
     def _room_for(self, num_batches: int, num_bytes: int) -> tuple[int, bool]:
-        allowed = min(num_batches, num_bytes // self._batch_bytes) if self._batch_bytes else num_batches
+        # A later batch that is larger than the memory is made alone.
+        allowed = min(num_batches, max(1, num_bytes // self._batch_bytes)) if self._batch_bytes else num_batches
         return allowed, allowed < num_batches
 
     def _check_machine(self, num_more: int) -> None:
         """Raise ConfigError if the machine has no memory for `num_more` batches in each worker process."""
-        if num_more > 0 and self._allocate is not None:
+        if num_more > 0 and self._allocator is not None:
             check_room(self._shard.of * num_more, self._batch_bytes)

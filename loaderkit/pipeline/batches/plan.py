@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from loaderkit.engine.work import WorkItem
 from loaderkit.errors import StageError
@@ -45,6 +46,7 @@ class BatchPlan:
         self.specs: Mapping[str, FieldSpec] = {}
         self._images: tuple[str, ...] = ()
         self._loose: tuple[str, ...] = ()  # fields that lie in no slab
+        self._ragged: tuple[str, ...] = ()  # those of them with tensors that differ in shape
 
     @property
     def batch_size(self) -> int:
@@ -80,6 +82,7 @@ class BatchPlan:
         specs = self._find_specs()
         self.memory.prepare(specs)
         self._loose = tuple(name for name, spec in specs.items() if spec.kind != "slab")
+        self._ragged = tuple(name for name, spec in specs.items() if spec.kind in ("ragged", "pad"))
         self.specs, self._images = specs, image_names(specs)
         self.is_prepared = True  # set last: another worker that reads it may open batches
 
@@ -90,6 +93,7 @@ class BatchPlan:
             return None
         work_item.specs = self.specs
         work_item.fields = self.memory.take()
+        work_item.take_bytes = self.memory.take_bytes
         size = len(work_item)
         for name in self._loose:
             work_item.values[name] = [None] * size
@@ -105,7 +109,10 @@ class BatchPlan:
 
     def finish(self, work_item: WorkItem) -> dict[str, Any]:
         assert isinstance(work_item, BatchWork)
-        return self._assembler.finish(work_item)
+        batch = self._assembler.finish(work_item)
+        if self._ragged:
+            self.memory.note_batch(sum(_num_bytes(batch[name]) for name in self._ragged))
+        return batch
 
     def context(self, work_item: WorkItem) -> BatchContext:
         assert isinstance(work_item, BatchWork)
@@ -114,6 +121,13 @@ class BatchPlan:
 
     def release(self, work_item: WorkItem) -> None:
         """Nothing to do: a slab's lease returns it."""
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def _num_bytes(values: torch.Tensor | list[torch.Tensor]) -> int:
+    return values.nbytes if isinstance(values, torch.Tensor) else sum(value.nbytes for value in values)
 
 
 def specs_of_first(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from loaderkit import Pipeline
-from loaderkit.engine.process.shared_memory import check_room
+from loaderkit.engine.process.shared_memory import Allocator, SharedArena, check_room
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.batches.plan import BatchPlan
 from loaderkit.pipeline.engine_factory import make_batch_plan
@@ -83,12 +83,14 @@ def test_version_one_seen_from_a_container(tmp_path: Path) -> None:
 def test_of_all_processes_and_of_what_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process knows its own batches only, and is told later that they may be more, by the tuner say."""
     root = lay_out(tmp_path, "0::/jobs\n", group("jobs", "max", 300, 0))
+    arena = SharedArena.create()
+    arena.release_descriptor()  # no memory is taken
     pipeline = Pipeline.dataset(Megabytes()).read().batch(1).prefetch(batches=10)
     execution = compile_pipeline(pipeline.config, rank=0, world_size=1)
     monkeypatch.setattr("loaderkit.pipeline.batches.memory.check_room", partial(check_room, root=root))
 
     def plan_of(share: Shard) -> BatchPlan:
-        plan = make_batch_plan(replace(execution, shard=share), lambda size: np.empty(size, np.uint8))
+        plan = make_batch_plan(replace(execution, shard=share), Allocator(arena))
         plan.prepare()
         return plan
 

@@ -52,7 +52,7 @@ class FirstBatchLog(StepLog):
         self._stats = stats
 
     def reset(self) -> None:
-        """Start anew, with another first batch."""
+        """Start again, with another first batch."""
         super().reset()
         self.first: Stats | None = None
 

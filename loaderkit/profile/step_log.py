@@ -31,7 +31,7 @@ class StepLog:
         self.reset()
 
     def reset(self) -> None:
-        """Start the sums anew from the last request: after an error the engine's own counters begin anew, too."""
+        """Restart the sums at the last request: after an error the engine's own counters restart, too."""
         self.begin_s = self._mark_s
         self._computed_s: float | None = None  # of the current step; None between steps
         self._is_computing = False

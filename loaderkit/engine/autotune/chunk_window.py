@@ -150,7 +150,7 @@ class Overlap:
         self._num_samples += num_samples * (self.seconds - max(overlap_since_s, self._since_s)) / seconds
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Start counting from 0."""
         self._num_samples, self._since_s, self._worker_s = 0.0, self.seconds, 0.0
 
     @property

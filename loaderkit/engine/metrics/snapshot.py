@@ -129,7 +129,9 @@ class Snapshot:
     def since(self, earlier: Snapshot) -> Self:
         """The rise of the counters between `earlier` and this moment."""
         if earlier.run != self.run:
-            raise ValueError("`since` is a moment before an error or Ctrl-C ended that run; counters have begun anew")
+            raise ValueError(
+                "`since` is a moment before an error or Ctrl-C ended that run; the counters have started from 0 since"
+            )
         return replace(
             self,
             wall_s=self.wall_s - earlier.wall_s,

@@ -236,8 +236,8 @@ static PyObject *failed(Ledger *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* What of [low_s, high_s) was spent in the entry that is `back` entries from the latest; < 0: that is older than the marks,
- * or nothing before `low_s` counts any more. Sets `state`, and the entry's beginning and end within it. */
+/* The part of [low_s, high_s) in the entry `back` entries before the latest: sets its `state`, begin and end. Returns 1, 0 if
+ * that part is empty, and < 0 if the entry is older than the marks or ends before `low_s`. */
 static int entry_of(const Ledger *self, long back, double low_s, double high_s, int *state, double *from_s, double *to_s) {
     const long kept = self->num_marks < RING_LENGTH ? self->num_marks : RING_LENGTH, place = self->num_marks - 1 - back;
     if (back >= kept) {

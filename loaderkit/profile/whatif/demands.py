@@ -62,8 +62,8 @@ class PipelineModel:
     cpus: float  # that there are
     others_cpus: float = 0.0  # how many of them other programs would use all the time
     gil_s: float = 0.0  # under the GIL; 0: hardly any
-    processes: int = 1  # that load, each with a lock of its own
-    loop_has_gil: bool = True  # the loop's thread shares the lock with the workers
+    processes: int = 1  # that load, each with its own GIL
+    loop_has_gil: bool = True  # the loop's thread shares the GIL with the workers
     serial_stage: str | None = None  # a stage of which only one worker gets on at a time
     serial_s: float = 0.0
     batch: float = 1.0  # samples of one

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +13,32 @@ from loaderkit._internal.atomic_file import why_not_writable, write_atomically
 from loaderkit.cli import console
 from loaderkit.cli.experiments import Consumer, StepTime, maker, open_step, progress
 from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, described
-from loaderkit.errors import ConfigError, LoaderkitError
+from loaderkit.errors import LoaderkitError
 from loaderkit.profile.experiments.loops import sleep_step
 
 if TYPE_CHECKING:
     from loaderkit.profile.experiments.search import Tuned
 
 
+class Apply(StrEnum):
+    """What is written into the file."""
+
+    sure = "sure"
+    best = "best"
+
+
 def tune(
     pipeline: PipelineFile,
     *,
-    write: Annotated[bool, typer.Option("--write", help="Write what was found into the file, with comments.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write what is better for sure into the file, with comments.")
+    ] = False,
+    apply: Annotated[
+        Apply | None,
+        typer.Option(
+            help="sure: the same as --write; best: also what is better, but not for sure.", show_default=False
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option(min=5, help="About how long to search.")] = 90,
     step_time: StepTime = None,
     consumer: Consumer = None,
@@ -33,10 +47,10 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Search for the workers, the batches ahead and the executor with which pipeline P is fastest; show before and after."""
-
+    write = write or apply is not None
     if write and assignments:
         raise typer.BadParameter(
-            "with --set another pipeline is searched than the file: put the values into it first, or leave out --write",
+            "with --set another pipeline is searched than the file: put the values into it first, or write nothing",
             param_hint="--write",
         )
     if write and (reason := why_not_writable(pipeline)) is not None:
@@ -50,12 +64,12 @@ def tune(
     with progress("tuning"):
         tuned = search(make, step or sleep_step(0.0), config, seconds=seconds, say=console.say)
     failure: Exception | None = None
-    if write and tuned.settings:
+    is_written = write and bool(tuned.settings or (tuned.offered and apply == Apply.best))
+    if is_written:
         try:
             _write(pipeline, tuned)
         except (LoaderkitError, OSError) as error:  # the result is printed before the error
-            failure = error
-    is_written = write and failure is None
+            failure, is_written = error, False
     if as_json:
         console.tell_json({**tuned.model_dump(mode="json"), "pipeline": config.name, "written": is_written})
     else:
@@ -66,25 +80,11 @@ def tune(
 
 def _write(pipeline: Path, tuned: Tuned) -> None:
     """Write the settings into the file, in one piece, if the new text reads as the config that was measured."""
-    from loaderkit.pipeline.config.builder import to_config
     from loaderkit.profile.experiments.search import with_comment
-    from loaderkit.profile.yaml_edit import edited
+    from loaderkit.profile.yaml_edit import checked_edit
 
-    text = with_comment(
-        edited(pipeline.read_text(encoding="utf-8"), tuned.settings), tuned, f"{datetime.now(UTC):%Y-%m-%d}"
-    )
-    wanted = to_config(pipeline, {setting.key: setting.value for setting in tuned.settings})
-    trial = pipeline.with_name(f".{pipeline.name}.{secrets.token_hex(4)}.yaml")  # beside it: paths in it are relative
-    try:
-        trial.write_text(text, encoding="utf-8")
-        read = to_config(trial)
-    finally:
-        trial.unlink(missing_ok=True)
-    if replace(read, name=wanted.name) != wanted:
-        raise ConfigError(
-            f"{pipeline} could not be changed as wanted; nothing was written. Set {tuned.settings} by hand"
-        )
-    write_atomically(pipeline, text)
+    text = checked_edit(pipeline.read_text(encoding="utf-8"), tuned.found)
+    write_atomically(pipeline, with_comment(text, tuned, f"{datetime.now(UTC):%Y-%m-%d}"))
 
 
 def _tell(pipeline: Path, tuned: Tuned, *, is_written: bool) -> None:
@@ -94,16 +94,19 @@ def _tell(pipeline: Path, tuned: Tuned, *, is_written: bool) -> None:
     console.tell(f"before  {say_rate(tuned.before)}, {tuned.stall_before_percent:.0f} % of the time waiting")
     console.tell(f"after   {say_rate(tuned.after)}, {tuned.stall_after_percent:.0f} % of the time waiting")
     console.tell(
-        f"        {tuned.speedup:.2f} times as fast, +- {tuned.interval:.2f}, after {tuned.seconds:.0f} s of search"
+        f"        {tuned.speedup:.2f} times as fast, +- {tuned.interval:.2f}; of {tuned.num_pairs} pairs of windows faster in "
+        f"{tuned.num_faster}, waiting less in {tuned.num_waiting_less}; after {tuned.seconds:.0f} s of search"
     )
-    if not tuned.settings:
-        console.tell("nothing that is faster for sure: the file stays as it is")
+    if not tuned.found:
+        console.tell("nothing that is better: the file stays as it is")
         return
-    for setting in tuned.settings:
+    for setting in tuned.found:
         console.tell(f"  {setting.key}: {setting.before} -> {setting.value}")
+    if tuned.offered:
+        console.tell("better, but not for sure")
     if is_written:
         console.tell(f"written to {pipeline}")
         return
-    patch = diff_of(pipeline, tuned.settings)
-    console.tell(f"\n{patch}" if patch else "")
-    console.tell("--write puts this into the file")
+    if patch := diff_of(pipeline, tuned.found):
+        console.tell(f"\n{patch}")
+    console.tell("--apply best puts this into the file" if tuned.offered else "--write puts this into the file")

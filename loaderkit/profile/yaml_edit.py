@@ -27,16 +27,22 @@ def edited(text: str, settings: Sequence[Setting]) -> str:
     return text
 
 
+def checked_edit(text: str, settings: Sequence[Setting]) -> str:
+    """The same, if it reads as the pipeline with these values. Raises ConfigError, also where it does not."""
+    after = edited(text, settings)
+    values = {setting.key: setting.value for setting in settings}
+    if parse(from_yaml(after)) != parse(from_yaml(text), overrides=values):
+        raise ConfigError(f"the file cannot be changed as wanted: set {values} by hand")
+    return after
+
+
 def diff_of(path: Path, settings: Sequence[Setting]) -> str | None:
     """The change as a unified diff that `patch PATH` takes; None where there is nothing to set, or the file cannot hold it."""
     if not settings:
         return None
     before = path.read_text(encoding="utf-8")
     try:
-        after = edited(before, settings)
-        expected = parse(from_yaml(before), overrides={setting.key: setting.value for setting in settings})
-        if parse(from_yaml(after)) != expected:
-            return None
+        after = checked_edit(before, settings)
     except (ConfigError, *YAML_ERRORS):
         return None
     # Lines as `patch` has them: str.splitlines would also cut at characters that may stand in a comment.

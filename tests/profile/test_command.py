@@ -305,7 +305,8 @@ FASTER = Tuned(
     trials=[],
     seconds=8.0,
 )
-NO_FASTER = FASTER.model_copy(update={"settings": [], "speedup": 1.01})
+PERHAPS = FASTER.model_copy(update={"settings": [], "offered": FASTER.settings, "outcome": "likely"})
+NO_FASTER = FASTER.model_copy(update={"settings": [], "speedup": 1.01, "outcome": "no better"})
 
 
 class TestTune:
@@ -344,10 +345,32 @@ class TestTune:
         assert "--write puts this into the file" in out
         assert waiting.read_text() == before
 
+    def test_what_is_better_without_being_sure_is_offered(
+        self, waiting: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.found = PERHAPS
+        before = waiting.read_text()
+        for options in ([], ["--write"], ["--apply", "sure"]):
+            assert main(["tune", str(waiting), *options]) == 0
+            out = capsys.readouterr().out
+            assert "better, but not for sure" in out
+            assert "+  concurrency: 8" in out
+            assert "--apply best puts this into the file" in out
+            assert waiting.read_text() == before
+        assert main(["tune", str(waiting), "--write", "--apply", "best", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["settings"], told["outcome"], told["written"]) == ([], "likely", True)
+        assert from_yaml(waiting.read_text())["prefetch"]["concurrency"] == 8
+
+    @pytest.mark.parametrize("options", [["--apply", "sure"], ["--apply", "best"]])
+    def test_what_is_sure_is_written_either_way(self, waiting: Path, options: list[str]) -> None:
+        assert main(["tune", str(waiting), *options]) == 0
+        assert from_yaml(waiting.read_text())["prefetch"]["concurrency"] == 8
+
     def test_where_nothing_is_faster_the_file_stays(self, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.found = NO_FASTER
         before = pipeline.read_text()
-        assert main(["tune", str(pipeline), "--write"]) == 0
+        assert main(["tune", str(pipeline), "--apply", "best"]) == 0
         assert "the file stays as it is" in capsys.readouterr().out
         assert pipeline.read_text() == before
 
@@ -358,7 +381,11 @@ def test_tune_searches(waiting: Path, capsys: pytest.CaptureFixture[str]) -> Non
     told = json.loads(capsys.readouterr().out)
     assert told["before"]["num_batches"] > 0
     assert told["after"]["num_batches"] > 0
-    assert not told["settings"] or told["speedup"] > 1
+    settings = {"sure": told["settings"], "likely": told["offered"]}
+    assert {outcome for outcome, some in settings.items() if some} == {told["outcome"]} - {"no better"}
+    assert told["outcome"] == "no better" or told["speedup"] >= 1
+    assert max(told["num_faster"], told["num_waiting_less"]) <= told["num_pairs"]
+    assert told["written"] is False
 
 
 @pytest.mark.prove

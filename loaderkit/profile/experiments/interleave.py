@@ -7,6 +7,7 @@ are taken without being counted when its turn comes again.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ _LEAST_ROUNDS = 3
 LEAST_BATCHES = 2 * (1 + _LEAST_ROUNDS) * 4
 """Batches that two variants take at least: in each window one is drained, one begins it and two are counted, and the first
 window of each is dropped."""
+_LOOK_S = 0.01  # between two looks at a loader that pauses
 
 
 class ExperimentLoader(Batches, Protocol):
@@ -50,6 +52,11 @@ class RateWindow(NamedTuple):
     def rate(self) -> float:
         return self.num_samples / max(self.seconds, 1e-9)
 
+    @property
+    def stalled(self) -> float:
+        """Share of the time that the loop waited."""
+        return min(1.0, self.stall_s / max(self.seconds, 1e-9))
+
 
 @dataclass
 class Variant:
@@ -66,7 +73,7 @@ class Variant:
     def drain(self, most_s: float) -> None:
         """Take the batches that were made ahead during the pause: after that they come as fast as they are made."""
         until_s = self.clock() + most_s
-        for _ in range(2 * (self.loader.stats().tuning.batches or 4) + 1):
+        for _ in range((self.loader.stats().tuning.batches or 0) + 1):
             next(self.batches)
             if self.clock() >= until_s:
                 return
@@ -86,6 +93,16 @@ class Variant:
         self.windows.append(window)
         return window
 
+    def rest(self, most_s: float) -> None:
+        """Wait until the batches ahead are there: else their work takes the CPUs from the next loader's window."""
+        until_s, before_s = self.clock() + most_s, -1.0
+        while self.clock() < until_s:
+            busy_s = sum(row.busy_s for row in self.loader.stats().stages)
+            if busy_s == before_s:
+                return
+            before_s = busy_s
+            time.sleep(_LOOK_S)
+
     @property
     def rate(self) -> Rate:
         """The speed over all windows."""
@@ -97,25 +114,32 @@ class Variant:
         return min(100.0, 100.0 * sum(window.stall_s for window in self.windows) / max(seconds, 1e-9))
 
 
-def interleave(variants: Sequence[Variant], *, rounds: int, window_s: float, most_s: float | None = None) -> None:
+def interleave(
+    variants: Sequence[Variant],
+    *,
+    rounds: int = 1000,
+    window_s: float,
+    most_s: float | None = None,
+    is_enough: Callable[[], bool] = lambda: False,
+) -> None:
     """Run every variant once a round, in alternating order, after a first window that does not count: while threads start and
     chunks find their size, a variant is slower.
 
-    Where batches are slow there are at least three rounds, the fewest that give an interval, and only those that begin within
-    `most_s`; default: the time for windows and draining.
+    There are at least three rounds, the fewest that give an interval, and after these only such as begin within `most_s`
+    (default: the time for windows and draining), until `is_enough`.
     """
-    most_s = 2 * (1 + rounds) * len(variants) * window_s if most_s is None else most_s
-    until_s = time.perf_counter() + most_s
-    for variant in variants:
-        variant.drain(window_s)
-        variant.run(window_s)
-        variant.windows.pop()
-    for number in range(rounds):
-        if number >= _LEAST_ROUNDS and time.perf_counter() >= until_s:
+    most_s = 2 * rounds * len(variants) * window_s if most_s is None else most_s
+    until_s = math.inf
+    for number in range(1 + rounds):
+        if number > _LEAST_ROUNDS and (time.perf_counter() >= until_s or is_enough()):
             return
         for variant in variants if number % 2 else variants[::-1]:
             variant.drain(window_s)
             variant.run(window_s)
+            if number == 0:
+                variant.windows.pop()
+            variant.rest(window_s)
+        until_s = min(until_s, time.perf_counter() + most_s)
 
 
 def rate_of(windows: Sequence[RateWindow]) -> Rate:

@@ -1,14 +1,16 @@
-"""`loaderkit tune`: tries settings, keeps the fastest, and compares them with the file as it is.
+"""`loaderkit tune`: tries settings, keeps what is better, and compares them with the file as it is.
 
-the tuner, while the loop runs          workers and batches ahead          45 % of the time
-then one change after the other         executor, processes, neighbours    35 %, interleaved with the best so far
-then the best settings                  against the file as it is          20 %, interleaved
+the tuner, while the loop runs          workers and batches ahead          30 % of the time
+then one change after the other         the verdict's, executors, sizes    30 %, interleaved with the best so far
+then the best settings                  against the file as it is          40 %, interleaved, until it is clear
+
+A change is kept on little evidence: the last comparison is made anew, and decides.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,15 +21,18 @@ from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
+from loaderkit.profile.experiments.decide import MOST_WRONG, Comparison, Outcome, num_won
+from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Part, Rate, Setting
-from loaderkit.profile.settings_patch import num_processes, value_of
+from loaderkit.profile.settings_patch import num_processes, value_of, verdict_part
 
-_SEARCH, _REFINE, _COMPARE = 0.45, 0.35, 0.2
-_TRIAL_S = 4.0  # at least, for a change against the best so far
-_ROUNDS = 4
-_GAIN = 1.03  # what a change has to bring
+_SEARCH, _REFINE, _COMPARE = 0.3, 0.3, 0.4
+_TRIAL_S, _LEAST_TRIALS = 4.0, 5  # s for a change against the best so far; less where so many would not fit
+_TRIAL_WINDOWS, _NUM_WINDOWS = 12, 40  # for which the time is enough, with draining in between
+_TRIAL_WRONG = 0.5  # of changes that are no better, the share that may be kept: three won pairs in a row are enough
+_SLICE_S = 2.0  # of the tuner's run
+_NUM_SETTLED = 2  # slices in a row after which it is done
 
 Overrides = dict[str, Any]
 
@@ -45,109 +50,176 @@ class TuneTrial(Part):
 class Tuned(Part):
     """The result of a search."""
 
-    settings: list[Setting] = Field(description="empty: nothing was found that is faster than the file as it is")
+    settings: list[Setting] = Field(description="empty: nothing was found that is better than the file for sure")
+    offered: list[Setting] = Field(
+        [], description="settings that are better, but not for sure; empty if there are `settings`"
+    )
     before: Rate
     after: Rate
     stall_before_percent: float
     stall_after_percent: float
-    speedup: float
+    speedup: float = Field(description="the median of neighbouring windows")
     interval: float = Field(description="half the width of its 95 % interval")
+    outcome: Outcome = Field("sure", description="of what was tried last against the file: sure, likely or no better")
+    num_pairs: int = Field(0, description="of neighbouring windows")
+    num_faster: int = Field(0, description="pairs in which the settings were faster than the file")
+    num_waiting_less: int = Field(0, description="pairs in which the loop waited less with them")
     decisions: list[dict[str, Any]] = Field(description="of the tuner")
     trials: list[TuneTrial]
     seconds: float
+
+    @property
+    def found(self) -> list[Setting]:
+        """What is better, for sure or not."""
+        return self.settings or self.offered
 
 
 def tune(
     make: Make, step: Step, config: PipelineConfig, *, seconds: float, say: Callable[[str], object] = lambda text: None
 ) -> Tuned:
-    """Search for about `seconds`; longer only where that is less than some thirty batches take. Settings that are not
-    measurably faster than the file are not proposed."""
+    """Search for about `seconds`; longer only where that is less than some thirty batches take."""
     begin_s = time.perf_counter()
-    best, stats = _search(make, step, config, seconds * _SEARCH)
-    say(f"the tuner came to {_say(best)}")
-    trials: list[TuneTrial] = []
+    search = _Search(make, step, config)
+    stats = search.run_tuner(seconds * _SEARCH)
+    say(f"the tuner came to {_say(search.sizes)}")
+    trial_s = min(_TRIAL_S, seconds * _REFINE / _LEAST_TRIALS)
     least_s = LEAST_BATCHES * stats.wall_s / max(stats.num_batches, 1)  # for any comparison of two loaders
     until_s = begin_s + min(seconds * (_SEARCH + _REFINE), seconds - least_s)
-    for change in _changes(config, best, int(stats.memory.get("batch_bytes", 0))):
-        if time.perf_counter() + max(_TRIAL_S, least_s) > until_s:
-            break
-        trial = _try(make, step, best, {**best, **change}, _TRIAL_S)
-        trials.append(trial.model_copy(update={"settings": change}))
-        if trial.kept:
-            best = {**best, **change}
-            say(f"{_say(change)}: {100 * ((trial.speedup or 1) - 1):+.0f} %")
-    with ExitStack() as stack:
-        old = Variant(stack.enter_context(make({}, None)), step)
-        new = Variant(stack.enter_context(make(best, None)), step)
-        left_s = begin_s + seconds - time.perf_counter()
-        interleave([old, new], rounds=_ROUNDS, window_s=seconds * _COMPARE / (4 * _ROUNDS), most_s=left_s)
-    ratio, half = ratio_of(new, old)
+    trials: list[TuneTrial] = []
+    while time.perf_counter() + max(trial_s, least_s) <= until_s and (change := search.next_change()):
+        trials.append(search.try_change(change, trial_s))
+        if trials[-1].kept:
+            say(f"{_say(change)}: {100 * ((trials[-1].speedup or 1) - 1):+.0f} %")
+    best = search.best
+    if not best:  # then the most promising change is looked at for longer
+        best = max(trials, key=lambda trial: trial.speedup or 0.0).settings if trials else search.sizes
+    left_s = max(
+        begin_s + seconds - time.perf_counter(), seconds * _COMPARE
+    )  # trials may have taken longer than planned
+    old, new = search.interleaved({}, best, left_s, _NUM_WINDOWS, MOST_WRONG)
+    comparison = Comparison.of(new.windows, old.windows)
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
+    settings = [one for one in settings if one.before != one.value]
+    outcome = comparison.outcome() if settings else "no better"
+    speedup, interval = comparison.speedup
     return Tuned(
-        settings=[one for one in settings if one.before != one.value] if _is_faster(ratio, half) else [],
+        settings=settings if outcome == "sure" else [],
+        offered=settings if outcome == "likely" else [],
         before=old.rate,
         after=new.rate,
         stall_before_percent=old.stall_percent,
         stall_after_percent=new.stall_percent,
-        speedup=ratio,
-        interval=half,
+        speedup=speedup,
+        interval=interval,
+        outcome=outcome,
+        num_pairs=len(comparison.speed),
+        num_faster=num_won(comparison.speed),
+        num_waiting_less=num_won(comparison.waiting),
         decisions=[*map(dict, stats.tuning.decisions)],
         trials=trials,
         seconds=time.perf_counter() - begin_s,
     )
 
 
-def _is_faster(ratio: float, half: float) -> bool:
-    return ratio >= _GAIN and ratio - half > 1.0
+class _Search:
+    """What was found so far."""
 
+    def __init__(self, make: Make, step: Step, config: PipelineConfig) -> None:
+        self._make, self._step, self._config = make, step, config
+        self.best: Overrides = {}
+        self.sizes: Overrides = {}  # the tuner's
+        self._suggested: Overrides = {}  # by the verdict on the tuner's run
+        self._tried: list[Overrides] = []
+        self._batch_bytes = 0
 
-def _search(make: Make, step: Step, config: PipelineConfig, seconds: float) -> tuple[Overrides, Stats]:
-    """The tuner's settings after a run of the loop, and the stats of that run."""
-    given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
-    if config.prefetch.executor == "inline":
-        given["prefetch.executor"] = "thread"
-    with make(given, None) as loader:
-        run_steps(endless(loader), step, seconds=seconds)
-        stats = loader.stats()
-    sizes = {"prefetch.concurrency": stats.tuning.concurrency, "prefetch.batches": stats.tuning.batches}
-    return {**given, **sizes}, stats
+    def run_tuner(self, seconds: float) -> Stats:
+        """Let the tuner find sizes while the loop runs; the stats of that run."""
+        given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
+        if self._config.prefetch.executor == "inline":
+            given["prefetch.executor"] = "thread"
+        with self._make(given, None) as loader:
+            batches, looks, num_settled = endless(loader), [loader.stats()], 0
+            until_s = time.perf_counter() + seconds
+            while num_settled < _NUM_SETTLED and (left_s := until_s - time.perf_counter()) > 0:
+                run_steps(batches, self._step, seconds=min(_SLICE_S, left_s))
+                looks.append(loader.stats())
+                num_settled = num_settled + 1 if looks[-1].tuning.settled else 0
+        stats, tuning = looks[-1], looks[-1].tuning
+        self.sizes = given
+        if tuning.executor != "inline":  # where a rule has chosen that, it needs `auto`
+            workers = sum(pool.workers for pool in tuning.pools if not pool.is_trainers)
+            self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
+        verdict = verdict_part(stats.since(looks[len(looks) // 2 - 1]), self._config)
+        self._suggested = {setting.key: setting.value for setting in verdict.settings}
+        self._batch_bytes = int(stats.memory.get("batch_bytes", 0))
+        return stats
 
+    def next_change(self) -> Overrides | None:
+        """The next change of the best settings so far; None: all were tried."""
+        for change in self._changes():
+            new = {key: value for key, value in change.items() if self._value(key) != value}
+            if new and new not in self._tried:
+                self._tried += [new, {key: self._value(key) for key in new}]  # and the way back
+                return new
+        return None
 
-def _changes(config: PipelineConfig, best: Mapping[str, Any], batch_bytes: int) -> list[Overrides]:
-    """Changes that the tuner does not try: other executors, fixed numbers of workers, and the neighbouring sizes."""
-    changes: list[Overrides] = []
-    processes = num_processes(config, batch_bytes)
-    executor = best.get("prefetch.executor", config.prefetch.executor)
-    if executor == "thread":
-        changes.append({"prefetch.executor": "process"})
-        several = {"prefetch.executor": "process", "prefetch.processes": processes}
-        changes.append({**several, "prefetch.batches": max(int(best["prefetch.batches"]), 2 * processes)})
-    else:
-        changes.append({"prefetch.executor": "thread"})
-    workers = int(best["prefetch.concurrency"])
-    changes += [{"prefetch.concurrency": other} for other in _neighbours(workers)]
-    for stage in config.stages:
-        if stage.args.workers != "auto":
-            changes += [{f"stages.{stage.name}.workers": other} for other in _neighbours(stage.args.workers)]
-    return changes
+    def _changes(self) -> Iterator[Overrides]:
+        yield self.sizes
+        yield self._suggested
+        processes = num_processes(self._config, self._batch_bytes)
+        workers, batches = (
+            value if isinstance(value := self._value(key), int) else self.sizes[key]
+            for key in ("prefetch.concurrency", "prefetch.batches")
+        )
+        several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
+        if self._value("prefetch.executor") == "thread":
+            yield {"prefetch.executor": "process", **several}
+            yield {"prefetch.executor": "process", "prefetch.processes": 1}
+            yield {"prefetch.executor": "inline"}
+        else:
+            yield {"prefetch.executor": "thread"}
+            yield several
+        yield {"prefetch.batches": 4 * batches}
+        for stage in self._config.stages:
+            if stage.args.workers != "auto":
+                key = f"stages.{stage.name}.workers"
+                yield from ({key: other} for other in _neighbours(self._value(key)))
+        yield from ({"prefetch.concurrency": other} for other in _neighbours(workers))
+
+    def _value(self, key: str) -> Any:
+        return self.best[key] if key in self.best else value_of(self._config, key)
+
+    def try_change(self, change: Overrides, seconds: float) -> TuneTrial:
+        """Keep a change that seems to be better."""
+        other = {**self.best, **change}
+        try:
+            old, new = self.interleaved(self.best, other, seconds, _TRIAL_WINDOWS, _TRIAL_WRONG)
+        except LoaderkitError as error:  # a function that cannot be sent to a process, say
+            return TuneTrial(settings=change, speedup=None, interval=None, kept=False, note=str(error))
+        comparison = Comparison.of(new.windows, old.windows)
+        kept = comparison.outcome(_TRIAL_WRONG) != "no better"
+        if kept:
+            self.best = other
+        return TuneTrial(settings=change, speedup=comparison.speedup[0], interval=comparison.speedup[1], kept=kept)
+
+    def interleaved(
+        self, one: Overrides, other: Overrides, seconds: float, num_windows: int, most_wrong: float
+    ) -> tuple[Variant, Variant]:
+        """Two variants after windows of 1 / num_windows of the time, until it is clear which is better."""
+        with ExitStack() as stack:
+            old, new = (Variant(stack.enter_context(self._make(two, None)), self._step) for two in (one, other))
+            interleave(
+                [old, new],
+                window_s=seconds / num_windows,
+                most_s=seconds,
+                is_enough=lambda: Comparison.of(new.windows, old.windows).is_clear(most_wrong),
+            )
+        return old, new
 
 
 def _neighbours(value: int) -> list[int]:
-    """The next rungs of the tuner's ladder, the higher one first."""
-    above = [rung for rung in LADDER if rung > value][:1]
-    return above + [rung for rung in LADDER if rung < value][-1:]
-
-
-def _try(make: Make, step: Step, best: Overrides, other: Overrides, seconds: float) -> TuneTrial:
-    try:
-        with ExitStack() as stack:
-            old = Variant(stack.enter_context(make(best, None)), step)
-            new = Variant(stack.enter_context(make(other, None)), step)
-            interleave([old, new], rounds=3, window_s=seconds / 12)
-    except LoaderkitError as error:  # a function that cannot be sent to a process, say
-        return TuneTrial(settings=other, speedup=None, interval=None, kept=False, note=str(error))
-    ratio, half = ratio_of(new, old)
-    return TuneTrial(settings=other, speedup=ratio, interval=half, kept=_is_faster(ratio, half))
+    """Rungs of the tuner's ladder: the second above, then the next below."""
+    return [rung for rung in LADDER if rung > value][1:2] + [rung for rung in LADDER if rung < value][-1:]
 
 
 def _say(settings: Mapping[str, Any]) -> str:
@@ -167,7 +239,7 @@ def with_comment(text: str, tuned: Tuned, day: str) -> str:
     speed = f"{tuned.before.samples_per_s:.0f} -> {tuned.after.samples_per_s:.0f} samples/s"
     comment = [
         f"{_HEAD} on {day}, with {num_cpus()} CPUs: {speed} ({tuned.speedup:.2f} +- {tuned.interval:.2f} times as fast)\n",
-        *(f"#   {one.key}: {one.value} (was {_plain(one.before)})\n" for one in tuned.settings),
+        *(f"#   {one.key}: {one.value} (was {_plain(one.before)})\n" for one in tuned.found),
     ]
     return "".join([*comment, *lines])
 

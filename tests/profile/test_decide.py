@@ -1,0 +1,108 @@
+"""Decisions between two variants from pairs of windows: right in spite of any noise, and wrong no more often than stated."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loaderkit.profile.experiments.decide import MOST_WRONG, Comparison
+from loaderkit.profile.experiments.interleave import RateWindow
+from loaderkit.profile.statistics import evidence_of, median_of
+
+NOISES: dict[str, Callable[[random.Random], float]] = {
+    "normal": lambda draw: draw.gauss(0, 0.1),
+    "Cauchy": lambda draw: 0.1 * math.tan(math.pi * (draw.random() - 0.5)),
+    "other programs": lambda draw: -draw.expovariate(0.5) if draw.random() < 0.2 else draw.gauss(0, 0.05),
+}
+"""Of the logarithm of a window's rate."""
+
+
+def window(rate: float, stalled: float = 1.0) -> RateWindow:
+    return RateWindow(num_samples=round(1e6 * rate), seconds=1.0, stall_s=stalled, num_batches=8)
+
+
+def experiment(factor: float, noise: Callable[[random.Random], float], draw: random.Random) -> Comparison:
+    """Up to twenty pairs with a loop that is the limit from a rate of 2 on, and a look after each but the first two."""
+    new: list[RateWindow] = []
+    old: list[RateWindow] = []
+    while len(new) < 20 and (len(new) < 3 or not Comparison.of(new, old).is_clear()):
+        for windows, speed in ((new, factor), (old, 1.0)):
+            rate = speed * math.exp(max(-9.0, min(9.0, noise(draw))))
+            windows.append(window(rate, max(0.0, 1 - rate / 2)))
+    return Comparison.of(new, old)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_what_is_no_better_is_called_sure_as_rarely_as_stated(noise: str) -> None:
+    draw = random.Random()
+    num_wrong = sum(experiment(1.0, NOISES[noise], draw).outcome() == "sure" for _ in range(1000))
+    assert num_wrong <= 1000 * MOST_WRONG  # 22 were usual
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_what_is_half_as_fast_again_is_found_and_the_reverse_is_not(noise: str) -> None:
+    draw = random.Random()
+    better = [experiment(1.5, NOISES[noise], draw).outcome() for _ in range(200)]
+    assert better.count("no better") <= 20  # 5 were usual, with the worst noise
+    assert better.count("sure") >= 130
+    assert "sure" not in [experiment(1 / 1.5, NOISES[noise], draw).outcome() for _ in range(200)]
+
+
+gains = st.floats(0.05, 3.0)
+odd = st.floats(1e-6, 1e6)
+
+
+@given(st.lists(gains, min_size=11, max_size=20), st.data())
+def test_one_disturbed_window_changes_nothing(ratios: list[float], data: st.DataObject) -> None:
+    new, old = [window(math.exp(gain)) for gain in ratios], [window(1.0) for _ in ratios]
+    assert Comparison.of(new, old).outcome() == "sure"
+    side, place = data.draw(st.sampled_from([new, old])), data.draw(st.integers(0, len(ratios) - 1))
+    side[place] = window(data.draw(odd), data.draw(st.floats(0, 1)))
+    disturbed = Comparison.of(new, old)
+    assert disturbed.outcome() == "sure"
+    assert 0.99 * min(ratios) <= math.log(disturbed.speedup[0]) <= 1.01 * max(ratios)
+
+
+@given(st.lists(st.floats(0.04, 0.4), min_size=7, max_size=30))
+def test_less_waiting_makes_sure_of_a_gain_in_speed_and_is_none_by_itself(shares: list[float]) -> None:
+    """Where workers take the GIL from a training step, less waiting is only a longer step."""
+    old = [window(1.0, 0.5) for _ in shares]
+    speeds = [0.99 if number % 3 == 2 else 1.1 for number in range(len(shares))]  # not sure by themselves
+
+    def outcome(factor: float) -> str:
+        new = [window(factor * speed, 0.5 - share) for speed, share in zip(speeds, shares, strict=True)]
+        return Comparison.of(new, old).outcome()
+
+    assert evidence_of(sum(speed > 1 for speed in speeds), sum(speed < 1 for speed in speeds)) < 40
+    assert [outcome(1.0), outcome(0.92), outcome(0.8)] == ["sure", "no better", "no better"]
+
+
+def test_seen_once_and_thrown_away() -> None:
+    """54 % of the time waiting became none, in four pairs of which one was disturbed: better, but not for sure."""
+    new, old = [window(637, 0.0) for _ in range(4)], [window(315, 0.54) for _ in range(4)]
+    old[1] = window(80, 0.9)
+    assert Comparison.of(new, old).outcome() == "likely"
+    assert Comparison.of(new * 2, old * 2).outcome() == "sure"
+
+
+def test_the_evidence_of_pairs() -> None:
+    assert [evidence_of(wins, losses) >= 40 for wins, losses in ((6, 0), (7, 0), (9, 1), (10, 1), (12, 2))] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=25))
+def test_the_interval_of_a_median_holds_it(values: list[float]) -> None:
+    median, low, high = median_of(values)
+    assert min(values) <= low <= median <= high <= max(values)
+    # Of 20 values, numbers 6 to 15 are within: in any table of the sign test.
+    assert median_of([*range(1, 21)])[1:] == (6, 15)

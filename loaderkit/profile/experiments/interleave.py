@@ -119,7 +119,7 @@ def interleave(
     *,
     rounds: int = 1000,
     window_s: float,
-    most_s: float | None = None,
+    most_s: float = 0.0,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run every variant once a round, in alternating order, after a first window that does not count: while threads start and
@@ -128,7 +128,7 @@ def interleave(
     There are at least three rounds, the fewest that give an interval, and after these only such as begin within `most_s`
     (default: the time for windows and draining), until `is_enough`.
     """
-    most_s = 2 * rounds * len(variants) * window_s if most_s is None else most_s
+    most_s = most_s or 2 * rounds * len(variants) * window_s
     until_s = math.inf
     for number in range(1 + rounds):
         if number > _LEAST_ROUNDS and (time.perf_counter() >= until_s or is_enough()):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from pydantic import Field
@@ -35,6 +34,7 @@ _SLICE_S = 2.0  # of the tuner's run
 _NUM_SETTLED = 2  # slices in a row after which it is done
 
 Overrides = dict[str, Any]
+Pair = tuple[Variant, Variant]
 
 
 class TuneTrial(Part):
@@ -85,17 +85,17 @@ def tune(
     trial_s = min(_TRIAL_S, seconds * _REFINE / _LEAST_TRIALS)
     least_s = LEAST_BATCHES * stats.wall_s / max(stats.num_batches, 1)  # for any comparison of two loaders
     until_s = begin_s + min(seconds * (_SEARCH + _REFINE), seconds - least_s)
+    processes = num_processes(config, int(stats.memory.get("batch_bytes", 0)))
     trials: list[TuneTrial] = []
-    while time.perf_counter() + max(trial_s, least_s) <= until_s and (change := search.next_change()):
+    while time.perf_counter() + max(trial_s, least_s) <= until_s and (change := search.next_change(processes)):
         trials.append(search.try_change(change, trial_s))
         if trials[-1].kept:
             say(f"{_say(change)}: {100 * ((trials[-1].speedup or 1) - 1):+.0f} %")
     best = search.best
     if not best:  # then the most promising change is looked at for longer
-        best = max(trials, key=lambda trial: trial.speedup or 0.0).settings if trials else search.sizes
-    left_s = max(
-        begin_s + seconds - time.perf_counter(), seconds * _COMPARE
-    )  # trials may have taken longer than planned
+        speeds = {trial.speedup: trial.settings for trial in trials if trial.speedup is not None}
+        best = speeds[max(speeds)] if speeds else search.sizes
+    left_s = max(begin_s + seconds - time.perf_counter(), seconds * _COMPARE)  # trials may take longer than planned
     old, new = search.interleaved({}, best, left_s, _NUM_WINDOWS, MOST_WRONG)
     comparison = Comparison.of(new.windows, old.windows)
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
@@ -130,7 +130,6 @@ class _Search:
         self.sizes: Overrides = {}  # the tuner's
         self._suggested: Overrides = {}  # by the verdict on the tuner's run
         self._tried: list[Overrides] = []
-        self._batch_bytes = 0
 
     def run_tuner(self, seconds: float) -> Stats:
         """Let the tuner find sizes while the loop runs; the stats of that run."""
@@ -144,33 +143,28 @@ class _Search:
                 run_steps(batches, self._step, seconds=min(_SLICE_S, left_s))
                 looks.append(loader.stats())
                 num_settled = num_settled + 1 if looks[-1].tuning.settled else 0
-        stats, tuning = looks[-1], looks[-1].tuning
+        tuning = looks[-1].tuning
         self.sizes = given
         if tuning.executor != "inline":  # where a rule has chosen that, it needs `auto`
             workers = sum(pool.workers for pool in tuning.pools if not pool.is_trainers)
             self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
-        verdict = verdict_part(stats.since(looks[len(looks) // 2 - 1]), self._config)
+        verdict = verdict_part(looks[-1].since(looks[len(looks) // 2 - 1]), self._config)
         self._suggested = {setting.key: setting.value for setting in verdict.settings}
-        self._batch_bytes = int(stats.memory.get("batch_bytes", 0))
-        return stats
+        return looks[-1]
 
-    def next_change(self) -> Overrides | None:
-        """The next change of the best settings so far; None: all were tried."""
-        for change in self._changes():
+    def next_change(self, processes: int) -> Overrides | None:
+        """The next change of the best settings so far; None: all were tried. `processes`: how many may load."""
+        for change in self._changes(processes):
             new = {key: value for key, value in change.items() if self._value(key) != value}
             if new and new not in self._tried:
                 self._tried += [new, {key: self._value(key) for key in new}]  # and the way back
                 return new
         return None
 
-    def _changes(self) -> Iterator[Overrides]:
+    def _changes(self, processes: int) -> Iterator[Overrides]:
         yield self.sizes
         yield self._suggested
-        processes = num_processes(self._config, self._batch_bytes)
-        workers, batches = (
-            value if isinstance(value := self._value(key), int) else self.sizes[key]
-            for key in ("prefetch.concurrency", "prefetch.batches")
-        )
+        batches, workers = self._size("prefetch.batches", 4), self._size("prefetch.concurrency", num_cpus())
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
         if self._value("prefetch.executor") == "thread":
             yield {"prefetch.executor": "process", **several}
@@ -189,6 +183,10 @@ class _Search:
     def _value(self, key: str) -> Any:
         return self.best[key] if key in self.best else value_of(self._config, key)
 
+    def _size(self, key: str, usual: int) -> int:
+        """A value as it is, or where that is `auto` as the tuner found it."""
+        return next((value for value in (self._value(key), self.sizes[key]) if isinstance(value, int)), usual)
+
     def try_change(self, change: Overrides, seconds: float) -> TuneTrial:
         """Keep a change that seems to be better."""
         other = {**self.best, **change}
@@ -204,16 +202,15 @@ class _Search:
 
     def interleaved(
         self, one: Overrides, other: Overrides, seconds: float, num_windows: int, most_wrong: float
-    ) -> tuple[Variant, Variant]:
+    ) -> Pair:
         """Two variants after windows of 1 / num_windows of the time, until it is clear which is better."""
-        with ExitStack() as stack:
-            old, new = (Variant(stack.enter_context(self._make(two, None)), self._step) for two in (one, other))
-            interleave(
-                [old, new],
-                window_s=seconds / num_windows,
-                most_s=seconds,
-                is_enough=lambda: Comparison.of(new.windows, old.windows).is_clear(most_wrong),
-            )
+        with self._make(one, None) as as_is, self._make(other, None) as changed:
+            old, new = Variant(as_is, self._step), Variant(changed, self._step)
+
+            def is_clear() -> bool:
+                return Comparison.of(new.windows, old.windows).is_clear(most_wrong)
+
+            interleave([old, new], window_s=seconds / num_windows, most_s=seconds, is_enough=is_clear)
         return old, new
 
 

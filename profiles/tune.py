@@ -21,7 +21,7 @@ from typing import Any
 
 import loaderkit
 from loaderkit.profile.experiments.decide import GAIN, Comparison, num_lost, num_won
-from loaderkit.profile.experiments.interleave import Variant, interleave
+from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.search import tune
 from profiles.mistuned import KINDS, Case
 from profiles.record import record
@@ -53,8 +53,8 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
             Variant(stack.enter_context(make(overrides, None)), case.step) for overrides in ({}, settings, case.right)
         )
         interleave([old, new, right], rounds=_CHECK_ROUNDS, window_s=0.3, most_s=10.0)
-    checked, known = Comparison.of(new.windows, old.windows), Comparison.of(right.windows, old.windows)
-    speedup = checked.speedup[0]
+    checked = Comparison.of(new.windows, old.windows)
+    speedup = ratio_of(new, old)[0]
     return {
         "wrong": case.wrong,
         "outcome": tuned.outcome,
@@ -66,7 +66,7 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
         "checked_speedup": speedup,
         "checked_waiting": [old.stall_percent, new.stall_percent],
         "is_worse": bool(settings) and speedup < 1 - GAIN and num_lost(checked.speed) > 2 * num_won(checked.speed),
-        "right_speedup": known.speedup[0],
+        "right_speedup": ratio_of(right, old)[0],
         "seconds": tuned.seconds,
         "load": os.getloadavg()[0],
         "trials": [trial.model_dump(mode="json") for trial in tuned.trials],

@@ -223,8 +223,7 @@ def _record(
 
 def _subset(plan: ExecutionPlan) -> Any:
     """The samples that headspace is measured on."""
-    from loaderkit.profile.experiments.headspace import MOST_BATCHES, Subset
-    from loaderkit.profile.experiments.page_cache import files_of
+    from loaderkit.profile.experiments.headspace import MOST_BATCHES, Subset, files_of
 
     schedule, source = plan.schedule, plan.source
     num_batches = min(MOST_BATCHES, schedule.num_batches())

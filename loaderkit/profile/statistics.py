@@ -101,11 +101,11 @@ def paired(differences: Values) -> Difference:
 
 
 def evidence_of(wins: int, losses: int) -> float:
-    """How much likelier these outcomes of pairs are if one side wins 85 % of them than if neither is better.
+    """How much likelier these outcomes of pairs are if one side wins 85 % of them than if neither is better: the sequential
+    probability ratio test (Wald, Annals of Mathematical Statistics 16, 1945) on signs.
 
-    The sequential probability ratio test (Wald, Annals of Mathematical Statistics 16, 1945) on signs. If neither side is better
-    it reaches 1 / a in at most the share a of all experiments (Ville, 1939), however often one looks and whatever the noise,
-    as only the sign of a pair counts: 40 takes 7 wins, 11 pairs with one loss, 14 with two.
+    If neither is better it ever reaches 1 / a in at most the share a of all experiments (Ville, 1939), whatever the noise and
+    however often one looks: 40 takes 7 wins, 11 pairs with one loss, 14 with two.
     """
     return (2 * _WINS) ** wins * (2 - 2 * _WINS) ** losses
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,7 @@ def test_one_disturbed_window_changes_nothing(ratios: list[float], data: st.Data
     side[place] = window(data.draw(odd), data.draw(st.floats(0, 1)))
     disturbed = Comparison.of(new, old)
     assert disturbed.outcome() == "sure"
-    assert 0.99 * min(ratios) <= math.log(disturbed.speedup[0]) <= 1.01 * max(ratios)
+    assert 0.99 * min(ratios) <= median(disturbed.speed) <= 1.01 * max(ratios)
 
 
 @given(st.lists(st.floats(0.04, 0.4), min_size=7, max_size=30))
@@ -102,7 +103,7 @@ def test_the_evidence_of_pairs() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=25))
 def test_the_interval_of_a_median_holds_it(values: list[float]) -> None:
-    median, low, high = median_of(values)
-    assert min(values) <= low <= median <= high <= max(values)
+    middle, low, high = median_of(values)
+    assert min(values) <= low <= middle <= high <= max(values)
     # Of 20 values, numbers 6 to 15 are within: in any table of the sign test.
     assert median_of([*range(1, 21)])[1:] == (6, 15)

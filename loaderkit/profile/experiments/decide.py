@@ -1,8 +1,7 @@
 """Decides whether a variant is better than another, from pairs of neighbouring windows.
 
-Two measures: speed, and the share of the time that the loop waits. Either is evidence, but speed has to gain: where workers
-take the GIL from a training step, less waiting is only a longer step. Evidence is who wins a pair, so a window that other
-programs disturb counts as one pair, however far off it is: see `statistics.evidence_of`.
+Speed and waiting both are evidence, but speed has to gain: where workers take the GIL from a training step, less waiting is
+only a longer step. Evidence is who wins a pair: a window that other programs disturb counts as one pair, however far off it is.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 from loaderkit.profile.experiments.interleave import RateWindow
-from loaderkit.profile.statistics import evidence_of, median_of
+from loaderkit.profile.statistics import evidence_of
 
 Outcome = Literal["sure", "likely", "no better"]
 
@@ -33,12 +32,6 @@ class Comparison(NamedTuple):
         pairs = [*zip(new, old, strict=True)]
         speed = [math.log(max(one.rate, 1e-9) / max(other.rate, 1e-9)) for one, other in pairs]
         return cls(speed, [other.stalled - one.stalled for one, other in pairs])
-
-    @property
-    def speedup(self) -> tuple[float, float]:
-        """The median, and half the width of its 95 % interval."""
-        middle, low, high = map(math.exp, median_of(self.speed))
-        return middle, (high - low) / 2
 
     def outcome(self, most_wrong: float = MOST_WRONG) -> Outcome:
         """`sure` of a variant that is no better in at most the share `most_wrong` of all experiments."""

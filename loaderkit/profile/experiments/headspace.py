@@ -7,18 +7,21 @@ cache before every pass. They are samples like any others, as the order is shuff
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from loaderkit.connectors.base import Connector, traits_of
 from loaderkit.connectors.page_cache import evict
 from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.interleave import ExperimentLoader, Make, RateWindow, rate_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report_parts import Headspace, Rate
+from loaderkit.sources.base import Source
 
 _NUM_WINDOWS = 4
 MOST_BATCHES = 32  # of the subset
@@ -33,6 +36,17 @@ class Subset:
     num_batches: int
     paths: Sequence[str] | None
     why_no_files: str = ""
+
+
+def files_of(source: Source, connector: Connector | None, indices: Iterable[int]) -> list[str] | None:
+    """The paths in which these samples lie; None where they are no files of this machine."""
+    if connector is None or traits_of(connector).is_remote:
+        return None
+    keys: dict[str, None] = {}
+    for index in indices:
+        keys.update((sample_range.range.key, None) for sample_range in source.ranges(index))
+    paths = [connector.describe(key) for key in keys]
+    return paths if all(os.path.isfile(path) for path in paths) else None
 
 
 def measure_headspace(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headspace:

@@ -8,7 +8,6 @@ are taken without being counted when its turn comes again.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.loops import Batches, Step, endless
 from loaderkit.profile.report_parts import Rate
-from loaderkit.profile.statistics import paired
+from loaderkit.profile.statistics import median_of, paired
 from loaderkit.stages.slowed import Slowdown
 
 _LEAST_ROUNDS = 3
@@ -145,25 +144,16 @@ def interleave(
 def rate_of(windows: Sequence[RateWindow]) -> Rate:
     """The speed of some windows, with its 95 % interval."""
     rates = [window.rate for window in windows]
-    mean, half = mean_and_half_width(rates)
+    mean, _, high = paired(rates) if len(rates) > 1 else (rates[0], 0.0, 2 * rates[0])
     return Rate(
         samples_per_s=mean,
-        interval_percent=100.0 * half / mean if mean > 0 else 100.0,
+        interval_percent=100.0 * (high - mean) / mean if mean > 0 else 100.0,
         seconds=sum(window.seconds for window in windows),
         num_batches=sum(window.num_batches for window in windows),
     )
 
 
 def ratio_of(one: Variant, other: Variant) -> tuple[float, float]:
-    """How many times as fast `one` is as `other`, in the median of neighbouring windows; half the width of the mean's 95 %
-    interval."""
-    ratios = [a.rate / max(b.rate, 1e-9) for a, b in zip(one.windows, other.windows, strict=True)]
-    return statistics.median(ratios), mean_and_half_width(ratios)[1]
-
-
-def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half the width of its 95 % interval; of a single value, all of it."""
-    if len(values) < 2:
-        return values[0], abs(values[0])
-    mean, _, high = paired(values)
-    return mean, high - mean
+    """How many times as fast `one` is as `other`: the median of neighbouring windows, half the width of its 95 % interval."""
+    ratio, low, high = median_of([a.rate / max(b.rate, 1e-9) for a, b in zip(one.windows, other.windows, strict=True)])
+    return ratio, (high - low) / 2

@@ -21,7 +21,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.decide import MOST_WRONG, Comparison, Outcome, num_won
-from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave
+from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Part, Rate, Setting
 from loaderkit.profile.settings_patch import num_processes, value_of, verdict_part
@@ -101,7 +101,7 @@ def tune(
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
     settings = [one for one in settings if one.before != one.value]
     outcome = comparison.outcome() if settings else "no better"
-    speedup, interval = comparison.speedup
+    speedup, interval = ratio_of(new, old)
     return Tuned(
         settings=settings if outcome == "sure" else [],
         offered=settings if outcome == "likely" else [],
@@ -194,11 +194,11 @@ class _Search:
             old, new = self.interleaved(self.best, other, seconds, _TRIAL_WINDOWS, _TRIAL_WRONG)
         except LoaderkitError as error:  # a function that cannot be sent to a process, say
             return TuneTrial(settings=change, speedup=None, interval=None, kept=False, note=str(error))
-        comparison = Comparison.of(new.windows, old.windows)
-        kept = comparison.outcome(_TRIAL_WRONG) != "no better"
+        kept = Comparison.of(new.windows, old.windows).outcome(_TRIAL_WRONG) != "no better"
         if kept:
             self.best = other
-        return TuneTrial(settings=change, speedup=comparison.speedup[0], interval=comparison.speedup[1], kept=kept)
+        speedup, interval = ratio_of(new, old)
+        return TuneTrial(settings=change, speedup=speedup, interval=interval, kept=kept)
 
     def interleaved(
         self, one: Overrides, other: Overrides, seconds: float, num_windows: int, most_wrong: float

@@ -57,11 +57,10 @@ class TestSeeking:
             {"prefetch.executor": "inline"},
         ],
     )
-    def test_random_breaks_resumes_and_epochs(self, overrides: dict[str, Any]) -> None:
+    def test_random_breaks_resumes_and_epochs(self, overrides: dict[str, Any], rng: random.Random) -> None:
         """Whatever was in flight when the plan changed, what comes next is what the order says."""
         with loaderkit.build(numbers(), overrides={"prefetch.executor": "inline"}) as loader:
             expected = {epoch: [batch["x"].tolist() for batch in loader] for epoch in range(4)}
-        rng = random.Random(5)
         with loaderkit.build(numbers(), overrides=overrides) as loader:
             for _ in range(60):
                 epoch = rng.randrange(4)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HELPERS
+from conftest import HELPERS, SEED
 from executors import EXECUTORS
 from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
 from numbers_dataset import Numbers, numbers
@@ -248,8 +248,8 @@ class TestTheEnd:
 
 def delays(num_moments: int) -> list[float]:
     """Seconds from the loader's beginning: half of them while processes start, half while they run."""
-    chance = random.Random(7)
-    return [chance.uniform(0, 2.5) for _ in range(num_moments)]
+    rng = random.Random(f"{os.environ[SEED]} delays")
+    return [rng.uniform(0, 2.5) for _ in range(num_moments)]
 
 
 def check_ctrl_c(executor: str, delay_s: float) -> None:

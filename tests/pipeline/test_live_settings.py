@@ -103,8 +103,7 @@ class TestWorkers:
                 next(batches)
             assert len(crowd.threads) == 2
 
-    def test_the_batches_stay_the_same(self) -> None:
-        chance = random.Random(1)
+    def test_the_batches_stay_the_same(self, rng: random.Random) -> None:
         pipeline = Pipeline.dataset(Numbers(200)).read().call(noop).batch(8)
         with (
             loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as inline,
@@ -113,8 +112,8 @@ class TestWorkers:
             for _ in range(8):
                 for mine, theirs in zip(loader, inline, strict=True):
                     assert mine["__key__"] == theirs["__key__"]
-                    loader.resize(chance.choice(["read", "call", "batch"]), workers=chance.randint(1, 5))
-                    loader.resize(batches=chance.randint(1, 6))
+                    loader.resize(rng.choice(["read", "call", "batch"]), workers=rng.randint(1, 5))
+                    loader.resize(batches=rng.randint(1, 6))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit")]
 
     def test_sizes_outlive_an_error(self) -> None:
@@ -333,27 +332,28 @@ class TestRaces:
                     list(batches)
             closer.join()
 
-    def test_sizes_changed_by_everybody_while_it_starts_ends_and_starts_again(self) -> None:
-        chance = random.Random(0)
+    def test_settings_changed_by_three_threads_while_it_starts_ends_and_starts_again(self, rng: random.Random) -> None:
         for _ in range(5):
             numbers = Tripping(64)
             with loaderkit.build(Pipeline.dataset(numbers).read().batch(8)) as loader:
                 is_over = threading.Event()
                 failures: list[BaseException] = []
-                everybody = [threading.Thread(target=change, args=(loader, is_over, failures)) for _ in range(3)]
-                for thread in everybody:
+                changers = [
+                    threading.Thread(target=change, args=(loader, is_over, failures, rng.random())) for _ in range(3)
+                ]
+                for thread in changers:
                     thread.start()
                 for _ in range(20):
                     with suppress(StageError):
                         for batch in loader:
-                            if chance.random() < 0.1:
+                            if rng.random() < 0.1:
                                 loader.load_state_dict(loader.state_dict())
                                 break
                             assert len(batch["x"]) == 8
-                    numbers.trips = chance.random() < 0.3
+                    numbers.trips = rng.random() < 0.3
                 numbers.trips = False
                 is_over.set()
-                for thread in everybody:
+                for thread in changers:
                     thread.join()
                 assert failures == []
                 loader.resize("read", workers=3)
@@ -363,12 +363,12 @@ class TestRaces:
                 assert loader.stats().stages[0].workers == 3
 
 
-def change(loader: loaderkit.Loader, is_over: threading.Event, failures: list[BaseException]) -> None:
-    chance = random.Random(1)
+def change(loader: loaderkit.Loader, is_over: threading.Event, failures: list[BaseException], seed: float) -> None:
+    rng = random.Random(seed)
     try:
         while not is_over.is_set():
-            loader.resize("read", workers=chance.randint(1, 6))
-            loader.resize(batches=chance.randint(1, 6), memory=chance.choice([None, "1GiB"]))
+            loader.resize("read", workers=rng.randint(1, 6))
+            loader.resize(batches=rng.randint(1, 6), memory=rng.choice([None, "1GiB"]))
             json.dumps(loader.stats().to_dict())
             json.dumps(loader.series())
     except BaseException as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,14 +167,13 @@ class TestLiving:
             loader.load_state_dict({**loader.state_dict(), "epoch": 0, "position": 24})
             assert [int(batch["pid"][0]) for batch in loader] == [first, second, first, second]
 
-    def test_breaks_resumes_and_epochs(self) -> None:
+    def test_breaks_resumes_and_epochs(self, rng: random.Random) -> None:
         with loaderkit.build(numbers(100), overrides={"prefetch.executor": "inline"}) as plain:
             expected = [batch["x"].tolist() for batch in plain]
-        rng = np.random.default_rng(3)
         with two(numbers(100)) as loader:
             for _ in range(40):
-                begin, length = int(rng.integers(13)), int(rng.integers(1, 8))
-                loader.load_state_dict({**loader.state_dict(), "epoch": int(rng.integers(3)), "position": begin * 8})
+                begin, length = rng.randrange(13), rng.randrange(1, 8)
+                loader.load_state_dict({**loader.state_dict(), "epoch": rng.randrange(3), "position": begin * 8})
                 seen = []
                 for batch in loader:
                     seen.append(batch["x"].tolist())

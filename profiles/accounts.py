@@ -27,7 +27,7 @@ from profiles.bottlenecks import CASES, Case, run
 
 FOLDER = Path(__file__).parent.parent / "tests" / "engine" / "metrics" / "recorded"
 _SIDE_BY_SIDE = ("CPU-bound decode", "batch assembly")
-_PLAIN = ("wall_s", "num_batches", "num_samples", "stall_s", "memory")
+_PLAIN = ("wall_s", "num_batches", "num_samples", "waits_s", "memory")
 
 
 def to_json(stats: Stats) -> dict[str, Any]:

@@ -8,7 +8,9 @@ of an ordinary one: it reads small JPEGs, decodes them, calls a function, fills 
 from __future__ import annotations
 
 import io
+import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -246,7 +248,7 @@ BOTTLENECKS: dict[str, Bottleneck] = {
     "slow consumer": Bottleneck(None, "training", (10e-3, 30e-3), slow_consumer),
     "shared lock": Bottleneck("call", "lock", (1.5e-3, 4e-3), locked),
     "one straggler in 50": Bottleneck("read", "stragglers", (0.1, 0.3), straggler),
-    "little memory": Bottleneck("memory", "memory", (4e-3, 12e-3), little_memory),
+    "little memory": Bottleneck("read", "memory", (4e-3, 12e-3), little_memory),
     "batch assembly": Bottleneck("batch", "computing gil", (1.5e6, 5e6), assembling),
 }
 
@@ -335,3 +337,31 @@ def is_right(case: Case, found: Mapping[str, Any]) -> bool:
     """Whether a verdict names the bottleneck that was built in, and how it limits."""
     stage, kinds = case.expected
     return found["stage"] == stage and found["kind"] in kinds
+
+
+def contradictions(found: Mapping[str, Any]) -> list[str]:
+    """What a report, or `stats().to_dict()`, says of itself that does not agree: the verdict against the table of waits, the
+    evidence against both, sums against their parts."""
+    stall, verdict, wall_s = found["stall"], found["verdict"], found["wall_s"]
+    by_stage: Mapping[str, float] = stall["by_stage"]
+    problems = []
+    if not math.isclose(sum(by_stage.values()), stall["total_s"], rel_tol=1e-6, abs_tol=1e-9):
+        problems.append(f"{by_stage} do not sum to {stall['total_s']}")
+    if verdict["kind"] == "unknown":
+        return problems
+    stage, percent = verdict["stage"], verdict["percent"]
+    if stage is None:
+        if stall["percent"] > 5.0 or abs(100 - stall["percent"] - percent) > 0.11:
+            problems.append(f"training is the limit, {percent} %, but the loop waited {stall['percent']} %")
+    elif by_stage.get(stage, 0.0) < max(by_stage.values()):
+        problems.append(f"{stage} is blamed, and {by_stage} were waited for")
+    elif abs(percent - min(100.0, 100 * by_stage[stage] / wall_s)) > 0.06:
+        problems.append(f"{percent} % for {stage}, but {by_stage[stage]} of {wall_s} s")
+    said = re.match(r"the loop waited ([\d.]+) % of [^,;:]+(?:, ([\d.]+) % for ([^;:,]+))?", verdict["evidence"])
+    if said is None:
+        problems.append(f"the evidence does not say how long the loop waited: {verdict['evidence']}")
+    elif abs(float(said[1]) - stall["percent"]) > 0.06:
+        problems.append(f"evidence: {said[0]!r}, but the loop waited {stall['percent']} %")
+    elif said[2] is not None and (said[3] != stage or abs(float(said[2]) - percent) > 0.06):
+        problems.append(f"evidence: {said[0]!r}, but {percent} % for {stage}")
+    return problems

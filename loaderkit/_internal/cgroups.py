@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 _ROOT = Path("/")
 _MAX_STAT_BYTES = 2**17  # of /proc/stat: 80 a CPU, and those come first
@@ -54,24 +55,36 @@ def _quota_of(folder: Path) -> tuple[int, int]:
         return 0, 0
 
 
-@cache  # this takes two thirds of the time of `idle_so_far_s`
+@cache  # this takes two thirds of the time of `cpu_times_so_far`
 def _has_quota() -> bool:
     return num_cpus() < len(os.sched_getaffinity(0))
 
 
-def idle_so_far_s() -> float | None:
-    """Idle seconds, summed over the CPUs that this process may use; None if the kernel does not tell, or a quota limits the
-    process."""
+class CpuTimes(NamedTuple):
+    """Seconds since the machine was booted, summed over the CPUs that this process may use."""
+
+    idle_s: float
+    busy_s: float  # with any program, or taken away by the host of a virtual machine
+
+
+def cpu_times_so_far() -> CpuTimes | None:
+    """None if the kernel does not tell, or a quota limits the process."""
     if _has_quota():
         return None
     available = os.sched_getaffinity(0)
     try:
         with io.FileIO("/proc/stat") as file:
             rows = [row.split() for row in file.read(_MAX_STAT_BYTES).splitlines()]
-        idle = {int(row[0][3:]): int(row[4]) for row in rows if row[0].startswith(b"cpu") and row[0] != b"cpu"}
-        return sum(idle[cpu] for cpu in available) / os.sysconf("SC_CLK_TCK")
+        ticks = {
+            int(row[0][3:]): [*map(int, row[1:9])] for row in rows if row[0].startswith(b"cpu") and row[0] != b"cpu"
+        }
+        user, nice, system, idle, _, irq, softirq, steal = (
+            sum(column) for column in zip(*(ticks[cpu] for cpu in available), strict=True)
+        )
     except (OSError, ValueError, IndexError, KeyError):
         return None
+    a_second = os.sysconf("SC_CLK_TCK")
+    return CpuTimes(idle / a_second, (user + nice + system + irq + softirq + steal) / a_second)
 
 
 def free_memory(root: Path = _ROOT) -> tuple[int | None, str]:

@@ -16,10 +16,9 @@ import torch
 
 from loaderkit import __version__
 from loaderkit._internal.cgroups import num_cpus
-from loaderkit._internal.units import say_seconds
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
-from loaderkit.engine.metrics.stalls import START
+from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.report import Report
@@ -33,7 +32,6 @@ from loaderkit.profile.report_parts import (
     Step,
     Steps,
     Utilisation,
-    VerdictPart,
 )
 from loaderkit.profile.settings_patch import settings_yaml, verdict_part
 from loaderkit.profile.step_log import StepLog
@@ -41,17 +39,8 @@ from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.base import Source
 
 _NUM_SLOWEST = 10
-_NOTABLE_RELEASE = 5.0  # percent of the time
-_NUM_STEADY = 8  # batches after the first one from which on the verdict is on those alone
-
 PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: CosmoFlow": 70.0}
 """Percent of the time, from the Submission Guidelines v1.0 and v2.0."""
-
-# Measured at 400 MB a batch of `ragged: {x: list}`: 76 ms a batch; in shared memory 0.01 ms; in huge pages 1.4 ms.
-_RELEASE_CHANGE = (
-    "give all samples one shape, or set prefetch.executor: process: such batches lie in memory that is used again. Else start "
-    "with THP_MEM_ALLOC_ENABLE=1 in the environment: torch's memory in huge pages is given back faster"
-)
 
 
 @dataclass(frozen=True)
@@ -71,7 +60,6 @@ class ReportFacts:
     list_s: float
     index_s: float
     partial: str | None
-    others_cpus: float | None
 
 
 def make_report(facts: ReportFacts) -> Report:
@@ -79,26 +67,21 @@ def make_report(facts: ReportFacts) -> Report:
     log, end = facts.log, facts.end
     loop_s = max(log.compute_s + log.next_s, 1e-9)
     passed = _since(end, facts.begin, loop_s)
-    steady = passed
+    waited_s = sum(passed.waits_s.values())
     after_start_percent = None
-    if facts.first is not None and end.num_batches > facts.first.num_batches:
-        later = _since(end, facts.first, loop_s - (log.first_wait_s or 0.0))
-        after_start_percent = later.to_dict()["stall"]["percent"] if not facts.begin.num_batches else None
-        if later.num_batches >= _NUM_STEADY:
-            steady = later
+    if facts.first is not None and not facts.begin.num_batches and end.num_batches > facts.first.num_batches:
+        later = end.since(facts.first) if facts.first.run == end.run else end
+        later_s = sum(later.waits_s.values())
+        # Nothing can be read ahead of the first batch: all of its wait is the start. `first_batch` says what it was for.
+        start_s = later.waits_s.get(START, 0.0) + max(0.0, waited_s - later_s)
+        passed = replace(passed, waits_s={**later.waits_s, START: start_s})
+        after_start_percent = 100.0 * later_s / max(loop_s - (log.first_wait_s or 0.0), 1e-9)
+    if log.release_s:
+        passed = replace(passed, waits_s={**passed.waits_s, RELEASE: log.release_s})
     values = passed.to_dict()
+    others_s, seen_s = passed.host.others_s, max(end.wall_s - facts.begin.wall_s, 1e-9)
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
-    verdict = verdict_part(steady, facts.config)
-    release_percent = 100.0 * log.release_s / loop_s
-    if verdict.stage is None and release_percent > _NOTABLE_RELEASE:
-        verdict = VerdictPart(
-            stage="release",
-            kind="memory",
-            percent=release_percent,
-            confidence=0.95,
-            evidence=f"dropping the batches that the loop was done with took {release_percent:.0f} % of {say_seconds(loop_s)}",
-            change=_RELEASE_CHANGE,
-        )
+    verdict = verdict_part(passed, facts.config)
     return Report(
         name=facts.config.name,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -112,7 +95,7 @@ def make_report(facts: ReportFacts) -> Report:
         num_samples=passed.num_samples,
         stall=StallPart(**values["stall"], after_start_percent=after_start_percent),
         throughput=values["throughput"],
-        steps=steps_of(log, values["stall"]["total_s"]),
+        steps=steps_of(log, waited_s),
         stages=stage_rows(passed, series),
         slowest=slowest_items(passed, facts.source, log.begin_s),
         first_batch=first_batch(facts),
@@ -120,7 +103,7 @@ def make_report(facts: ReportFacts) -> Report:
         patch=settings_yaml(verdict.settings),
         series=series,
         memory=values["memory"],
-        host={**values["host"], "others_cpus": facts.others_cpus},
+        host={**values["host"], "others_cpus": None if others_s is None else others_s / seen_s},
         tuning=values["tuning"],
         store=values["store"],
         config=described(facts.config_now),

@@ -19,7 +19,6 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.trace import Trace
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.build import ReportFacts, make_report
-from loaderkit.profile.cpu_share import CpuTimes, cpu_times, cpus_of_others
 from loaderkit.profile.render.trace_file import to_json
 from loaderkit.profile.report import Report
 from loaderkit.profile.step_log import StepLog
@@ -74,13 +73,11 @@ class Profile:
         self._begin: Stats | None = None
         self._log: FirstBatchLog | None = None
         self._result: Report | None = None
-        self._cpus: CpuTimes | None = None
 
     def __enter__(self) -> Profile:
         if self._begin is not None:
             raise RuntimeError("a profile is of one block: call loader.profile() again for another one")
         self._begin = self._subject.stats()
-        self._cpus = cpu_times()
         self._log = FirstBatchLog(self._subject.stats)
         self._subject.watch(self._log)
         if self._is_traced:
@@ -105,9 +102,6 @@ class Profile:
         assert log is not None
         assert begin is not None
         end = subject.stats()
-        own_s = 0.0  # CPU time of the loading processes
-        if end.tuning.executor == "process" and end.run == begin.run:
-            own_s = end.host.cpu_s - begin.host.cpu_s
         return make_report(
             ReportFacts(
                 config=subject.config,
@@ -123,7 +117,6 @@ class Profile:
                 list_s=subject.list_s,
                 index_s=subject.index_s,
                 partial=partial,
-                others_cpus=cpus_of_others(self._cpus, cpu_times(), own_s),
             )
         )
 

@@ -40,8 +40,8 @@ class VerdictPart(Part):
         description="the stage to blame, or start, memory, wakeup, release; null: training is the limit"
     )
     kind: str = Field(
-        description="training, computing, gil, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup or "
-        "unknown"
+        description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
+        "start, wakeup or unknown"
     )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
@@ -55,8 +55,10 @@ class StallPart(Part):
     """What the loop waited for. The causes sum to the whole."""
 
     total_s: float
-    percent: float = Field(description="of the time between the first wait and the last")
-    by_stage: dict[str, float] = Field(description="seconds by stage, or start, memory, wakeup; the longest first")
+    percent: float = Field(description="of wall_s")
+    by_stage: dict[str, float] = Field(
+        description="seconds by stage, or start (the loader's first batch), memory, wakeup, release; the longest first"
+    )
     after_start_percent: float | None = Field(
         None, description="the same of the time from the first batch on; null: only one batch, or it came before"
     )

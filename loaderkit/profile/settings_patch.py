@@ -39,12 +39,17 @@ def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list
 
 
 def _more_batches(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    return [_set(config, "prefetch.batches", 2 * case.num_wanted)]
+    memory = [_memory_for(2 * case.num_wanted, case, config)] if case.is_short_of_memory else []
+    return [_set(config, "prefetch.batches", 2 * case.num_wanted), *memory]
 
 
 def _more_memory(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    wanted = case.num_wanted * int(case.stats.memory.get("batch_bytes", 0))
-    return [_set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))]
+    return [_memory_for(case.num_wanted, case, config)]
+
+
+def _memory_for(num_batches: int, case: Interval, config: PipelineConfig) -> Setting:
+    wanted = num_batches * int(case.stats.memory.get("batch_bytes", 0))
+    return _set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))
 
 
 def _in_a_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:

@@ -96,7 +96,7 @@ class Simulation:
             wall_s=self.stats.wall_s + TICK_S,
             num_batches=1 + int(self._samples) // BATCH,
             num_samples=int(self._samples),
-            stall_s=stall_s,
+            waits_s=stall_s,
             stages=rows,
             tuning=Tuning(batches=self.batches.value),
         )

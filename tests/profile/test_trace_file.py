@@ -127,7 +127,7 @@ def test_a_trace_by_the_rules(photos: Path, overrides: dict[str, Any]) -> None:
     waits = [event for event in loop if event["name"] == "wait"]
     assert len(waits) == report.num_batches == 30
     assert sum(wait["args"]["samples"] for wait in waits) == report.num_samples
-    assert sum(wait["dur"] for wait in waits) / 1e6 == pytest.approx(report.stall.total_s, rel=1e-3, abs=1e-4)
+    assert sum(wait["dur"] for wait in waits) / 1e6 == pytest.approx(report.steps.stall_s, rel=1e-3, abs=1e-4)
     assert [e["name"] for e in loop if e["name"].startswith("step")].count("step") == 28
 
     check_arrows(events, slices, loop)

@@ -352,7 +352,7 @@ def test_copies_in_the_statistics() -> None:
         before = replace(loader.stats(), copies={"num_bytes": 1000, "copy_s": 0.5})
     rows = [*before.stages, StageStats("move", 1, kind="transfer")]
     later = replace(
-        before, copies={"num_bytes": 3000, "copy_s": 1.5}, stages=rows, stall_s={"move": 0.25, "decode": 5.0}
+        before, copies={"num_bytes": 3000, "copy_s": 1.5}, stages=rows, waits_s={"move": 0.25, "decode": 5.0}
     )
-    found = later.since(replace(before, stages=rows, stall_s={})).to_dict()["transfer"]
+    found = later.since(replace(before, stages=rows, waits_s={})).to_dict()["transfer"]
     assert found == {"num_bytes": 2000, "copy_s": 1.0, "bytes_per_s": 2000.0, "overlap": 0.75}

@@ -1,39 +1,44 @@
 """The verdict: the bottleneck, the confidence, the evidence and what to change, from the counters alone.
 
     the loop hardly waited ──> training is the limit
-    it waited for the start, for memory, for its own thread to run ──> start, memory, wakeup
-    it waited for a stage:
-        the GIL is held, and no more than one CPU is used ──> gil, in the stage that computes most
-        no CPU is free ──> computing, in the stage that computes most
-        its workers wait for bytes that are being read ahead ──> bandwidth
+    else ──> the stage, or start, memory, wakeup, release, that the loop waited for longest; for a stage:
+        libraries compute in threads of their own ──> oversubscription
+        the GIL is held, and no more than one CPU is used ──> gil
+        no CPU is free ──> computing
+        its workers wait for bytes that are read ahead ──> bandwidth
         a few items take all the time ──> stragglers
         its workers are idle although the loop waits ──> memory, depth
         an item takes longer side by side than one alone, waiting ──> lock; in `read` and `transfer` bandwidth
         on a CPU ──> computing
         waiting ──> latency
 
-What a thread waits for cannot be seen from outside, so the contention probe measures it: it lets one worker alone work for a
-few chunks, and measures how long a thread that wakes up waits for the GIL.
+So the verdict cannot contradict the table of waits: no rule names another stage, and all figures are of the same interval.
+What a thread waits for cannot be seen, so it is measured: the contention probe lets one worker alone work for a few chunks,
+and asks how long a thread that wakes up waits for the GIL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loaderkit.engine.metrics import bottleneck_rules as rules
 from loaderkit.engine.metrics.bottleneck_rules import Verdict
 from loaderkit.engine.metrics.interval import Interval
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.engine.metrics.stage_facts import Facts, measure
+from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
 __all__ = ["Verdict", "diagnose"]
 
-_RULES: Sequence[Callable[[Facts], Verdict | None]] = (
-    rules.start,
-    rules.training,
-    rules.memory,
+_WITHOUT_A_STAGE: Mapping[str, Callable[[Interval], Verdict]] = {
+    START: rules.start,
+    MEMORY: rules.memory,
+    WAKEUP: rules.wakeup,
+    RELEASE: rules.release,
+}
+_KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
+    rules.oversubscription,
     rules.gil,
-    rules.wakeup,
     rules.no_cpu_free,
     rules.read_ahead,
     rules.stragglers,
@@ -50,5 +55,11 @@ def diagnose(snapshot: Snapshot) -> Verdict:
     if snapshot.wall_s <= 0:
         evidence = "no batch was requested in this interval"
         return Verdict(None, 0.0, 0.0, evidence, "iterate over the loader", "unknown")
-    facts = measure(Interval.of(snapshot))
-    return next(verdict for rule in _RULES if (verdict := rule(facts)) is not None)
+    interval = Interval.of(snapshot)
+    cause = interval.cause
+    if cause is None or interval.share < rules.HARMLESS:
+        return rules.training(interval)
+    if cause in _WITHOUT_A_STAGE:
+        return _WITHOUT_A_STAGE[cause](interval)
+    facts = measure(interval, cause)
+    return next(verdict for rule in _KINDS if (verdict := rule(facts)) is not None)

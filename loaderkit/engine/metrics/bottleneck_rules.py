@@ -1,5 +1,6 @@
-"""The rules that name a bottleneck: each a function of the facts that gives a verdict, or None where it does not apply.
+"""The rules that explain a bottleneck: each a function of the facts that gives a verdict, or None where it does not apply.
 
+The stage is given: it is the one that the loop waited for longest. A rule says what kind of wait that is and what to change.
 `bottleneck.diagnose` tries them in order, so a rule may rely on those before it.
 """
 
@@ -9,12 +10,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from loaderkit._internal.units import say_bytes, say_seconds
+from loaderkit.engine.metrics.host import thread_variables
 from loaderkit.engine.metrics.interval import SPARE, WAITING, Interval
 from loaderkit.engine.metrics.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, StageFacts
-from loaderkit.engine.metrics.stalls import MEMORY, START, WAKEUP
+from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
-_HARMLESS = 0.05  # share of the time; shorter waits are not worth a change
-_OCCASIONAL = 0.15  # share of the time; shorter waits are harmless if the workers have time to spare
+HARMLESS = 0.05  # share of the time; shorter waits are not worth a change
 _BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 _LITTLE_CPU = 0.3  # CPUs; a stage that uses less does not hold the GIL for long
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
@@ -23,14 +24,19 @@ _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
+_OTHERS = 0.2  # CPUs; other programs that use more are named
+_NATIVE = 0.2  # share of the CPU time in threads that Python did not start; pools of libraries use more
+_DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
 
 
 class Verdict(NamedTuple):
     """What limits the loop.
 
-    `stage` is a stage's name, or `start`, `memory` or `wakeup`; None: training is the limit. `percent` of the interval's wall
-    time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind` says in one word how it
-    limits: training, computing, gil, lock, latency, bandwidth, stragglers, waiting, memory, depth, start, wakeup, unknown.
+    `stage` is what the loop waited for longest: a stage's name, or `start`, `memory`, `wakeup` or `release`; None: training is
+    the limit.
+    `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
+    says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
+    memory, depth, start, wakeup, unknown.
     """
 
     stage: str | None
@@ -44,78 +50,106 @@ class Verdict(NamedTuple):
 # ------------------------------------------------------------------------------------------------ without a stage
 
 
-def start(facts: Facts) -> Verdict | None:
-    """Most of the waiting came before the first chunk could run."""
-    interval, wall_s = facts.interval, facts.interval.stats.wall_s
-    if interval.start_s <= max(interval.waited_s, _HARMLESS * wall_s):
-        return None
-    evidence = (
-        f"the loop waited {say_seconds(interval.start_s)} of {say_seconds(wall_s)} before the first chunk could run, and "
-        f"{say_seconds(interval.waited_s)} after that"
-    )
-    change = (
-        "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
-    )
-    return Verdict(START, interval.percent(interval.start_s), interval.confidence(), evidence, change, "start")
-
-
-def training(facts: Facts) -> Verdict | None:
+def training(interval: Interval) -> Verdict:
     """The loop hardly waited."""
-    interval, share = facts.interval, facts.interval.share
-    if share >= _HARMLESS and not (share < _OCCASIONAL and interval.has_time_to_spare):
-        return None
-    use = max(pool.use for pool in interval.pools)
-    evidence = f"the loop waited {100 * share:.1f} % of {say_seconds(interval.wall_s)}"
+    evidence = _waited(interval)
     change = "nothing in loading: make the training step faster"
     if not interval.is_inline:
+        use = max(pool.use for pool in interval.pools)
         evidence += f"; the workers were busy for {100 * use:.0f} % of their time"
         workers = sum(pool.rows[0].workers for pool in interval.pools)
         if use < SPARE and workers > len(interval.pools):
             change += "; fewer workers would do, if you need the CPUs"
-    sure = interval.confidence(1.0 if share < _HARMLESS / 2 else 0.9 if share < _HARMLESS else 0.75)
-    not_lost = round(100.0 - interval.percent(sum(interval.stats.stall_s.values())), 1)
+    sure = interval.confidence(1.0 if interval.share < HARMLESS / 2 else 0.9)
+    not_lost = round(100.0 - interval.percent(interval.waited_s), 1)
     return Verdict(None, not_lost, sure, evidence, change, "training")
 
 
-def memory(facts: Facts) -> Verdict | None:
-    """The loop waited for room in the memory budget."""
-    interval = facts.interval
-    return _memory(interval) if interval.stall_s.get(MEMORY, 0.0) > interval.waited_s / 2 else None
-
-
-def wakeup(facts: Facts) -> Verdict | None:
-    """Batches were ready, and the loop's thread was not running."""
-    interval = facts.interval
-    seconds = interval.stall_s.get(WAKEUP, 0.0)
-    if seconds <= interval.waited_s / 2:
-        return None
-    each = f", {say_seconds(seconds / interval.stats.num_batches)} a batch" if interval.stats.num_batches else ""
-    lost = f"{say_seconds(seconds)} of {say_seconds(interval.wall_s)}{each}"
-    evidence = f"batches were ready, and the loop's thread was not running: {lost}"
+def start(interval: Interval) -> Verdict:
+    """Most of the waiting came before anything could have been read ahead."""
     change = (
-        "prefetch.executor: process, so that loading does not hold the GIL when the loop needs it; or fewer workers; for "
-        "batches of less than a millisecond, larger batches or executor: inline"
+        "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
-    return Verdict(WAKEUP, interval.percent(seconds), interval.confidence(0.8), evidence, change, "wakeup")
+    return _without_stage(interval, START, _waited(interval, START), change)
 
 
-# ------------------------------------------------------------------------------- the stage with the most CPU time
+def memory(interval: Interval) -> Verdict:
+    """The loop waited for room in the memory budget."""
+    evidence = f"{_waited(interval, MEMORY)}; {_say_memory(interval)}"
+    return _without_stage(interval, MEMORY, evidence, _more_memory(interval), sure=0.95)
+
+
+def wakeup(interval: Interval) -> Verdict:
+    """Batches were ready, and the loop's thread was not running."""
+    seconds, num_batches = interval.stats.stall_s[WAKEUP], interval.stats.num_batches
+    each = f", {say_seconds(seconds / num_batches)} a batch" if num_batches else ""
+    evidence = f"{_waited(interval, WAKEUP)}{each}: batches were ready, and the loop's thread was not running"
+    change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
+    if interval.stats.tuning.executor != "process":
+        change = (
+            f"prefetch.executor: process, so that loading does not hold the GIL when the loop needs it; or {change}"
+        )
+    if interval.is_short_of_cpus:
+        change = f"{_more_cpus(interval)}; or {change}"
+    return _without_stage(interval, WAKEUP, evidence, change, sure=0.8)
+
+
+def release(interval: Interval) -> Verdict:
+    """The memory of batches was given back to the system, in the loop's thread."""
+    evidence = f"{_waited(interval, RELEASE)}: dropping the batches that the loop was done with"
+    # Measured at 400 MB a batch of unequal samples: 76 ms a batch; in shared memory 0.01 ms; in huge pages 1.4 ms.
+    change = (
+        "give all samples one shape, or set prefetch.executor: process: such batches lie in memory that is used again. Else "
+        "start with THP_MEM_ALLOC_ENABLE=1 in the environment: torch's memory in huge pages is given back faster"
+    )
+    return _without_stage(interval, RELEASE, evidence, change, sure=0.95)
+
+
+def _without_stage(interval: Interval, cause: str, evidence: str, change: str, sure: float = 1.0) -> Verdict:
+    percent = interval.percent(interval.stats.stall_s[cause])
+    kind = "memory" if cause == RELEASE else cause
+    return Verdict(cause, percent, interval.confidence(sure, _clear(interval, cause)), evidence, change, kind)
+
+
+# ------------------------------------------------------------------------- a stage: what kind of wait that is
+
+
+def oversubscription(facts: Facts) -> Verdict | None:
+    """A library that its function calls computes in threads of its own, in each worker as many as there are CPUs."""
+    interval, stage = facts.interval, facts.awaited.stage
+    if stage.kind != "call" and not (stage.kind == "read" and not stage.num_bytes):
+        return None  # no function of the user's
+    cpu_s = interval.stats.host.cpu_s
+    # What the loop may have computed in such threads itself, while it did not wait.
+    loop_s = (interval.stats.wall_s - interval.waited_s) * max(0, (interval.num_cpus or 1) - 1)
+    native_s = interval.stats.host.native_s - max(0.0, loop_s)
+    if native_s <= _NATIVE * cpu_s or native_s <= _NATIVE * stage.cpu_s:
+        return None
+    evidence = (
+        f"threads that Python did not start (pools of BLAS, OpenMP or torch) used {native_s / interval.stats.wall_s:.1f} CPUs, "
+        f"the workers {interval.cpus_used:.1f}"
+    )
+    variables = " ".join(f"{variable}=1" for variable in thread_variables())
+    change = (
+        f"{variables} in the environment, so that each worker computes in its own thread; or "
+        "threadpoolctl.threadpool_limits(1) around what the function computes"
+    )
+    return _of_stage(interval, facts.awaited, "oversubscription", evidence, change, sure=0.9)
 
 
 def gil(facts: Facts) -> Verdict | None:
-    """Its workers compute, use no more than one CPU together, and wait for one another.
+    """Workers compute, together no more than one CPU can, and wait for one another meanwhile.
 
-    The stage that is awaited waits for the GIL as well: what matters is which stage holds it.
+    The stage that is awaited may itself hold the GIL, or be held up by another stage that does.
     """
-    interval, busiest = facts.interval, facts.busiest
-    if not _is_gil(interval, busiest):
+    interval, awaited, busiest = facts.interval, facts.awaited, facts.busiest
+    if not _is_gil(interval, busiest) or not (awaited.stage is busiest.stage or awaited.is_held_up):
         return None
-    stage, trial = busiest.stage, busiest.pool.trial
-    share = stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
+    trial = busiest.pool.trial
+    share = busiest.stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
     evidence = (
-        f"the loop waited {100 * interval.share:.0f} % of {say_seconds(interval.wall_s)}; the workers compute, but use "
-        f"{interval.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for {stage.name}; side by side they wait "
-        f"for one another {100 * busiest.contended_share:.0f} % of the time"
+        f"the workers compute, but use {interval.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for "
+        f"{busiest.stage.name}; side by side they wait for one another {100 * busiest.contended_share:.0f} % of the time"
     )
     if trial.holds_gil:
         evidence += f"; the GIL was held {100 * (trial.gil_taken or 0.0):.0f} % of the times a worker asked for it"
@@ -125,8 +159,7 @@ def gil(facts: Facts) -> Verdict | None:
         "prefetch.executor: process gives loading a GIL of its own, prefetch.processes several; or do the work in NumPy "
         "or torch, which release the GIL; more workers would not help"
     )
-    sure = interval.confidence(0.95 if trial.holds_gil else 0.75)
-    return Verdict(stage.name, interval.percent(interval.waited_s), sure, evidence, change, "gil")
+    return _of_stage(interval, awaited, "gil", evidence, change, sure=0.95 if trial.holds_gil else 0.75)
 
 
 def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
@@ -142,13 +175,10 @@ def _is_gil(interval: Interval, busiest: StageFacts) -> bool:
 
 
 def no_cpu_free(facts: Facts) -> Verdict | None:
-    """Chunks wait for a CPU wherever they are: what matters is which stage uses the CPUs."""
+    """Its workers wait for a CPU, and none is free."""
     if facts.interval.is_short_of_cpus and facts.awaited.would_compute:
-        return _computing(facts.interval, facts.busiest)
+        return computing(facts, always=True)
     return None
-
-
-# --------------------------------------------------------------------------- the stage that was waited for most
 
 
 def read_ahead(facts: Facts) -> Verdict | None:
@@ -194,17 +224,18 @@ def stragglers(facts: Facts) -> Verdict | None:
         f"{100 * share:.0f} % of the stage's time"
     )
     change = (
-        f"prefetch.batches: {2 * interval.num_wanted}, so that other batches are ready meanwhile, and more workers; or "
-        "find out why those items are slow"
+        f"{_deeper(interval)}, so that other batches are ready meanwhile, and more workers; or find out why those items "
+        "are slow"
     )
     return _of_stage(interval, awaited, "stragglers", evidence, change, sure=0.95)
 
 
 def memory_ahead(facts: Facts) -> Verdict | None:
     """Its workers are idle although the loop waits: there is no memory to read further ahead."""
-    if _is_idle(facts) and facts.interval.is_short_of_memory:
-        return _memory(facts.interval, facts.awaited.pool.use)
-    return None
+    interval, awaited = facts.interval, facts.awaited
+    if not _is_idle(facts) or not interval.is_short_of_memory:
+        return None
+    return _of_stage(interval, awaited, "memory", _say_memory(interval), _more_memory(interval), sure=0.95)
 
 
 def depth(facts: Facts) -> Verdict | None:
@@ -215,10 +246,9 @@ def depth(facts: Facts) -> Verdict | None:
         return None
     evidence = (
         f"no pool was at its limit: workers were idle for {100 * blocked_s / slot_s:.0f} % of the time because "
-        f"{interval.num_wanted} batches were already open"
+        f"{interval.num_wanted} {'batch was' if interval.num_wanted == 1 else 'batches were'} already open"
     )
-    change = f"prefetch.batches: {2 * interval.num_wanted}, to absorb variation"
-    return _of_stage(interval, facts.awaited, "depth", evidence, change, sure=0.8)
+    return _of_stage(interval, facts.awaited, "depth", evidence, f"{_deeper(interval)}, to absorb variation", sure=0.8)
 
 
 def _is_idle(facts: Facts) -> bool:
@@ -250,13 +280,39 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
     return _of_stage(interval, awaited, "lock", evidence, change, sure=_confidence_of_comparison(awaited))
 
 
-def computing(facts: Facts) -> Verdict | None:
+def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
     """Its workers need a CPU for most of their time."""
-    return _computing(facts.interval, facts.awaited) if facts.awaited.needs_cpu > COMPUTING else None
+    interval, awaited = facts.interval, facts.awaited
+    if not always and awaited.needs_cpu <= COMPUTING:
+        return None
+    stage = awaited.stage
+    delayed = stage.delayed_s / max(stage.busy_s, 1e-9)
+    evidence = f"{100 * awaited.cpu_share:.0f} % of that on a CPU"
+    if delayed > 0.1:
+        meanwhile = f"{interval.num_idle_cpus:.1f} CPUs were idle" if interval.has_idle_cpus else "no CPU was free"
+        evidence += f", {100 * delayed:.0f} % ready to run while {meanwhile}"
+    evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
+    if interval.num_cpus is not None:
+        share = stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
+        evidence += f" of {interval.num_cpus}, {100 * share:.0f} % of that for {stage.name}"
+    # Where other programs have the CPUs, workers that wait for one another look much the same.
+    sure = 0.8 if interval.is_short_of_cpus and delayed >= _CROWDED else 1.0
+    return _of_stage(interval, awaited, "computing", evidence, _less_work(interval, awaited), sure=sure)
+
+
+def _less_work(interval: Interval, facts: StageFacts) -> str:
+    cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
+    if interval.is_inline:
+        return f"{_workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
+    if interval.is_short_of_cpus:
+        return f"{cheaper}; or {_more_cpus(interval)}: more workers would not help, since no CPU is free"
+    if facts.pool.works_one_at_a_time:
+        return f"{cheaper}; more workers would not help: one worker alone was faster"
+    return f"{_more_workers(interval, facts)}; or {cheaper}"
 
 
 def waiting(facts: Facts) -> Verdict:
-    """Its workers wait for something other than a CPU or one another: the case that is left when no other rule applies."""
+    """Its workers wait for something other than a CPU or one another, or nothing tells what for: no other rule applies."""
     interval, awaited = facts.interval, facts.awaited
     stage = awaited.stage
     usual_s = stage.services.percentile(0.5)
@@ -266,7 +322,7 @@ def waiting(facts: Facts) -> Verdict:
     change = (
         _workers_instead(interval, "with several workers") if interval.is_inline else _more_workers(interval, awaited)
     )
-    kind, sure = "waiting", 0.9
+    kind, sure = "waiting", 0.9 if awaited.needs_cpu < WAITING else 0.5
     if awaited.alone_share is not None:
         is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
         evidence += f"; {_compared(awaited)}{': workers do not block one another' if is_independent else ''}"
@@ -292,70 +348,74 @@ _CHEAPER: Mapping[str, str] = {
 }
 
 
+def _waited(interval: Interval, cause: str | None = None) -> str:
+    """How long the loop waited in all, and for one cause: the head of every verdict's evidence."""
+    stats = interval.stats
+    text = f"the loop waited {interval.percent(interval.waited_s):.1f} % of {say_seconds(stats.wall_s)}"
+    if cause is None or stats.stall_s[cause] >= interval.waited_s:
+        return text
+    return f"{text}, {interval.percent(stats.stall_s[cause]):.1f} % for {cause}"
+
+
+def _clear(interval: Interval, cause: str) -> float:
+    """A factor for the confidence: 1 where all of the waiting is charged to one cause, less where it is shared."""
+    return 0.6 + 0.4 * interval.stats.stall_s[cause] / max(interval.waited_s, 1e-9)
+
+
 def _of_stage(
-    interval: Interval,
-    facts: StageFacts,
-    kind: str,
-    evidence: str,
-    change: str,
-    *,
-    sure: float = 1.0,
-    lost_s: float | None = None,
+    interval: Interval, facts: StageFacts, kind: str, evidence: str, change: str, *, sure: float = 1.0
 ) -> Verdict:
-    """`lost_s`: seconds lost to the stage; default: the loop's wait for it."""
     name, use = facts.stage.name, facts.pool.use
-    seconds = interval.stall_s.get(name, 0.0) if lost_s is None else lost_s
-    percent = interval.percent(seconds)
-    evidence = (
-        f"the loop waited for {name} {percent:.0f} % of {say_seconds(interval.stats.wall_s)}; "
-        f"its workers were busy for {100 * use:.0f} % of their time; {evidence}"
-    )
-    # The share of the waiting that is charged to this stage, and whether its workers are as busy as a limit's are.
-    clear = 0.6 + 0.4 * seconds / max(interval.waited_s, 1e-9)
-    agrees = 1.0 if use >= _BUSY or interval.is_inline or kind in ("depth", "stragglers") else 0.7
-    return Verdict(name, percent, interval.confidence(clear, agrees, sure), evidence, change, kind)
+    parts = [_waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
+    parts += _host_facts(interval, facts)
+    # Workers are as busy as a limit's are, or idle for a reason.
+    agrees = 1.0 if use >= _BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers") else 0.7
+    confidence = interval.confidence(_clear(interval, name), agrees, sure)
+    return Verdict(name, interval.percent(interval.stats.stall_s[name]), confidence, "; ".join(parts), change, kind)
 
 
-def _computing(interval: Interval, facts: StageFacts) -> Verdict:
-    stage = facts.stage
-    delayed = stage.delayed_s / max(stage.busy_s, 1e-9)
-    evidence = f"{100 * facts.cpu_share:.0f} % of that on a CPU"
-    if delayed > 0.1:
-        meanwhile = f"{interval.num_idle_cpus:.1f} CPUs were idle" if interval.has_idle_cpus else "no CPU was free"
-        evidence += f", {100 * delayed:.0f} % ready to run while {meanwhile}"
-    evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
-    if interval.num_cpus is not None:
-        evidence += f" of {interval.num_cpus}"
-    cheaper = _CHEAPER.get(stage.kind, f"a cheaper {stage.name}")
-    if interval.is_inline:
-        change = f"{_workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
-    elif interval.is_short_of_cpus:
-        change = f"{cheaper}; or more CPUs: more workers would not help, since no CPU is free"
-    elif facts.pool.works_one_at_a_time:
-        change = f"{cheaper}; more workers would not help: one worker alone was faster"
-    else:
-        change = f"{_more_workers(interval, facts)}; or {cheaper}"
-    if not interval.is_short_of_cpus:
-        return _of_stage(interval, facts, "computing", evidence, change)
-    share = stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
-    lost_s = max(interval.stall_s.get(stage.name, 0.0), share * interval.waited_s)
-    # Where other programs have the CPUs, workers that wait for one another look much the same.
-    sure = 1.0 if delayed < _CROWDED else 0.8
-    evidence += f", {100 * share:.0f} % of that for {stage.name}"
-    return _of_stage(interval, facts, "computing", evidence, change, sure=sure, lost_s=lost_s)
+def _host_facts(interval: Interval, facts: StageFacts) -> list[str]:
+    """What the machine withholds: CPUs, memory, cached files."""
+    found = []
+    host, others, num_cpus = interval.stats.host, interval.others_cpus, interval.num_cpus
+    if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:
+        found.append(f"other programs used {others:.1f} of {num_cpus} CPUs: this one gets {num_cpus - others:.1f}")
+    if interval.throttled_share > HARMLESS:
+        found.append(f"a CPU quota kept this program from running {100 * interval.throttled_share:.0f} % of the time")
+    if host.swapped_bytes:
+        found.append(f"{say_bytes(host.swapped_bytes)} of this program are swapped out")
+    hits = host.page_cache_hits
+    if facts.stage.kind == "read" and hits is not None and hits < _DISK:
+        found.append(f"{100 * hits:.0f} % of what was read came from the page cache, the rest from a disk")
+    return found
 
 
-def _memory(interval: Interval, use: float | None = None) -> Verdict:
+def _more_cpus(interval: Interval) -> str:
+    if interval.throttled_share > HARMLESS:
+        return "a larger CPU quota"
+    others = interval.others_cpus or 0.0
+    return f"the {others:.1f} CPUs that other programs take" if others > _OTHERS else "more CPUs"
+
+
+def _say_memory(interval: Interval) -> str:
     budget_bytes, batch_bytes = interval.stats.memory["budget_bytes"], interval.stats.memory.get("batch_bytes", 0)
-    evidence = (
+    return (
         f"prefetch.memory ({say_bytes(budget_bytes)}) holds {interval.num_in_memory} of the {interval.num_wanted} "
-        f"batches to read ahead, {say_bytes(batch_bytes)} each; the loop waited "
-        f"{100 * interval.share:.0f} % of the time"
+        f"batches to read ahead, {say_bytes(batch_bytes)} each"
     )
-    if use is not None:
-        evidence += f", while the workers were idle for {100 * (1 - use):.0f} %"
-    change = f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
-    return Verdict(MEMORY, interval.percent(interval.waited_s), interval.confidence(0.95), evidence, change, "memory")
+
+
+def _more_memory(interval: Interval) -> str:
+    batch_bytes = interval.stats.memory.get("batch_bytes", 0)
+    return f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
+
+
+def _deeper(interval: Interval) -> str:
+    """More batches ahead, as far as memory holds them."""
+    batches = f"prefetch.batches: {2 * interval.num_wanted}"
+    if not interval.is_short_of_memory:
+        return batches
+    return f"{batches} and prefetch.memory: {say_bytes(2 * interval.num_wanted * interval.stats.memory['batch_bytes'])}"
 
 
 def _confidence_of_comparison(facts: StageFacts) -> float:

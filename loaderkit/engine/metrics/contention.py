@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 _HELD = 2 / 3
 
@@ -30,6 +30,49 @@ class ContentionResult(NamedTuple):
     def holds_gil(self) -> bool | None:
         """True if a worker keeps others from the GIL; None: not known."""
         return None if self.gil_taken is None else self.gil_taken > _HELD
+
+
+_MAY_WAIT = frozenset({"read", "transfer", "call"})
+"""Stages that may wait for something else than the GIL while another worker holds it."""
+
+
+class StageTime(Protocol):
+    """Of one stage's workers, in s: `delayed_s` of `busy_s` ready to run, and no CPU was free."""
+
+    name: str
+    kind: str
+    busy_s: float
+    cpu_s: float
+    delayed_s: float
+
+
+def charged_to_holders(
+    waits_s: Mapping[str, float], stages: Sequence[StageTime], trials: Iterable[ContentionResult]
+) -> dict[str, float]:
+    """The loop's waits by stage, with what a chunk waited for a CPU or for the GIL charged to the stages that used them, in
+    proportion to their CPU time. The sum stays.
+
+    Such a chunk may stand in any stage: in a cheap one the loop would wait all the same for the expensive one.
+    """
+    charged = dict(waits_s)
+    used_s = {row.name: row.cpu_s for row in stages if row.cpu_s > 0}
+    if not used_s:
+        return charged
+    is_gil_held = any(trial.holds_gil for trial in trials)
+    moved_s = 0.0
+    for row in stages:
+        if not charged.get(row.name) or row.busy_s <= 0:
+            continue
+        held_up_s = row.delayed_s
+        if is_gil_held and row.kind not in _MAY_WAIT:
+            held_up_s = row.busy_s - row.cpu_s
+        part_s = charged[row.name] * min(1.0, max(0.0, held_up_s / row.busy_s))
+        charged[row.name] -= part_s
+        moved_s += part_s
+    if moved_s:
+        for stage, cpu_s in used_s.items():
+            charged[stage] = charged.get(stage, 0.0) + moved_s * cpu_s / sum(used_s.values())
+    return charged
 
 
 def merged_trials(trials: Sequence[ContentionResult]) -> ContentionResult:

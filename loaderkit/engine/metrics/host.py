@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
+import threading
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
-from loaderkit._internal.cgroups import cgroup_folders, idle_so_far_s
+from threadpoolctl import threadpool_info
+
+from loaderkit._internal.cgroups import CpuTimes, cgroup_folders, cpu_times_so_far
 
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 
 
 @dataclass(frozen=True)
 class HostStats:
-    """Counters since the process began; resident memory is that of this moment.
+    """Counters since the process began; `idle_s` and `others_s` since the loop's first wait. Memory is that of this moment.
 
-    None if the kernel does not say: throttling outside of a cgroup with a quota, bytes without /proc/self/io.
+    None where the kernel does not tell: throttling outside of a cgroup with a quota, bytes without /proc/self/io, the CPUs'
+    times with a quota.
     """
 
     rss_bytes: int
@@ -27,19 +33,24 @@ class HostStats:
     throttled_s: float | None
     read_bytes: int | None  # by system calls, from the page cache or a disk
     disk_bytes: int | None  # fetched from a disk for them
-    idle_s: float | None = None
-    """For how long the CPUs this process may use were idle since the machine was booted, added up."""
+    idle_s: float | None = None  # of the CPUs that this process may use, added up
+    others_s: float | None = (
+        None  # of these CPUs, used by other programs or taken away by the host of a virtual machine
+    )
+    native_s: float = 0.0  # CPU time of threads that Python did not start: pools of BLAS, OpenMP, torch
+    swapped_bytes: int = 0  # of this process, at this moment
 
     def minus(self, earlier: HostStats) -> HostStats:
         """The counters between two moments."""
-        return HostStats(
-            self.rss_bytes,
-            self.rss_peak_bytes,
-            self.cpu_s - earlier.cpu_s,
-            _difference(self.throttled_s, earlier.throttled_s),
-            _difference(self.read_bytes, earlier.read_bytes),
-            _difference(self.disk_bytes, earlier.disk_bytes),
-            _difference(self.idle_s, earlier.idle_s),
+        return replace(
+            self,
+            cpu_s=self.cpu_s - earlier.cpu_s,
+            throttled_s=_difference(self.throttled_s, earlier.throttled_s),
+            read_bytes=_difference(self.read_bytes, earlier.read_bytes),
+            disk_bytes=_difference(self.disk_bytes, earlier.disk_bytes),
+            idle_s=_difference(self.idle_s, earlier.idle_s or 0.0),  # None before the first wait
+            others_s=_difference(self.others_s, earlier.others_s or 0.0),
+            native_s=max(0.0, self.native_s - earlier.native_s),  # a thread that has ended takes its time with it
         )
 
     @property
@@ -51,6 +62,26 @@ class HostStats:
         return max(0.0, 1.0 - self.disk_bytes / self.read_bytes)
 
 
+class CpuWatch:
+    """What the CPUs that this process may use have done since `begin`."""
+
+    def __init__(self) -> None:
+        self._first: tuple[CpuTimes | None, float] = (None, 0.0)
+
+    def begin(self) -> None:
+        """Start to count."""
+        self._first = (cpu_times_so_far(), time.process_time())
+
+    def added_to(self, host: HostStats, children_s: float = 0.0) -> HostStats:
+        """`host` with the CPUs' times; `children_s` of them went to this program's other processes."""
+        (first, first_own_s), now = self._first, cpu_times_so_far()
+        if first is None or now is None:
+            return replace(host, idle_s=None, others_s=None)
+        own_s = time.process_time() - first_own_s + children_s
+        others_s = max(0.0, now.busy_s - first.busy_s - own_s)
+        return replace(host, idle_s=now.idle_s - first.idle_s, others_s=others_s)
+
+
 _MAX_BYTES = 2**16  # a user in hundreds of groups has a long /proc/self/status
 Number = TypeVar("Number", int, float)
 
@@ -60,18 +91,18 @@ def _difference(later: Number | None, earlier: Number | None) -> Number | None:
 
 
 def merged_hosts(hosts: Sequence[HostStats]) -> HostStats:
-    """The counters of several processes, summed. Throttling is that of the cgroup they share, and idle time that of the
-    machine: these are not summed."""
+    """The counters of several processes, summed. Throttling is that of the cgroup they share: it is not summed. What the CPUs
+    did is not known from them."""
     throttled = [host.throttled_s for host in hosts if host.throttled_s is not None]
-    idle = [host.idle_s for host in hosts if host.idle_s is not None]
     return HostStats(
-        sum(host.rss_bytes for host in hosts),
-        sum(host.rss_peak_bytes for host in hosts),
-        sum(host.cpu_s for host in hosts),
-        max(throttled, default=None),
-        _sum(host.read_bytes for host in hosts),
-        _sum(host.disk_bytes for host in hosts),
-        max(idle, default=None),
+        rss_bytes=sum(host.rss_bytes for host in hosts),
+        rss_peak_bytes=sum(host.rss_peak_bytes for host in hosts),
+        cpu_s=sum(host.cpu_s for host in hosts),
+        throttled_s=max(throttled, default=None),
+        read_bytes=_sum(host.read_bytes for host in hosts),
+        disk_bytes=_sum(host.disk_bytes for host in hosts),
+        native_s=sum(host.native_s for host in hosts),
+        swapped_bytes=sum(host.swapped_bytes for host in hosts),
     )
 
 
@@ -98,8 +129,19 @@ def host_stats() -> HostStats:
         throttled_s=max((_throttled_s(file) for file in _throttling_files()), default=None),
         read_bytes=io.get(b"rchar"),
         disk_bytes=io.get(b"read_bytes"),
-        idle_s=idle_so_far_s(),
+        native_s=_native_s(),
+        swapped_bytes=status.get(b"VmSwap", 0) * 1024,
     )
+
+
+def _native_s() -> float:
+    """CPU time so far of the threads that Python did not start; 10 us each."""
+    started = {str(thread.native_id) for thread in threading.enumerate()}
+    total_ns = 0
+    for thread in os.listdir("/proc/self/task"):
+        if thread not in started and (words := _content(f"/proc/self/task/{thread}/schedstat").split()):
+            total_ns += int(words[0])
+    return total_ns * 1e-9
 
 
 @cache  # there are many folders, few of them with counters, and the search takes longer than all the rest
@@ -127,3 +169,17 @@ def _numbers(content: bytes) -> dict[bytes, int]:
     """The numbers of a file that has a name and a number in each line."""
     split = (line.replace(b":", b" ").split() for line in content.splitlines())
     return {name: int(value) for name, value in (words for words in split if len(words) == 2) if value.isdigit()}
+
+
+_VARIABLES = {
+    "openblas": "OPENBLAS_NUM_THREADS",
+    "mkl": "MKL_NUM_THREADS",
+    "blis": "BLIS_NUM_THREADS",
+    "openmp": "OMP_NUM_THREADS",
+}
+
+
+def thread_variables() -> list[str]:
+    """The environment variables that set how many threads the libraries in this process compute with, where that is several."""
+    several = {pool["internal_api"] for pool in threadpool_info() if pool["num_threads"] > 1}
+    return [variable for library, variable in _VARIABLES.items() if library in several] or [*_VARIABLES.values()]

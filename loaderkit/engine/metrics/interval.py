@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -15,6 +14,7 @@ WAITING = 0.25  # share of the time; workers that wait for less are not held up
 SPARE = 0.6  # share of their time; workers that are busy for less have time to spare
 _SHORT = 0.2  # share of the busy time ready to run without a free CPU, above which CPUs are short
 _IDLE = 0.5  # idle CPUs, above which a thread that is ready to run finds one
+_THROTTLED = 0.2  # share of the time that a quota holds the process back, above which CPUs are short
 _FULL = 0.8  # share of the CPUs in use, above which none is free
 _NUM_SURE = 8  # batches; more do not raise the confidence
 
@@ -45,26 +45,34 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval without the wait for the first chunk: `stall_s`, `waited_s` and `wall_s` leave it out."""
+    """An interval. `waited_s` counts every wait of the loop; `wall_s` is the time after the start, when workers could run."""
 
     stats: Snapshot
-    start_s: float
-    stall_s: Mapping[str, float]
     waited_s: float
     wall_s: float
     pools: list[PoolUse]
 
     @classmethod
     def of(cls, stats: Snapshot) -> Interval:
-        stall_s = {cause: seconds for cause, seconds in stats.stall_s.items() if cause != START}
-        start_s = stats.stall_s.get(START, 0.0)
-        wall_s = max(stats.wall_s - start_s, 1e-9)
-        return cls(stats, start_s, stall_s, sum(stall_s.values()), wall_s, _pools_of(stats))
+        wall_s = max(stats.wall_s - stats.stall_s.get(START, 0.0), 1e-9)
+        return cls(stats, sum(stats.stall_s.values()), wall_s, _pools_of(stats))
+
+    @property
+    def cause(self) -> str | None:
+        """What the loop waited for longest: a stage, or `start`, `memory`, `wakeup`; None: it did not wait."""
+        stall_s = self.stats.stall_s
+        longest = max(stall_s, key=stall_s.__getitem__, default=None)
+        return longest if longest is not None and stall_s[longest] > 0 else None
 
     @property
     def share(self) -> float:
-        """The share of the time in which the loop waited."""
-        return min(1.0, self.waited_s / self.wall_s)
+        """The share of all the time in which the loop waited."""
+        return min(1.0, self.waited_s / self.stats.wall_s)
+
+    @property
+    def share_after_start(self) -> float:
+        """The share of the time after the start in which the loop waited."""
+        return min(1.0, max(0.0, self.waited_s - self.stats.stall_s.get(START, 0.0)) / self.wall_s)
 
     @property
     def is_inline(self) -> bool:
@@ -75,11 +83,6 @@ class Interval:
     def is_inline_by_rule(self) -> bool:
         """True if a rule chose `inline`: the batches are so small that a hand-off would take longer."""
         return self.stats.tuning.executor_reason is not None
-
-    @property
-    def has_time_to_spare(self) -> bool:
-        """True if the workers of every pool could do more, and there is memory for it."""
-        return not self.is_inline and not self.is_short_of_memory and max(pool.use for pool in self.pools) < SPARE
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -124,12 +127,24 @@ class Interval:
         return self.num_idle_cpus is not None and self.num_idle_cpus > _IDLE
 
     @property
+    def others_cpus(self) -> float | None:
+        """CPUs of those this process may use that other programs used, on average; None: not known."""
+        if self.num_cpus is None or self.num_idle_cpus is None:
+            return None
+        return max(0.0, self.num_cpus - self.num_idle_cpus - self.stats.host.cpu_s / self.stats.wall_s)
+
+    @property
+    def throttled_share(self) -> float:
+        """The share of the time in which a CPU quota kept this process from running."""
+        return min(1.0, (self.stats.host.throttled_s or 0.0) / self.stats.wall_s)
+
+    @property
     def is_short_of_cpus(self) -> bool:
-        """True if the workers use nearly all CPUs, or wait for one while none is idle."""
+        """True if the workers use nearly all CPUs, wait for one while none is idle, or are held back by a quota."""
         rows = self.stats.stages
         is_delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
         is_full = self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus
-        return is_full or (is_delayed and not self.has_idle_cpus)
+        return is_full or self.throttled_share > _THROTTLED or (is_delayed and not self.has_idle_cpus)
 
     def pool_of(self, row: StageStats) -> PoolUse:
         return next(pool for pool in self.pools if any(row is one for one in pool.rows))
@@ -146,7 +161,8 @@ class Interval:
 
     def suggested_workers(self, workers: int) -> int:
         """The number that would be enough if throughput grew with the workers; at most four times as many as there are."""
-        enough = ceil(workers / max(1e-9, 1 - self.share)) if self.share < 1 else 2 * workers
+        share = self.share_after_start
+        enough = ceil(workers / max(1e-9, 1 - share)) if share < 1 else 2 * workers
         return max(workers + 1, min(4 * workers, enough))
 
 

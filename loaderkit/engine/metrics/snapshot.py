@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
-from loaderkit.engine.metrics.contention import ContentionResult, merged_trials
+from loaderkit.engine.metrics.contention import ContentionResult, charged_to_holders, merged_trials
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.slow_samples import Slow, slowest
@@ -90,7 +90,7 @@ class Snapshot:
     wall_s: float
     num_batches: int
     num_samples: int
-    stall_s: dict[str, float]
+    waits_s: dict[str, float]  # of the loop, by the state of the chunk that it waited for
     stages: list[StageStats]
     num_ready: int  # complete batches at this moment
     num_open: int  # batches in the memory budget at this moment, complete or not
@@ -105,6 +105,14 @@ class Snapshot:
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
 
+    @property
+    def stall_s(self) -> dict[str, float]:
+        """Seconds that the loop waited, by what it waited for: `waits_s`, with waits for the GIL or a CPU charged to the stages
+        that had them."""
+        if self.tuning.executor == "inline":  # one thread: none is in its way
+            return dict(self.waits_s)
+        return charged_to_holders(self.waits_s, self.stages, self.trials.values())
+
     @classmethod
     def empty(cls, rows: Sequence[StageStats], memory_bytes: int) -> Self:
         """The counters of a process that has not started. `rows` name the stages and their workers."""
@@ -115,13 +123,13 @@ class Snapshot:
             wall_s=0.0,
             num_batches=0,
             num_samples=0,
-            stall_s={},
+            waits_s={},
             stages=list(rows),
             num_ready=0,
             num_open=0,
             memory={"budget_bytes": memory_bytes, **memory, "rss_peak_bytes": 0},
             host=replace(
-                host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0, idle_s=None
+                host_stats(), rss_bytes=0, rss_peak_bytes=0, cpu_s=0.0, read_bytes=0, disk_bytes=0, native_s=0.0
             ),
             tuning=Tuning(),
         )
@@ -137,7 +145,7 @@ class Snapshot:
             wall_s=self.wall_s - earlier.wall_s,
             num_batches=self.num_batches - earlier.num_batches,
             num_samples=self.num_samples - earlier.num_samples,
-            stall_s=_rise(earlier.stall_s, self.stall_s),
+            waits_s=_rise(earlier.waits_s, self.waits_s),
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             host=self.host.minus(earlier.host),
             lateness=self.lateness.minus(earlier.lateness),
@@ -205,6 +213,9 @@ class Snapshot:
                 "cpu_s": self.host.cpu_s,
                 "throttled_s": self.host.throttled_s,
                 "idle_s": self.host.idle_s,
+                "others_s": self.host.others_s,
+                "native_s": self.host.native_s,
+                "swapped_bytes": self.host.swapped_bytes,
                 "read_bytes": self.host.read_bytes,
                 "disk_bytes": self.host.disk_bytes,
                 "page_cache_hits": self.host.page_cache_hits,
@@ -249,15 +260,15 @@ def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
     first = snapshots[0]
     if len(snapshots) == 1:
         return first
-    stall_s: dict[str, float] = {}
+    waits_s: dict[str, float] = {}
     for snapshot in snapshots:
-        for cause, seconds in snapshot.stall_s.items():
-            stall_s[cause] = stall_s.get(cause, 0.0) + seconds
+        for cause, seconds in snapshot.waits_s.items():
+            waits_s[cause] = waits_s.get(cause, 0.0) + seconds
     return replace(
         first,
         num_batches=sum(snapshot.num_batches for snapshot in snapshots),
         num_samples=sum(snapshot.num_samples for snapshot in snapshots),
-        stall_s=stall_s,
+        waits_s=waits_s,
         stages=[_sum(rows) for rows in zip(*(snapshot.stages for snapshot in snapshots), strict=True)],
         num_ready=sum(snapshot.num_ready for snapshot in snapshots),
         num_open=sum(snapshot.num_open for snapshot in snapshots),

@@ -32,6 +32,7 @@ class StageFacts:
     serial_slowdown: float  # a slowdown above it: items pass one at a time; below: each worker at its own pace
     is_as_fast_alone: bool | None  # its throughput is nearer to that of all than to one worker's share
     is_serial: bool  # workers block one another
+    is_held_up: bool  # an item takes plainly longer side by side, whoever is in the way
 
 
 class Facts(NamedTuple):
@@ -42,10 +43,10 @@ class Facts(NamedTuple):
     busiest: StageFacts  # the stage with the most CPU time
 
 
-def measure(interval: Interval) -> Facts:
-    """The facts of an interval in which there were stages."""
+def measure(interval: Interval, cause: str) -> Facts:
+    """The facts of an interval whose longest wait is for the stage `cause`."""
     stages = interval.stats.stages
-    awaited = max(stages, key=lambda row: interval.stall_s.get(row.name, 0.0))
+    awaited = next(row for row in stages if row.name == cause)
     busiest = max(stages, key=lambda row: row.cpu_s)
     return Facts(interval, _measure_stage(interval, awaited), _measure_stage(interval, busiest))
 
@@ -86,7 +87,7 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         cpu_share=stage.cpu_s / busy_s if busy_s > 0 else 0.0,
         needs_cpu=needs_cpu,
         contended_share=contended_share,
-        would_compute=needs_cpu > COMPUTING if trial.waiting_share is None else trial.waiting_share < WAITING,
+        would_compute=needs_cpu > COMPUTING or (trial.waiting_share is not None and trial.waiting_share < WAITING),
         num_in_process=num_in_process,
         num_compared=num_compared,
         alone_share=alone_share,
@@ -94,4 +95,5 @@ def _measure_stage(interval: Interval, stage: StageStats) -> StageFacts:
         serial_slowdown=serial_slowdown,
         is_as_fast_alone=None if alone_share is None else alone_share >= num_compared**-0.5,
         is_serial=is_serial,
+        is_held_up=slowdown is not None and slowdown > PLAINLY,
     )

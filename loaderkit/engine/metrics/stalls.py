@@ -18,6 +18,7 @@ from loaderkit.engine.metrics.worker_clock import MOMENT_S, Clock, WorkerClock
 START = "start"
 MEMORY = "memory"
 WAKEUP = "wakeup"
+RELEASE = "release"  # not seen by the engine: the report measures how long the loop takes to drop its batches
 
 QUEUED = -1
 """A chunk that waits for pool number n has the mark QUEUED - n."""

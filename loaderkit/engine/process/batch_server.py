@@ -151,7 +151,7 @@ class BatchSender:
         return _refusal(lambda: self._engine.set_depth(batches, num_bytes))
 
     def stats(self, waiting_since_s: float | None, at_s: float | None) -> Stats:
-        """The engine's counters up to `at_s`; `stall_s` is the trainer's open wait, if any."""
+        """The engine's counters up to `at_s`; `waits_s` is the trainer's open wait, if any."""
         self._engine.waits.begin(waiting_since_s)
         stats = self._engine.stats(Tuning(), 0, at_s)
         return replace(stats, num_ready=stats.num_ready + self._num_underway)

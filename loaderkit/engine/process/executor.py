@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from loaderkit.engine.metrics import stalls
-from loaderkit.engine.metrics.host import host_stats
+from loaderkit.engine.metrics.host import CpuWatch, host_stats
 from loaderkit.engine.metrics.snapshot import merged
 from loaderkit.engine.metrics.stats import Stats
 from loaderkit.engine.metrics.trace import Handoff, Trace, num_entries
@@ -69,6 +69,7 @@ class ProcessEngine:
         self._num_delivered = 0
         self._num_samples = 0
         self._first_wait_s: float | None = None
+        self._cpu_watch = CpuWatch()
 
     # ------------------------------------------------------------------------------------------------ the consumer
 
@@ -138,6 +139,7 @@ class ProcessEngine:
         begin = time.perf_counter()
         if self._first_wait_s is None:
             self._first_wait_s = begin
+            self._cpu_watch.begin()
         self._waits.begin(begin)
         try:
             self.start()
@@ -206,7 +208,7 @@ class ProcessEngine:
         """The counters of all processes together up to now; a process that does not answer counts with its last ones."""
         # One moment for all: each process answers once it has its GIL, at another time.
         turn, num_batches, num_samples = self._turn, self._num_delivered, self._num_samples
-        stall_s, since_s, now = self._waits.read(time.perf_counter)
+        waits_s, since_s, now = self._waits.read(time.perf_counter)
         may_ask = not self._is_closed and os.getpid() == self._pid
         stats = merged(
             [
@@ -215,11 +217,11 @@ class ProcessEngine:
             ]
         )
         if since_s is not None:
-            waited, so_far_s = stats.stall_s, sum(stats.stall_s.values())
+            waited, so_far_s = stats.waits_s, sum(stats.waits_s.values())
             if so_far_s <= 0:
                 waited, so_far_s = {stalls.START: 1.0}, 1.0
             for cause, seconds in waited.items():
-                stall_s[cause] = stall_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
+                waits_s[cause] = waits_s.get(cause, 0.0) + seconds * (now - since_s) / so_far_s
         return replace(
             stats,
             run=run,
@@ -227,12 +229,13 @@ class ProcessEngine:
             wall_s=0.0 if self._first_wait_s is None else now - self._first_wait_s,
             num_batches=num_batches,
             num_samples=num_samples,
-            stall_s=stall_s,
+            waits_s=waits_s,
             memory={
                 **stats.memory,
                 "rss_peak_bytes": host_stats().rss_peak_bytes,
                 "process_rss_peak_bytes": stats.memory["rss_peak_bytes"],
             },
+            host=self._cpu_watch.added_to(stats.host, children_s=stats.host.cpu_s),
             tuning=replace(tuning, pids=tuple(process.pid for process in self.processes if process.pid is not None)),
         )
 

@@ -190,9 +190,9 @@ class WorkerProcess:
         return report or silent
 
     def stats(self, waiting_since_s: float | None, at_s: float, *, may_ask: bool) -> Stats:
-        """Its counters up to `at_s`, or its last ones if it does not answer. `stall_s` is the consumer's open wait for it."""
+        """Its counters up to `at_s`, or its last ones if it does not answer. `waits_s` is the consumer's open wait for it."""
         answer: Stats | None = self._ask("stats", waiting_since_s, at_s) if may_ask else None
-        self._latest = stats = answer or replace(self._latest, stall_s={})
+        self._latest = stats = answer or replace(self._latest, waits_s={})
         trainer_rows = [] if self._trainer_stages is None else self._trainer_stages.rows(time.perf_counter())
         return replace(stats, stages=[*stats.stages, *trainer_rows])
 

@@ -104,8 +104,8 @@ def _loop(report: Report) -> RenderableType:
 def _stalls(report: Report) -> RenderableType:
     rows = facts_table()
     for cause, seconds in report.stall.by_stage.items():
-        share = seconds / report.stall.total_s
-        if share >= 0.005:
+        share = seconds / report.wall_s
+        if share >= 0.0005:
             rows.add_row(cause, f"{seconds:8.2f} s  {100 * share:5.1f} %  {'#' * round(_BAR * share)}")
     return rows
 

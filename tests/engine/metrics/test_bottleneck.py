@@ -20,7 +20,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from profiles.accounts import FOLDER, from_json, read, to_json
-from profiles.bottlenecks import CASES, is_right
+from profiles.bottlenecks import CASES, contradictions, is_right
 from profiles.verdicts import record, run
 
 KINDS = ("read", "decode", "call", "batch", "transfer", "normalize")
@@ -61,7 +61,7 @@ def stats(
         host=replace(nothing.host, idle_s=idle_s),
         wall_s=wall_s,
         num_batches=batches,
-        stall_s=stall_s,
+        waits_s=stall_s,
         tuning=Tuning(executor, 4, cpus=4, pools=tuple(pools), processes=processes),
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
         trials={names[0]: trial},
@@ -80,10 +80,10 @@ class TestWithoutAStage:
         assert (found.stage, found.kind, found.percent) == (None, "training", 98.0)
         assert "fewer workers" in found.change
 
-    def test_rare_waits_of_workers_with_time_to_spare(self) -> None:
-        found = stats({"read": 1.2}, [row("read", 3, 1, blocked_s=17)]).verdict()
-        assert found.stage is None
-        assert found.confidence < 0.8
+    def test_training_is_never_the_limit_where_the_loop_waited(self) -> None:
+        """Also where the workers have time to spare."""
+        found = stats({"read": 0.51}, [row("read", 3, 1, blocked_s=17)]).verdict()
+        assert (found.stage, found.kind, found.percent) == ("read", "depth", 5.1)
 
     def test_the_start(self) -> None:
         found = stats({"start": 2.0, "read": 0.1}, [row("read", 3, 1, blocked_s=17)]).verdict()
@@ -98,15 +98,18 @@ class TestWithoutAStage:
         found = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 18)]).verdict()
         assert (found.stage, found.kind, found.percent) == ("wakeup", "wakeup", 40.0)
 
-    @pytest.mark.parametrize("stall_s", [{"memory": 6.0, "read": 2.0}, {"read": 8.0}])
-    def test_little_memory(self, stall_s: dict[str, float]) -> None:
+    @pytest.mark.parametrize(
+        ("stall_s", "stage", "percent"), [({"memory": 6.0, "read": 2.0}, "memory", 60.0), ({"read": 8.0}, "read", 80.0)]
+    )
+    def test_little_memory(self, stall_s: dict[str, float], stage: str, percent: float) -> None:
+        """Before a batch is opened, or in the stages of the only one that there is room for."""
         rows = [row("read", 5, 0.1, blocked_s=15)]
         found = stats(stall_s, rows, memory=(100, 60)).verdict()
-        assert (found.stage, found.kind, found.percent) == ("memory", "memory", 80.0)
+        assert (found.stage, found.kind, found.percent) == (stage, "memory", percent)
         assert "1 of the 4 batches" in found.evidence
         assert "prefetch.memory: 240 bytes" in found.change
         busy = stats({"read": 8.0}, [row("read", 19, 0.1, blocked_s=1)], memory=(100, 60)).verdict()
-        assert busy.stage == "read"
+        assert busy.kind == "waiting"
 
 
 class TestOfAStage:
@@ -115,7 +118,7 @@ class TestOfAStage:
         rows = sorted([*others, one], key=lambda row: KINDS.index(row.name))
         found = stats({one.name: 8.0, "start": 0.1}, rows, **more).verdict()
         assert found.stage == one.name
-        assert found.percent == 80.0
+        assert 75.0 < found.percent <= 80.0, "what it waited for CPUs is shared with the others that use them"
         assert 0 < found.confidence <= 0.95
         return found
 
@@ -141,7 +144,7 @@ class TestOfAStage:
         rows = [row("read", 30, 3, delayed_s=26), row("decode", 100, 35, delayed_s=60)]
         found = stats({"read": 6.0, "decode": 2.0}, rows, wall_s=10).verdict()
         assert (found.stage, found.kind) == ("decode", "computing")
-        assert found.percent == pytest.approx(80 * 35 / 38, abs=0.1)
+        assert found.percent == pytest.approx(10 * (2 * 0.4 + (6 * 26 / 30 + 2 * 0.6) * 35 / 38), abs=0.1)
 
     def test_computing_one_at_a_time(self) -> None:
         assert self.verdict(row("call", 19, 9.2), trial=ContentionResult(1.02, 0.5)).kind == "gil"
@@ -317,15 +320,14 @@ def test_there_is_always_a_verdict(
         row(name, busy, cpu, delayed_s=delayed, starved_s=starved, blocked_s=blocked, idle_s=idle)
         for name, (busy, cpu, delayed, starved, blocked, idle) in zip(KINDS, times, strict=True)
     ]
-    found = stats(
+    seen = stats(
         stall_s, rows, wall_s=wall_s, trial=trial, apart=apart, memory=memory, executor=executor, batches=batches
-    ).verdict()
-    assert found.stage in (None, "start", "memory", "wakeup", *KINDS)
-    assert 0 <= found.percent <= 100
+    )
+    found = seen.verdict()
     assert 0 <= found.confidence <= 1
-    assert found.evidence
     assert found.change
     json.dumps(found._asdict(), allow_nan=False)
+    assert not contradictions(seen.to_dict())
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
@@ -345,6 +347,7 @@ def test_on_recorded_accounts(machine: Path) -> None:
     found = [(interval, recorded.verdict()) for interval, recorded in read(machine)]
     wrong = {interval.name: verdict for interval, verdict in found if not is_right(interval, verdict._asdict())}
     assert len(found) >= 50
+    assert not [problem for _, recorded in read(machine) for problem in contradictions(recorded.to_dict())]
     assert len(wrong) <= len(found) / 20, wrong
     assert not [name for name in wrong if name.startswith("GIL")]
 

@@ -236,7 +236,7 @@ def test_blocked_for_the_whole_interval(executor: str) -> None:
 
 def risen(earlier: dict[str, float], later: dict[str, float]) -> dict[str, float]:
     nothing = Stats.empty([], 1)
-    return replace(nothing, stall_s=later).since(replace(nothing, stall_s=earlier)).stall_s
+    return replace(nothing, waits_s=later).since(replace(nothing, waits_s=earlier)).stall_s
 
 
 def test_what_an_open_wait_was_charged_to_may_change() -> None:

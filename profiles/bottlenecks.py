@@ -315,18 +315,18 @@ def run(case: Case, begun: Callable[[], None] | None = None) -> tuple[Stats, flo
             next(batches)
             if begun is not None and number == 0:
                 begun()
-        warm, cpu = loader.stats(), _cpu_seconds()
+        warm, cpu = loader.stats(), cpu_seconds()
         for _ in range(_NUM_BATCHES * size_factor // (4 if step_s else 1)):
             next(batches)
             if step_s:
                 time.sleep(step_s)
         found = loader.stats(since=warm)
-        all_s, own_s = (now - then for now, then in zip(_cpu_seconds(), cpu, strict=True))
+        all_s, own_s = (now - then for now, then in zip(cpu_seconds(), cpu, strict=True))
         batches.close()
     return found, max(0.0, all_s - own_s) / found.wall_s
 
 
-def _cpu_seconds() -> tuple[float, float]:
+def cpu_seconds() -> tuple[float, float]:
     """CPU time of the machine so far, but for what was idle, and of this process."""
     with open("/proc/stat") as file:
         ticks = [int(number) for number in file.readline().split()[1:9]]

@@ -2,7 +2,8 @@
 
 For each case of `profiles.bottlenecks`: is the verdict right; what the suggested change brings once it is made, where it is one
 of settings; what the model predicts for every change that can be tried, and what that change brings. All in turns with the
-pipeline as it is. With --out it writes predictions-<machine>-<date>.json and .md there.
+pipeline as it is. With --out it writes predictions-<machine>-<date>.json and .md there. With --varied, only predictions, for
+pipelines whose times vary.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import datetime
 import json
 import os
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loaderkit.connectors.memory import MemoryConnector
+from loaderkit.pipeline.config.builder import Pipeline, to_config
+from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.loader import Loader
 from loaderkit.profile.experiments.causal import check_verdict
 from loaderkit.profile.experiments.interleave import Make, Variant, interleave, ratio_of
@@ -25,7 +32,7 @@ from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.whatif.table import verify, what_if
 from loaderkit.stages.slowed import Slowdown
-from profiles.bottlenecks import CASES, DOZEN, Case, build, is_right
+from profiles.bottlenecks import BATCH, CASES, DOZEN, Case, build, cpu_seconds, is_right, photographs
 
 _NUM_WARM, _NUM_STEPS = 10, 48
 _GAIN = 1.0
@@ -36,6 +43,98 @@ _MOST_HALF = 0.25  # of a ratio: a wider interval says that other programs came 
 _STAYS_HERE = frozenset(
     {"slow store", "high latency", "one straggler in 50", "little memory", "shared lock", "slow transfer"}
 )
+
+
+class Unsteady(MemoryConnector):
+    """Objects that take 1 ms each, and some of them longer: one in 40 takes 40 ms, or of 120 ten in a row take 10 ms each, or
+    every 0.25 s nothing comes for 60 ms."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(photographs(64))
+        self._kind = kind
+        self._numbers = {key: number for number, key in enumerate(sorted(photographs(64)))}
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        super().read_into(key, start, buffer, etag=etag)
+        number, now = self._numbers[key], time.perf_counter()
+        if self._kind == "stragglers":
+            time.sleep(0.04 if number % 40 == 7 else 1e-3)
+        elif self._kind == "slow runs":
+            time.sleep(0.01 if number % 120 < 10 else 1e-3)
+        else:
+            time.sleep(1e-3 + max(0.0, 0.06 - now % 0.25))
+
+
+@dataclass(frozen=True)
+class Varied:
+    """A pipeline whose times vary, and its loop, which takes `step_s` a batch of eight."""
+
+    kind: str
+    batches: int | str
+    workers: int
+    is_shuffled: bool
+    step_s: float
+
+    bottleneck = "varied"
+
+    @property
+    def name(self) -> str:
+        order = "shuffled" if self.is_shuffled else "in order"
+        return f"{self.kind} {order}, batches: {self.batches}, {self.workers} workers, step {1e3 * self.step_s:.0f} ms"
+
+    def config(self, more: Mapping[str, Any]) -> PipelineConfig:
+        order = Pipeline.files("memory://photographs", include="*.jpg")
+        order = order.shuffle(seed=3) if self.is_shuffled else order.shuffle("none")
+        pipeline = order.read().decode().center_crop(64).batch(BATCH)
+        now = {"prefetch.concurrency": self.workers, "prefetch.batches": self.batches}
+        return to_config(pipeline, {**now, **more})
+
+    def build(self, more: Mapping[str, Any], slowdown: Slowdown | None = None) -> Loader:
+        given = {"memory": Unsteady(self.kind)}
+        plan = compile_pipeline(self.config(more), rank=0, world_size=1, connectors=given, slowdown=slowdown)
+        return Loader(plan)
+
+
+_DEPTHS: tuple[int | str, ...] = (1, 2, "auto")
+VARIED = [
+    Varied(kind, batches, workers, kind == "stragglers" and batches == 2, step_s)
+    for kind in ("stragglers", "slow runs", "pauses")
+    for batches in _DEPTHS
+    for workers, step_s in ((2, 6e-3), (4, 8e-3))
+]
+
+
+def look_at_varied(case: Varied, *, seconds: float) -> dict[str, Any]:
+    """The predictions for one case, and what came of them; `seconds` for each change."""
+    step = sleep_step(case.step_s)
+    with case.build({}) as loader:
+        batches = endless(loader)
+        run_steps(batches, step, seconds=6.0 if case.batches == "auto" else 1.0)
+        with loader.profile() as recording:
+            run_steps(batches, step, seconds=6.0)
+    report = recording.result
+    sizes = {"prefetch.batches": report.tuning["batches"]}  # what the tuner had come to, where there was one
+
+    def make(overrides: Mapping[str, Any], slowdown: Slowdown | None) -> Loader:
+        return case.build({**sizes, **overrides}, slowdown)
+
+    rows, off = what_if(report, case.config(sizes))
+    tried = []
+    for row in rows:
+        if row.can_run and not _moves(row.settings):
+            before = cpu_seconds()
+            verified = [row]
+            verify(make, step, verified, seconds=seconds)
+            all_s, own_s = (now - then for now, then in zip(cpu_seconds(), before, strict=True))
+            others = max(0.0, all_s - own_s) / seconds
+            tried.append({**verified[0].model_dump(mode="json"), "others_cpus": round(others, 2)})
+    return {
+        "case": case.name,
+        "verdict": report.verdict.model_dump(mode="json", exclude={"check"}),
+        "others_cpus": report.host.get("others_cpus"),
+        "model_error_percent": off,
+        "what_if": [row for row in tried if row["measured"] is not None],
+    }
 
 
 def maker(case: Case) -> Make:
@@ -172,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="a folder to write the result to")
     parser.add_argument("--all", action="store_true", help="all eighty cases, not a dozen of them")
+    parser.add_argument("--varied", action="store_true", help="pipelines whose times vary, and only what is predicted")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each change")
     parser.add_argument("--no-what-if", action="store_true", help="only verdicts, and what they suggest")

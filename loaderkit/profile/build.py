@@ -10,6 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from loaderkit import __version__
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
+from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -27,6 +29,7 @@ from loaderkit.profile.report_parts import (
     Machine,
     PassMark,
     SlowItem,
+    SlowTime,
     StageRow,
     StallPart,
     Step,
@@ -39,6 +42,8 @@ from loaderkit.sampling.schedule import BatchSampler
 from loaderkit.sources.base import Source
 
 _NUM_SLOWEST = 10
+_SLOW = 3.0  # times the median
+
 PASS_MARKS = {"MLPerf Storage: 3D U-Net, ResNet-50": 90.0, "MLPerf Storage: CosmoFlow": 70.0}
 """Percent of the time, from the Submission Guidelines v1.0 and v2.0."""
 
@@ -208,6 +213,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
         gil_s = waiting_s if trial.holds_gil and row.kind not in ("read", "transfer") else 0.0
         queued = [point["queued"][row.name] for point in series if row.name in point["queued"]]
         stall_s = passed.stall_s.get(row.name, 0.0)
+        chunks = [slow.chunk for slow in passed.slowest.get(row.name, ())]
         known = {name: value for name, value in row.to_dict().items() if name != "num_queued"}
         rows.append(
             StageRow(
@@ -222,9 +228,18 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
                 stall_percent=100.0 * stall_s / passed.wall_s,
                 queued_mean=sum(queued) / len(queued) if queued else None,
                 queued_max=max(queued, default=None),
+                services=sorted(row.services.durations()),
+                chunk=median(chunks) if chunks else None,
+                slow=_slow_times(passed, row),
             )
         )
     return rows
+
+
+def _slow_times(passed: Stats, row: StageStats) -> list[SlowTime]:
+    least_s = _SLOW * (row.services.percentile(0.5) or 0.0)
+    found = sorted(passed.slowest.get(row.name, ()), key=lambda slow: slow.at_s)
+    return [SlowTime(**slow._asdict()) for slow in found if slow.each_s >= least_s]
 
 
 def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowItem]:

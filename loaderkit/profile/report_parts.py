@@ -64,6 +64,16 @@ class StallPart(Part):
     )
 
 
+class SlowTime(Part):
+    """When a chunk with a slow sample was in a stage."""
+
+    epoch: int
+    position: int = Field(description="of the sample in the epoch")
+    at_s: float = Field(description="when the chunk was done, by the clock of the accounts")
+    chunk: int = Field(description="samples in it")
+    chunk_s: float = Field(description="how long they took")
+
+
 class StageRow(Part):
     """One stage. workers x time = busy + starved + blocked + idle; busy = computing + io + gil + delayed."""
 
@@ -93,6 +103,11 @@ class StageRow(Part):
     stall_percent: float = Field(description="of the time")
     queued_mean: float | None = Field(description="chunks waiting for its workers, over time")
     queued_max: int | None
+    services: list[tuple[float, int]] = Field([], description="how long items took, in s, and how many: `p50_s` whole")
+    chunk: float | None = Field(None, description="samples that its workers take at a time, where it is known")
+    slow: list[SlowTime] = Field(
+        [], description="those of the 256 slowest that took three times the median or more, in order of time"
+    )
 
 
 class SlowItem(Part):

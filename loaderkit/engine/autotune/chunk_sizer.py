@@ -8,7 +8,7 @@ from typing import Any
 # 0.968, 10 ms 0.967, 20 ms 0.956: what a chunk's pictures take stays in a core's own cache from stage to stage. Shorter ones
 # exchange the GIL more often, which costs more the more threads there are. Since all decoding of a chunk is one call, what a
 # chunk costs besides its pictures counts for more: 9 ms 1.007 of 6 ms (12 pairs of processes), 15 ms 1.00.
-_CHUNK_TARGET_S = 0.009
+CHUNK_TARGET_S = 0.009
 _FIRST_TARGET_S = 0.02  # the first sample is made cold, and takes longer than those to come
 _FIRST_CHUNK_SIZE = 8
 # The latest chunk's part in how long a sample takes; the mean of all at the beginning.
@@ -26,7 +26,7 @@ _LEAST_SHARE = 0.1  # of a chunk's time that is taken for its samples': what was
 class ChunkSizer:
     """How long one worker takes for a sample, as far as is known; written under the engine's lock, if it has one.
 
-    A chunk takes `fixed + length * each`, and its samples are to take `_CHUNK_TARGET_S`, whatever it costs besides: were that
+    A chunk takes `fixed + length * each`, and its samples are to take `CHUNK_TARGET_S`, whatever it costs besides: were that
     taken for its samples' time, chunks would be short, and cost the more for it.
     """
 
@@ -61,7 +61,7 @@ class ChunkSizer:
         """How many samples a chunk of a batch should have."""
         if self.sample_s is None:
             return max(1, min(_FIRST_CHUNK_SIZE, -(-batch_size // num_workers)))
-        own_s, target_s = self.sample_s, _CHUNK_TARGET_S if self._num_landed else _FIRST_TARGET_S
+        own_s, target_s = self.sample_s, CHUNK_TARGET_S if self._num_landed else _FIRST_TARGET_S
         own_s *= max(_LEAST_SHARE, 1 - self._fixed_share)
         wanted = int(target_s / max(own_s, 1e-9))
         if wanted >= batch_size:

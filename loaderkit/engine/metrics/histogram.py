@@ -56,6 +56,10 @@ class Histogram:
             self._merged = merged
         return self._merged
 
+    def durations(self) -> list[tuple[float, int]]:
+        """(seconds, how many) of every bucket, by its middle."""
+        return [(_duration_of(bucket), count) for bucket, count in self.counts.items() if count]
+
     def share_above(self, seconds: float) -> float:
         """The share of all time that was spent in durations above `seconds`; 0 for an empty histogram."""
         all_s = above_s = 0.0

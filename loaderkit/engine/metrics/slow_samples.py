@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from heapq import nlargest
+from heapq import heappush, heappushpop, nlargest
 from typing import NamedTuple
 
 from loaderkit.engine.work import Chunk
 
-_NUM_KEPT = 16
+NUM_KEPT = 256
 
 
 class Slow(NamedTuple):
@@ -26,6 +26,9 @@ class Slow(NamedTuple):
     epoch: int
     sample: int
     num_together: int
+    position: int = 0  # in its epoch
+    chunk: int = 1  # samples of its chunk, and how long all of them took
+    chunk_s: float = 0.0
 
 
 class SlowItems:
@@ -35,34 +38,35 @@ class SlowItems:
 
     def __init__(self, num_stages: int) -> None:
         self._lock = threading.Lock()  # held while a sample is kept
-        self._kept: list[tuple[Slow, ...]] = [()] * num_stages
+        self._kept: list[list[Slow]] = [[] for _ in range(num_stages)]  # heaps
         self.least_s = [0.0] * num_stages
 
     def note(self, stage: int, chunk: Chunk, each_s: float, at_s: float) -> None:
         """Note a chunk that has left a stage after `each_s` a sample."""
-        slowest_sample = chunk.slowest
-        if slowest_sample is None:
-            if each_s > self.least_s[stage]:
-                num = len(chunk)
-                self._keep(stage, Slow(each_s, at_s, each_s * num, chunk.epoch, chunk.index_of(0), num))
-            return
+        num, begin, found = len(chunk), chunk.work_item.begin + chunk.lo, chunk.slowest
         chunk.slowest = None
-        seconds, row = slowest_sample
-        if seconds > self.least_s[stage]:
-            self._keep(stage, Slow(seconds, at_s, seconds, chunk.epoch, chunk.index_of(row), 1))
+        seconds, row = found or (each_s * num, 0)
+        num_together = 1 if found else num
+        if seconds / num_together > self.least_s[stage]:
+            sample, place = chunk.index_of(row), (begin + row, num, each_s * num)
+            each = seconds / num_together
+            self._keep(stage, Slow(each, at_s, seconds, chunk.epoch, sample, num_together, *place))
 
     def _keep(self, stage: int, slow: Slow) -> None:
         with self._lock:
-            kept = slowest([*self._kept[stage], slow])
-            self._kept[stage] = kept
-            if len(kept) == _NUM_KEPT:
-                self.least_s[stage] = kept[-1].each_s
+            kept = self._kept[stage]
+            if len(kept) < NUM_KEPT:
+                heappush(kept, slow)
+            else:
+                heappushpop(kept, slow)
+                self.least_s[stage] = kept[0].each_s
 
     def kept(self, stage: int) -> tuple[Slow, ...]:
-        """The slowest samples of a stage, the slowest first."""
-        return self._kept[stage]
+        """The slowest samples of a stage, in no order."""
+        with self._lock:
+            return tuple(self._kept[stage])
 
 
 def slowest(items: Iterable[Slow]) -> tuple[Slow, ...]:
     """The slowest of these, at most the number that is kept, the slowest first."""
-    return tuple(nlargest(_NUM_KEPT, items))
+    return tuple(nlargest(NUM_KEPT, items))

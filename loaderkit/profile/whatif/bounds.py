@@ -7,27 +7,16 @@ No center can do more than one second of work a second, so with demands D in s a
     X <= processes / (demand under the GIL)       the GIL
     X <= 1 / D                                    what one worker uses at a time: a link, a lock of the user's
     X <= samples in work / response time          batches ahead        (Little's law)
-    X <= n / (straggler + what is not ahead of it) one in n is slow, and batches come in order
     X <= 1 / compute time                         the loop itself
 
 Denning and Buzen, ACM Computing Surveys 10(3), 1978; Lazowska, Zahorjan, Graham and Sevcik, "Quantitative System Performance",
-1984, chapter 5. The least of them is what a machine without chance would do, and an upper bound for a real one. So a change is
-predicted as the ratio of two bounds, times what was measured: what the bounds leave out is left out of both.
+1984, chapter 5. The least of them is what a machine without chance would do, and an upper bound for a real one: it
+names the limit.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from loaderkit.profile.whatif.demands import PipelineModel, Stragglers
-
-
-class Prediction(NamedTuple):
-    """samples/s, what limits, and how much of the time the loop waits, in percent."""
-
-    samples_per_s: float
-    limit: str
-    stall_percent: float
+from loaderkit.profile.whatif.demands import PipelineModel
 
 
 def bounds(model: PipelineModel) -> dict[str, float]:
@@ -49,32 +38,10 @@ def bounds(model: PipelineModel) -> dict[str, float]:
         upper["gil"] = model.processes / model.gil_s
     if model.serial_stage is not None and model.serial_s > 0:
         upper[f"{model.serial_stage}, one at a time"] = 1.0 / model.serial_s
-    if model.stragglers is not None:
-        upper["stragglers"] = _past_stragglers(model, model.stragglers)
     response_s = sum(pool.service_s for pool in model.pools)
     if response_s > 0:
         upper["batches ahead"] = model.samples_ahead / response_s
     return upper
-
-
-def predict(model: PipelineModel, base: PipelineModel | None = None, measured: float | None = None) -> Prediction:
-    """What a model gives, scaled by what the `base` model was measured to give (in samples/s), if there is one."""
-    upper = bounds(model)
-    limit = min(upper, key=upper.__getitem__)
-    rate = upper[limit]
-    if base is not None and measured is not None:
-        rate *= measured / min(bounds(base).values())
-        if model.compute_s > 0:
-            rate = min(rate, 1.0 / model.compute_s)
-    return Prediction(rate, limit, 100.0 * max(0.0, 1.0 - rate * model.compute_s))
-
-
-def _past_stragglers(model: PipelineModel, slow: Stragglers) -> float:
-    """While one sample keeps its batch waiting, the other workers get as far as batches are read ahead, and no further."""
-    pool = model.pools[slow.pool]
-    usual_s = max(0.0, pool.service_s - slow.seconds / slow.every)
-    behind_s = max(0.0, slow.every - model.samples_ahead) * usual_s / pool.workers
-    return slow.every / (slow.seconds + behind_s)
 
 
 def available_cpus(model: PipelineModel) -> float:

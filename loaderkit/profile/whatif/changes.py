@@ -79,15 +79,14 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
     executor = config.prefetch.executor
     now = Setting(key="prefetch.executor", before=executor, value=executor)
     if executor != "process" and not model.is_inline:
-        changed = replace(model, loop_has_gil=False)
-        yield Change("executor: process", changed, (now.model_copy(update={"value": "process"}),))
+        yield Change("executor: process", model, (now.model_copy(update={"value": "process"}),))
         processes = num_processes(config, batch_bytes)
         if model.gil_s > 0 and config.prefetch.first_batches >= processes:
             settings = (
                 now.model_copy(update={"value": "process"}),
                 Setting(key="prefetch.processes", before=config.prefetch.processes, value=processes),
             )
-            yield Change(f"{processes} processes", replace(changed, processes=processes), settings)
+            yield Change(f"{processes} processes", replace(model, processes=processes), settings)
     if executor != "inline":
         yield Change("executor: inline", replace(model, is_inline=True), (now.model_copy(update={"value": "inline"}),))
     if executor == "inline":

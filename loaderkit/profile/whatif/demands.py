@@ -6,13 +6,13 @@ Computing Surveys 10(3), 1978): demand D = busy time B / completions C, over an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import NamedTuple
 
+from loaderkit.engine.metrics.stalls import WAKEUP
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import StageRow
+from loaderkit.profile.whatif.times import USUAL, Times, times_of
 
 _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs were all in use
 
@@ -25,6 +25,8 @@ class Demand:
     kind: str
     cpu_s: float
     wait_s: float
+    times: Times = USUAL
+    of_batch: bool = False  # it runs once a batch
 
     @property
     def service_s(self) -> float:
@@ -38,18 +40,11 @@ class PoolModel:
 
     workers: int
     stages: tuple[Demand, ...]
+    solo: float = 0.0  # the share of the time in which only one of its workers was let in
 
     @property
     def service_s(self) -> float:
         return sum(stage.service_s for stage in self.stages)
-
-
-class Stragglers(NamedTuple):
-    """One sample in `every` takes `seconds` in a pool, and batches come in order: the others wait for it."""
-
-    pool: int
-    seconds: float
-    every: float
 
 
 @dataclass(frozen=True)
@@ -63,13 +58,14 @@ class PipelineModel:
     others_cpus: float = 0.0  # how many of them other programs would use all the time
     gil_s: float = 0.0  # under the GIL; 0: hardly any
     processes: int = 1  # that load, each with its own GIL
-    loop_has_gil: bool = True  # the loop's thread shares the GIL with the workers
     serial_stage: str | None = None  # a stage of which only one worker gets on at a time
     serial_s: float = 0.0
     batch: float = 1.0  # samples of one
+    chunk: float = 0.0  # samples of one; 0: not known
     batches_ahead: float = float("inf")
     batches_in_memory: float = float("inf")
-    stragglers: Stragglers | None = None
+    steps: tuple[float, ...] = (1.0,)  # of the loop, one after the other, relative to their mean
+    wake_s: float = 0.0  # from what a thread waits for until it runs
     is_inline: bool = False
 
     @property
@@ -87,18 +83,26 @@ def model_of(report: Report) -> PipelineModel | None:
     samples = report.num_samples
     if not samples or not report.steps.num_steps or any(not row.num_items for row in report.stages):
         return None
-    verdict, tuning = report.verdict, report.tuning
+    verdict, tuning, batch = report.verdict, report.tuning, samples / report.num_batches
     rows = report.stages
     serial = verdict.stage if verdict.kind in ("lock", "bandwidth") else None
     serial_s = 1.0 / max(report.throughput["samples_per_s"], 1e-9) if serial else 0.0
+    late_s = _late_s(report)
+    demands: dict[int, list[Demand]] = {}
+    for row in rows:
+        of_batch = "batch" in [one.kind for own in demands.values() for one in own]
+        cpu_s, wait_s = row.cpu_s / row.num_items, (row.io_s + late_s(row)) / row.num_items
+        times = times_of(row, wait_s, report.wall_s, report.world_size)
+        if row.name == serial:  # what the one takes that gets on: the others' waiting for it is no demand
+            wait_s, times = max(0.0, serial_s - cpu_s), USUAL
+        demands.setdefault(row.pool, []).append(Demand(row.name, row.kind, cpu_s, wait_s, times, of_batch))
+    firsts = {row.pool: row for row in reversed(rows)}
     pools = tuple(
-        PoolModel(own[0].workers, tuple(_demand(row, serial_s if row.name == serial else None) for row in own))
-        for own in ([row for row in rows if row.pool == number] for number in sorted({row.pool for row in rows}))
+        PoolModel(firsts[number].workers, tuple(own), _solo(firsts[number], report))
+        for number, own in sorted(demands.items())
     )
     cpu_s = sum(row.cpu_s / row.num_items for row in rows)
-    batch = samples / report.num_batches
     processes = int(tuning.get("processes", 1))
-    is_process = tuning.get("executor") == "process"
     return PipelineModel(
         pools=pools,
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
@@ -107,22 +111,31 @@ def model_of(report: Report) -> PipelineModel | None:
         others_cpus=float(report.host.get("others_cpus") or 0.0),
         gil_s=cpu_s if verdict.kind == "gil" else 0.0,
         processes=processes,
-        loop_has_gil=not is_process,
         serial_stage=serial,
         serial_s=serial_s,
         batch=batch,
+        chunk=max((row.chunk or 0.0 for row in rows if row.kind != "transfer"), default=0.0),
         batches_ahead=float(tuning.get("batches") or 1),
         batches_in_memory=_batches_in_memory(report),
-        stragglers=_stragglers(report) if verdict.kind == "stragglers" else None,
+        steps=_steps(report),
+        wake_s=report.stall.by_stage.get(WAKEUP, 0.0) / report.num_batches,
         is_inline=tuning.get("executor") == "inline",
     )
 
 
-def _demand(row: StageRow, serial_s: float | None) -> Demand:
-    """Where only one worker gets on at a time, it is what that one takes: the others' waiting for it is no demand."""
-    cpu_s = row.cpu_s / row.num_items
-    wait_s = row.io_s / row.num_items if serial_s is None else max(0.0, serial_s - cpu_s)
-    return Demand(row.name, row.kind, cpu_s, wait_s)
+def _solo(row: StageRow, report: Report) -> float:
+    """By what its other workers were idle: the contention probe lets one work alone. Not known where the tuner resizes."""
+    if row.workers < 2 or report.tuning.get("auto"):
+        return 0.0
+    return min(1.0, row.idle_s / ((row.workers - 1) * report.wall_s))
+
+
+def _late_s(report: Report) -> Callable[[StageRow], float]:
+    """Seconds for which workers of a stage were late: ready to run while no CPU was free, beyond what comes of sharing CPUs."""
+    running = sum(row.cpu_s + row.delayed_s for row in report.stages) / max(report.wall_s, 1e-9)
+    wanted = running + float(report.host.get("others_cpus") or 0.0)
+    share = max(0.0, wanted / _cpus(report) - 1.0)
+    return lambda row: max(0.0, row.delayed_s - share * row.cpu_s)
 
 
 def _loop_cpu_s(report: Report) -> float:
@@ -148,12 +161,7 @@ def _batches_in_memory(report: Report) -> float:
     return float(max(1, report.memory["budget_bytes"] // batch_bytes)) if batch_bytes else float("inf")
 
 
-def _stragglers(report: Report) -> Stragglers | None:
-    """How long they take is what the slowest took, and how often they come is what they add to the mean."""
-    row = next(row for row in report.stages if row.name == report.verdict.stage)
-    slow = [item.seconds for item in report.slowest if item.stage == row.name and item.num_together == 1]
-    if not slow or row.p50_s is None:
-        return None
-    seconds = median(slow)
-    extra_s = row.busy_s / row.num_items - row.p50_s
-    return Stragglers(row.pool, seconds, seconds / extra_s) if 0 < extra_s < seconds else None
+def _steps(report: Report) -> tuple[float, ...]:
+    seconds = [step.compute_s for step in report.steps.steps]
+    mean_s = sum(seconds) / max(1, len(seconds))
+    return tuple(one / mean_s for one in seconds) if mean_s > 0 else (1.0,)

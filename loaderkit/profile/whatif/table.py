@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple
 
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -11,13 +13,24 @@ from loaderkit.profile.experiments.interleave import Make, Variant, interleave, 
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Measured, WhatIf
-from loaderkit.profile.whatif.bounds import bounds, predict
+from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.changes import changes
-from loaderkit.profile.whatif.demands import model_of
+from loaderkit.profile.whatif.demands import PipelineModel, model_of
+from loaderkit.profile.whatif.simulate import Simulation
 
 _ROUNDS = 5
+_NEAR = 0.9
+_NOTICED = 0.05
 _NOTHING = 0.01
 _LEAST_S = 2.0  # for one change, both sides together
+
+
+class Prediction(NamedTuple):
+    """samples/s, what limits, and how much of the time the loop waits, in percent."""
+
+    samples_per_s: float
+    limit: str
+    stall_percent: float
 
 
 def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float | None]:
@@ -26,10 +39,10 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
     model = model_of(report)
     if model is None:
         return [], None
-    measured = steady_rate(report)
+    measured, simulated = steady_rate(report), rate_of(model)
     rows = []
     for change in changes(model, report, config):
-        predicted = predict(change.model, model, measured)
+        predicted = predict(change.model, measured / simulated)
         rows.append(
             WhatIf(
                 name=change.name,
@@ -44,7 +57,31 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
         )
     rows = [row for row in rows if row.can_run or abs(row.speedup - 1) > _NOTHING]
     rows.sort(key=lambda row: -row.speedup)
-    return rows, 100.0 * (min(bounds(model).values()) / measured - 1.0)
+    return rows, 100.0 * (simulated / measured - 1.0)
+
+
+def rate_of(model: PipelineModel) -> float:
+    """samples/s; where nothing is read ahead, work and steps just add up."""
+    if model.is_inline:
+        return bounds(model)["inline"]
+    rate, solo = Simulation(model).run(), max(pool.solo for pool in model.pools)
+    if solo < _NOTICED:
+        return rate
+    alone = tuple(replace(pool, workers=1) if pool.solo else pool for pool in model.pools)
+    return (1 - solo) * rate + solo * Simulation(replace(model, pools=alone)).run()
+
+
+def predict(model: PipelineModel, scale: float = 1.0) -> Prediction:
+    """What a model gives, times `scale`: what the pipeline as it is was measured to give, by what its model gives. What the
+    model leaves out is left out of both."""
+    upper, rate = bounds(model), rate_of(model)
+    limit = min(upper, key=upper.__getitem__)
+    if rate < _NEAR * upper[limit]:
+        limit = "batches ahead"  # all else would allow for more
+    rate *= scale
+    if model.compute_s > 0:
+        rate = min(rate, 1.0 / model.compute_s)
+    return Prediction(rate, limit, 100.0 * max(0.0, 1.0 - rate * model.compute_s))
 
 
 def steady_rate(report: Report) -> float:

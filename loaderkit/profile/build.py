@@ -228,7 +228,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
                 stall_percent=100.0 * stall_s / passed.wall_s,
                 queued_mean=sum(queued) / len(queued) if queued else None,
                 queued_max=max(queued, default=None),
-                services=sorted(row.services.durations()),
+                services=sorted(map(list, row.services.durations())),
                 chunk=median(chunks) if chunks else None,
                 slow=_slow_times(passed, row),
             )

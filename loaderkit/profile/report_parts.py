@@ -103,7 +103,7 @@ class StageRow(Part):
     stall_percent: float = Field(description="of the time")
     queued_mean: float | None = Field(description="chunks waiting for its workers, over time")
     queued_max: int | None
-    services: list[tuple[float, int]] = Field([], description="how long items took, in s, and how many: `p50_s` whole")
+    services: list[list[float]] = Field([], description="pairs: how long items took, in s, and how many did")
     chunk: float | None = Field(None, description="samples that its workers take at a time, where it is known")
     slow: list[SlowTime] = Field(
         [], description="those of the 256 slowest that took three times the median or more, in order of time"

@@ -33,6 +33,11 @@ class Demand:
         """With a CPU whenever it wants one."""
         return self.cpu_s + self.wait_s
 
+    @property
+    def usual_s(self) -> float:
+        """Without what slow samples add."""
+        return self.cpu_s * (1 - self.times.slow_cpu) + self.wait_s * (1 - self.times.slow_wait)
+
 
 @dataclass(frozen=True)
 class PoolModel:

@@ -107,10 +107,10 @@ class _Processors:
         return not any(self._lanes)
 
     def _share_out(self) -> None:
-        free, *held = map(len, self._lanes)
-        running = free + sum(map(bool, held))
-        each = min(1.0, self._cpus / max(running + self._others, 1e-9))
-        self._rates = [each, *(each / max(1, num) for num in held)]
+        lanes = self._lanes
+        running = len(lanes[0]) + sum(map(bool, lanes[1:])) + self._others
+        each = self._cpus / running if running > self._cpus else 1.0
+        self._rates = [each, *(each / (len(lane) or 1) for lane in lanes[1:])]
 
 
 class Simulation:
@@ -141,7 +141,7 @@ class Simulation:
         num = max(1, model.processes)
         cpu_s = sum(stage.cpu_s for stage in model.stages)
         self._gil_share = min(1.0, model.gil_s / cpu_s) if cpu_s > 0 else 0.0
-        self._cpus = _Processors(model.cpus, model.others_cpus, num)
+        self._cpus = _Processors(model.cpus, model.others_cpus, num if self._gil_share else 0)
         room = max(1, int(min(model.batches_ahead, model.batches_in_memory, num_samples)) // num)
         self._workers = [max(1, pool.workers // num) for pool in model.pools]
         states = WorkerStates(1)
@@ -166,7 +166,7 @@ class Simulation:
         model, most = self._model, -(-self._batch // sum(self._workers))
         if not 0 < model.chunk < self._batch:
             return round(model.chunk)
-        by_time = CHUNK_TARGET_S / max(sum(pool.service_s for pool in model.pools), 1e-9)
+        by_time = CHUNK_TARGET_S / max(sum(stage.usual_s for stage in model.stages), 1e-9)
         return max(1, min(most, int(max(model.chunk, by_time))))
 
     def _time(self) -> float:

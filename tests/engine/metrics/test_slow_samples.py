@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thread_switches import race
 
-from loaderkit.engine.metrics.slow_samples import SlowItems, slowest
+from loaderkit.engine.metrics.slow_samples import NUM_KEPT, SlowItems, slowest
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.stages.base import BatchWork, SampleChunk
 
@@ -18,7 +18,7 @@ def chunk_of(*samples: int) -> SampleChunk:
     return SampleChunk(work_item, 0, len(samples), indices)
 
 
-@given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=200, unique=True))
+@given(st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=2 * NUM_KEPT, unique=True))
 def test_the_slowest_are_kept(durations: list[float]) -> None:
     items = SlowItems(2)
     for sample, seconds in enumerate(durations):
@@ -26,8 +26,8 @@ def test_the_slowest_are_kept(durations: list[float]) -> None:
         chunk.slowest = (seconds, 0)
         items.note(1, chunk, 1.0, float(sample))
         assert chunk.slowest is None
-    kept = [(slow.seconds, slow.sample) for slow in items.kept(1)]
-    assert kept == sorted(((seconds, sample) for sample, seconds in enumerate(durations)), reverse=True)[:16]
+    kept = [(slow.seconds, slow.sample) for slow in slowest(items.kept(1))]
+    assert kept == sorted(((seconds, sample) for sample, seconds in enumerate(durations)), reverse=True)[:NUM_KEPT]
     assert items.kept(0) == ()
 
 
@@ -46,18 +46,18 @@ def test_several_workers_keep_the_slowest_of_all() -> None:
             items.note(0, chunk_of(1000 * worker + n), 1.0 + (n * 7919 % 500) + worker / 10, 0.0)
 
     race(work)
-    expected = sorted((1.0 + n + worker / 10 for n in range(500) for worker in range(4)), reverse=True)[:16]
-    assert [slow.each_s for slow in items.kept(0)] == expected
+    expected = sorted((1.0 + n + worker / 10 for n in range(500) for worker in range(4)), reverse=True)
+    assert [slow.each_s for slow in slowest(items.kept(0))] == expected[:NUM_KEPT]
 
 
 def test_several_processes_are_merged() -> None:
     workers = [SlowItems(1) for _ in range(3)]
     for number, items in enumerate(workers):
-        for n in range(20):
-            items.note(0, chunk_of(100 * number + n), 1.0 + n + number / 10, 0.0)
+        for n in range(NUM_KEPT):
+            items.note(0, chunk_of(1000 * number + n), 1.0 + n + number / 10, 0.0)
     merged = slowest(slow for items in workers for slow in items.kept(0))
-    assert len(merged) == 16
-    assert [slow.sample for slow in merged[:3]] == [219, 119, 19]
+    assert len(merged) == NUM_KEPT
+    assert [slow.sample for slow in merged[:3]] == [2000 + NUM_KEPT - 1, 1000 + NUM_KEPT - 1, NUM_KEPT - 1]
 
 
 def test_a_clock_notes_what_its_stage_says() -> None:
@@ -69,3 +69,4 @@ def test_a_clock_notes_what_its_stage_says() -> None:
     worker_clock.served(0, 2, 0, chunk)
     (slow,) = worker_clock.slow_items.kept(0)
     assert (slow.seconds, slow.sample, slow.num_together) == (0.75, 5, 1)
+    assert (slow.position, slow.chunk, slow.chunk_s) == (1, 2, 1.0)

@@ -104,7 +104,7 @@ class TestStraggler:
         found = Simulation(model_of(2, waiting(1.5, times), compute_s=1e-6, batches_ahead=depth)).run()
         assert found == pytest.approx(10 / period_s, rel=0.06)
 
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(st.integers(1, 5), st.integers(1, 9), st.integers(2, 60), st.floats(0.0, 0.9), st.floats(1e-6, 4.0))
     def test_by_recursion(self, workers: int, depth: int, every: int, share: float, compute_s: float) -> None:
         times = Times(slow_wait=share, gaps=(1.0,), every=float(every))
@@ -155,13 +155,13 @@ def models(draw: st.DrawFn) -> PipelineModel:
 
 
 class TestLaws:
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(models())
     def test_no_bound_is_passed(self, model: PipelineModel) -> None:
         rate = Simulation(model).run()
         assert all(rate <= 1.15 * bound for bound in bounds(model).values()), bounds(model)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=10, deadline=None)
     @given(models(), st.integers(2, 4))
     def test_more_depth_is_never_slower(self, model: PipelineModel, factor: int) -> None:
         deeper = replace(model, batches_ahead=model.batches_ahead * factor)

@@ -33,7 +33,7 @@ from loaderkit.stages.base import (
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.kernels import write_image
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
-from loaderkit.stages.slots import Slots, TakeBytes, new_tensor
+from loaderkit.stages.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
 
 
@@ -295,9 +295,10 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
     tensor = tensor.detach()
     if type(value) is InPlace:
         return tensor
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.clone()
-    return new_tensor(tuple(tensor.shape), tensor.dtype, take_bytes).copy_(tensor)
+    is_large = tensor.nbytes >= LEAST_LENT  # `clone` takes 3 us, a tensor to copy to 10
+    if is_large and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized:
+        return new_tensor(tuple(tensor.shape), tensor.dtype, take_bytes).copy_(tensor)
+    return tensor.clone()
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

@@ -102,23 +102,23 @@ class SampleMemory:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Bytes:
-        """`num_bytes` of memory, uninitialised, lent as long as an array or tensor over it lives. Raises OSError."""
+        """`num_bytes` of memory, uninitialised, lent as long as an array or tensor over it lives."""
         size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with self._lock:
+        with self._lock, suppress(OSError):  # where even the system's memory is short, `np.empty` says so
             self._collect()
             begin = self._free.first_fit(size)
-            if begin is None:  # the user keeps as much as the machine has
-                return np.empty(num_bytes, np.uint8)
-            end = begin + size
-            for low, high in self._bare.within(begin, end):
-                self._arena.commit(low, high)
-            self._free.remove(begin, end)
-            self._bare.remove(begin, end)
-            self._give_back()
-            memory = self._arena.memory[begin : begin + num_bytes]
-            lease = Lease((begin, end, memory), self._ended, memory.__array_interface__)
-            self._leases[begin] = (end, ref(lease))
-        return np.asarray(lease)
+            if begin is not None:
+                end = begin + size
+                for low, high in self._bare.within(begin, end):
+                    self._arena.commit(low, high)
+                self._free.remove(begin, end)
+                self._bare.remove(begin, end)
+                self._give_back()
+                memory = self._arena.memory[begin : begin + num_bytes]
+                lease = Lease((begin, end, memory), self._ended, memory.__array_interface__)
+                self._leases[begin] = (end, ref(lease))
+                return np.asarray(lease)
+        return np.empty(num_bytes, np.uint8)
 
     def num_bytes(self) -> tuple[int, int]:
         """Bytes in use, and bytes that have memory."""

@@ -149,6 +149,23 @@ class TestLending:
         memory.close()
 
 
+def test_where_shared_memory_is_short(arena: SharedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample is to blame for that: it lies elsewhere, and sending its batch is what fails, if there is still none."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    allocator = Allocator(arena)
+    memory = SampleMemory(allocator.sample_arena)
+    kept = memory.take(PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        elsewhere = memory.take(2 * PAGE)
+    assert allocator.block_of(elsewhere.ctypes.data, 1) is None
+    assert allocator.block_of(kept.ctypes.data, PAGE) is not None
+    assert memory.num_bytes() == (PAGE, PAGE)
+
+
 def write_arrays(folder: Path, rng: random.Random, dtype: str | None = None) -> dict[str, NDArray[Any]]:
     """Files of arrays of any shape, small ones and large ones."""
     folder.mkdir()

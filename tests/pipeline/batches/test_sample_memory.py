@@ -17,6 +17,7 @@ import torch
 from executors import EXECUTORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leftovers import nothing_left  # noqa: F401 - a fixture for every test here
 from numpy.typing import NDArray
 from recorded_arrays import TYPES, random_array, same_bits
 from waiting import wait_for
@@ -147,6 +148,11 @@ class TestLending:
         memory = SampleMemory()
         assert memory.take(1000).nbytes == 1000
         memory.close()
+
+
+def test_pinned_blocks_are_left_alone(arena: SharedArena) -> None:
+    """They are pinned whole and once: samples of any size would lie across them."""
+    assert Allocator(arena, keep_pages=True).sample_arena is None
 
 
 def test_where_shared_memory_is_short(arena: SharedArena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import statistics
 import time
@@ -33,10 +34,12 @@ from loaderkit.profile.report_parts import Setting
 from loaderkit.profile.whatif.table import verify, what_if
 from loaderkit.stages.slowed import Slowdown
 from profiles.bottlenecks import BATCH, CASES, DOZEN, Case, build, cpu_seconds, is_right, photographs
+from profiles.record import record
 
 _NUM_WARM, _NUM_STEPS = 10, 48
 _GAIN = 1.0
 _NUM_TRIES = 3
+_CLEAR = 15.0  # percent: half the interval of a measured speed-up
 _QUIET_CPUS = 0.3
 _MOST_HALF = 0.25  # of a ratio: a wider interval says that other programs came and went
 # What is injected there does not go along into another process: a delay of the memory connector, a lock, a stage's stand-in.
@@ -122,11 +125,11 @@ def look_at_varied(case: Varied, *, seconds: float) -> dict[str, Any]:
     tried = []
     for row in rows:
         if row.can_run and not _moves(row.settings) and row.name != "executor: inline":
-            before = cpu_seconds()
+            before, begin_s = cpu_seconds(), time.perf_counter()
             verified = [row]
             verify(make, step, verified, seconds=seconds)
             all_s, own_s = (now - then for now, then in zip(cpu_seconds(), before, strict=True))
-            others = max(0.0, all_s - own_s) / seconds
+            others = max(0.0, all_s - own_s) / (time.perf_counter() - begin_s)
             tried.append({**verified[0].model_dump(mode="json"), "others_cpus": round(others, 2)})
     return {
         "case": case.name,
@@ -135,6 +138,49 @@ def look_at_varied(case: Varied, *, seconds: float) -> dict[str, Any]:
         "model_error_percent": off,
         "what_if": [row for row in tried if row["measured"] is not None],
     }
+
+
+def varied_table(found: Sequence[dict[str, Any]]) -> str:
+    """The predictions as Markdown."""
+    pairs = [(one, row) for one in found for row in one["what_if"]]
+    lines = [
+        "# What-if where times vary",
+        "",
+        f"On {os.cpu_count()} CPUs; made by `python -m profiles.predictions --varied`.",
+        "",
+    ]
+    for name, most in (("all", math.inf), (f"measured to {_CLEAR:.0f} %", _CLEAR)):
+        chosen = [row for _, row in pairs if row["measured"]["interval_percent"] <= most]
+        for what, rows in ((name, chosen), (f"{name}, depth", [row for row in chosen if "ahead" in row["name"]])):
+            errors = [abs(row["measured"]["error_percent"]) for row in rows]
+            if len(errors) > 1:
+                middle, high = statistics.median(errors), statistics.quantiles(errors, n=20)[-1]
+                lines.append(
+                    f"- {what}: {len(errors)} changes, error {middle:.1f} % in the median, {high:.0f} % for one in 20."
+                )
+    off = [abs(one["model_error_percent"]) for one in found]
+    lines += [
+        f"- The pipelines as they are: {statistics.median(off):.1f} % off in the median, {max(off):.0f} % at most.",
+        "",
+    ]
+    lines += [
+        "| pipeline | change | predicted | measured | error | CPUs of others, before and meanwhile |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one, row in pairs:
+        measured = row["measured"]
+        speedup = f"{measured['speedup']:.2f}x +- {measured['interval_percent']:.0f} %"
+        others = f"{one['others_cpus']:.1f}, {row['others_cpus']:.1f}"
+        cells = (
+            one["case"],
+            row["name"],
+            f"{row['speedup']:.2f}x",
+            speedup,
+            f"{measured['error_percent']:+.0f} %",
+            others,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def maker(case: Case) -> Make:
@@ -277,6 +323,18 @@ def main() -> None:
     parser.add_argument("--no-what-if", action="store_true", help="only verdicts, and what they suggest")
     parser.add_argument("--no-checks", action="store_true", help="no causal checks")
     options = parser.parse_args()
+    if options.varied:
+        varied = []
+        for one in VARIED:
+            if options.only in one.name:
+                varied.append(look_at_varied(one, seconds=options.seconds))
+                print(varied_table(varied[-1:]).partition("| pipeline")[2], flush=True)
+        print(varied_table(varied))
+        record(options.out, "what-if", results=varied)
+        if options.out is not None:
+            name = f"what-if-{os.cpu_count()}cpu-{datetime.datetime.now(datetime.UTC).date().isoformat()}.md"
+            (options.out / name).write_text(varied_table(varied))
+        return
     what = "changes" if options.no_what_if else "predictions"
     name = f"{what}-{os.cpu_count()}cpu-{datetime.date.today().isoformat()}"
     partial = None if options.out is None else options.out / f"{name}.json.partial"

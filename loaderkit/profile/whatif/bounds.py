@@ -24,10 +24,10 @@ def bounds(model: PipelineModel) -> dict[str, float]:
     upper: dict[str, float] = {}
     cpu_s = sum(stage.cpu_s for stage in model.stages) + model.loop_cpu_s
     if model.is_inline:
-        upper["inline"] = _per(1.0, sum(pool.service_s for pool in model.pools) + model.compute_s)
+        upper["inline"] = _per(1.0, sum(pool.service_s for pool in model.pools) + model.compute_s + model.release_s)
         return upper
     if model.compute_s > 0:
-        upper["training"] = 1.0 / model.compute_s
+        upper["training"] = 1.0 / (model.compute_s + model.release_s)
     for pool in model.pools:
         if pool.service_s > 0:
             slowest = max(pool.stages, key=lambda stage: stage.service_s)

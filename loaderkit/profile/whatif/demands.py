@@ -14,6 +14,7 @@ from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import StageRow
 from loaderkit.profile.whatif.times import USUAL, Times, times_of
 
+_VARIES = 0.2  # of the waiting, by slow samples: a full link would make all of them wait
 _SHORT = 0.2  # of the busy time, ready to run while no CPU was free: then CPUs were all in use
 
 
@@ -70,6 +71,7 @@ class PipelineModel:
     batches_ahead: float = float("inf")
     batches_in_memory: float = float("inf")
     steps: tuple[float, ...] = (1.0,)  # of the loop, one after the other, relative to their mean
+    release_s: float = 0.0  # of the loop, dropping what it is done with
     wake_s: float = 0.0  # from what a thread waits for until it runs
     is_inline: bool = False
 
@@ -98,7 +100,9 @@ def model_of(report: Report) -> PipelineModel | None:
         of_batch = "batch" in [one.kind for own in demands.values() for one in own]
         cpu_s, wait_s = row.cpu_s / row.num_items, (row.io_s + late_s(row)) / row.num_items
         times = times_of(row, wait_s, report.wall_s, report.world_size)
-        if row.name == serial:  # what the one takes that gets on: the others' waiting for it is no demand
+        if row.name == serial and verdict.kind == "bandwidth" and times.slow_wait > _VARIES:
+            serial = None
+        elif row.name == serial:  # what the one takes that gets on: the others' waiting for it is no demand
             wait_s, times = max(0.0, serial_s - cpu_s), USUAL
         demands.setdefault(row.pool, []).append(Demand(row.name, row.kind, cpu_s, wait_s, times, of_batch))
     firsts = {row.pool: row for row in reversed(rows)}
@@ -117,12 +121,13 @@ def model_of(report: Report) -> PipelineModel | None:
         gil_s=cpu_s if verdict.kind == "gil" else 0.0,
         processes=processes,
         serial_stage=serial,
-        serial_s=serial_s,
+        serial_s=serial_s if serial else 0.0,
         batch=batch,
         chunk=max((row.chunk or 0.0 for row in rows if row.kind != "transfer"), default=0.0),
         batches_ahead=float(tuning.get("batches") or 1),
         batches_in_memory=_batches_in_memory(report),
         steps=_steps(report),
+        release_s=report.steps.release_s / report.steps.num_steps / batch,
         wake_s=report.stall.by_stage.get(WAKEUP, 0.0) / report.num_batches,
         is_inline=tuning.get("executor") == "inline",
     )

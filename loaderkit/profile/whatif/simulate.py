@@ -129,7 +129,7 @@ class Simulation:
             for stage, rng in zip(model.stages, rngs[1:], strict=True)
         )
         self._pools = [[(stage, next(draws)) for stage in pool.stages] for pool in model.pools]
-        self._computes = [model.compute_s * self._batch * factor for factor in model.steps]
+        self._computes = [(model.compute_s * factor + model.release_s) * self._batch for factor in model.steps]
         self._landing = max(
             (number for number, pool in enumerate(model.pools) if any(not stage.of_batch for stage in pool.stages)),
             default=0,

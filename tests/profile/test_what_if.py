@@ -1,0 +1,70 @@
+"""What the table of changes says of reports on real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from executors import EXECUTORS
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.profile.report import Report
+from loaderkit.profile.report_parts import SlowTime
+from loaderkit.profile.whatif.demands import model_of
+from loaderkit.profile.whatif.table import what_if
+
+
+def pipeline_of(photos: Path) -> Pipeline:
+    return Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8).batch(4).transfer("cpu")
+
+
+def report_of(photos: Path, executor: str = "thread") -> Report:
+    with loaderkit.build(pipeline_of(photos), overrides=EXECUTORS[executor]) as loader, loader.profile() as recording:
+        list(loader)
+    return recording.result
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_report_of_every_executor_gives_the_same_table_each_time(photos: Path, executor: str) -> None:
+    report = Report.from_json(report_of(photos, executor).to_json())
+    config = pipeline_of(photos).with_overrides(EXECUTORS[executor]).config
+    rows, off = what_if(report, config)
+    assert off is not None
+    assert {row.name for row in rows} & {"executor: inline", "executor: thread"}
+    assert all(0 < row.samples_per_s < 1e9 and 0 <= row.stall_percent <= 100 for row in rows)
+    assert what_if(report, config) == (rows, off)
+
+
+def test_a_report_that_keeps_no_times_is_one_of_steady_times(photos: Path) -> None:
+    report = report_of(photos)
+    stages = [row.model_copy(update={"services": [], "slow": [], "chunk": None}) for row in report.stages]
+    model = model_of(report.model_copy(update={"stages": stages}))
+    assert model is not None
+    assert all(stage.times.every == float("inf") and stage.times.factors == (1.0,) for stage in model.stages)
+
+
+@pytest.mark.parametrize(("kind", "is_serial"), [("bandwidth", False), ("lock", True)])
+def test_a_full_link_makes_no_few_samples_wait(photos: Path, kind: str, is_serial: bool) -> None:
+    report = report_of(photos)
+    row, *others = report.stages
+    slow = [SlowTime(epoch=0, position=8 * n, at_s=float(n), chunk=1, chunk_s=1.0) for n in range(4)]
+    services = [[0.01, 56], [1.0, 4]]
+    changed = {
+        "p50_s": 0.01,
+        "services": services,
+        "slow": slow,
+        "busy_s": 4.56,
+        "cpu_s": 0.1,
+        "io_s": 4.46,
+        "delayed_s": 0,
+    }
+    varied = report.model_copy(
+        update={
+            "verdict": report.verdict.model_copy(update={"stage": "read", "kind": kind}),
+            "stages": [row.model_copy(update=changed), *others],
+        }
+    )
+    model = model_of(varied)
+    assert model is not None
+    assert (model.serial_stage == "read") is is_serial

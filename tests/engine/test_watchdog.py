@@ -92,7 +92,7 @@ def test_a_sample_that_hangs_is_named(stuck: Stuck, caplog: pytest.LogCaptureFix
 
 def test_a_sample_that_hangs_in_another_process_is_named() -> None:
     pipeline = Pipeline.dataset(Numbers()).shuffle("none").read().call(hang).batch(8)
-    overrides = {**PROCESS, "prefetch.timeout": "5s", "prefetch.on_timeout": "raise"}
+    overrides = {**PROCESS, "prefetch.concurrency": 1, "prefetch.timeout": "1s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         begin(loader)
         with pytest.raises(StallTimeout) as caught:
@@ -101,9 +101,9 @@ def test_a_sample_that_hangs_in_another_process_is_named() -> None:
 
 
 def begin(loader: Loader) -> None:
-    """Start the process and wait for a batch: how long that takes says nothing of a hang."""
+    """Start the process and wait for all batches before the one that hangs: how long they take says nothing of a hang."""
     loader.start()
-    wait_for(lambda: loader.stats().num_ready > 0)
+    wait_for(lambda: loader.stats().num_ready == 2)
 
 
 class Complaining(Numbers):
@@ -118,7 +118,7 @@ class Complaining(Numbers):
 
 def test_messages_of_the_other_process_are_no_sign_of_a_batch() -> None:
     pipeline = Pipeline.dataset(Complaining()).shuffle("none").read().batch(8)
-    overrides = {**PROCESS, "prefetch.timeout": "5s", "prefetch.on_timeout": "raise"}
+    overrides = {**PROCESS, "prefetch.concurrency": 1, "prefetch.timeout": "1s", "prefetch.on_timeout": "raise"}
     with loaderkit.build(pipeline, overrides=overrides) as loader:
         begin(loader)
         closer = threading.Timer(120, loader.close)  # else it would never end

@@ -43,10 +43,12 @@ class _Resolver(VersionedResolver):
 
 
 class _Representer(SafeRepresenter):
-    """Writes a text with a line end of Unicode in double quotes: YAML folds that line end anywhere else."""
+    """Writes in double quotes a text with a line end of Unicode, which YAML folds anywhere else, and one with a question mark
+    first, which in a list would begin a key."""
 
     def represent_str(self, data: str) -> Any:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if _LINE_ENDS.search(data) else None)
+        is_quoted = data.startswith("?") or _LINE_ENDS.search(data)
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if is_quoted else None)
 
 
 _Representer.add_representer(str, _Representer.represent_str)

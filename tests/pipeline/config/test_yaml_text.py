@@ -148,3 +148,8 @@ def test_values_as_yaml_1_2_has_them_and_yes_and_no() -> None:
     assert from_yaml(text) == [True, False, "y", "n", 10, 15, 1000.0, -0.5, "1:30", date(2024, 1, 2), None, "no"]
     words = ["yes", "NO", "on", "off", "y", "010", "1e3", "1:30", "2024-01-02", "a\u2028b", "a\nb", "", "~", "-_"]
     assert from_yaml(to_yaml(dict.fromkeys(words, words))) == dict.fromkeys(words, words)
+
+
+@pytest.mark.parametrize("text", ["?0", "? x", "?"])
+def test_a_question_mark_begins_no_key_in_a_list(text: str) -> None:
+    assert from_yaml(to_yaml({"a": [text], text: text})) == {"a": [text], text: text}

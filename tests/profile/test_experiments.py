@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from waiting import wait_for
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.errors import ConfigError
 from loaderkit.profile.experiments.headspace import Subset, conclude, measure_headspace
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
 from loaderkit.profile.experiments.loops import sleep_step
+from loaderkit.profile.experiments.search import tune
 from loaderkit.profile.report_parts import Rate
-from loaderkit.profile.settings_patch import num_processes, process_settings
+from loaderkit.profile.settings_patch import num_processes, process_settings, value_of
 
 
 class Slow:
@@ -54,6 +58,32 @@ def test_slow_batches_are_compared_in_three_rounds() -> None:
         interleave(variants, rounds=6, window_s=1e-3)
         assert [len(variant.windows) for variant in variants] == [3, 3]
         assert one.stats().num_batches + other.stats().num_batches == LEAST_BATCHES
+
+
+@pytest.mark.parametrize(
+    "prefetch", [{}, {"concurrency": 1}, {"batches": "auto"}, {"executor": "inline"}, {"concurrency": 3, "batches": 1}]
+)
+def test_tune_compares_with_the_file_last(prefetch: dict[str, Any], tmp_path: Path) -> None:
+    np.save(tmp_path / "records.npy", np.arange(8000).reshape(2000, 4))
+    pipeline = Pipeline.array(str(tmp_path / "records.npy")).read().batch(16).prefetch(**prefetch)
+    made: list[dict[str, Any]] = []
+
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> loaderkit.Loader:
+        made.append(dict(overrides))
+        if overrides.get("prefetch.executor") == "process":
+            raise ConfigError("what cannot be tried is passed over")
+        return loaderkit.build(pipeline, overrides=overrides)
+
+    tuned = tune(make, lambda batch: None, pipeline.config, seconds=0.5)
+    assert made[-2] == {}
+    found = {one.key: one.value for one in tuned.found}
+    assert found.items() <= made[-1].items()
+    assert {one.key: one.before for one in tuned.found} == {key: value_of(pipeline.config, key) for key in found}
+    assert bool(tuned.settings) == (tuned.outcome == "sure")
+    assert bool(tuned.offered) == (tuned.outcome == "likely")
+    assert tuned.num_pairs >= 3
+    assert len({repr(trial.settings) for trial in tuned.trials}) == len(tuned.trials)
+    assert not any(trial.kept for trial in tuned.trials if trial.speedup is None)
 
 
 class AllAtOnce:

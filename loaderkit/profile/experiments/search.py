@@ -144,10 +144,8 @@ class _Search:
                 looks.append(loader.stats())
                 num_settled = num_settled + 1 if looks[-1].tuning.settled else 0
         tuning = looks[-1].tuning
-        self.sizes = given
-        if tuning.executor != "inline":  # where a rule has chosen that, it needs `auto`
-            workers = sum(pool.workers for pool in tuning.pools if not pool.is_trainers)
-            self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
+        workers = sum(pool.workers for pool in tuning.pools if not pool.is_trainers)
+        self.sizes = {**given, "prefetch.concurrency": workers, "prefetch.batches": tuning.batches}
         verdict = verdict_part(looks[-1].since(looks[len(looks) // 2 - 1]), self._config)
         self._suggested = {setting.key: setting.value for setting in verdict.settings}
         return looks[-1]
@@ -164,7 +162,7 @@ class _Search:
     def _changes(self, processes: int) -> Iterator[Overrides]:
         yield self.sizes
         yield self._suggested
-        batches, workers = self._size("prefetch.batches", 4), self._size("prefetch.concurrency", num_cpus())
+        batches, workers = self._size("prefetch.batches"), self._size("prefetch.concurrency")
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
         if self._value("prefetch.executor") == "thread":
             yield {"prefetch.executor": "process", **several}
@@ -183,9 +181,10 @@ class _Search:
     def _value(self, key: str) -> Any:
         return self.best[key] if key in self.best else value_of(self._config, key)
 
-    def _size(self, key: str, usual: int) -> int:
+    def _size(self, key: str) -> int:
         """A value as it is, or where that is `auto` as the tuner found it."""
-        return next((value for value in (self._value(key), self.sizes[key]) if isinstance(value, int)), usual)
+        value = self._value(key)
+        return int(self.sizes[key] if value == "auto" else value)
 
     def try_change(self, change: Overrides, seconds: float) -> TuneTrial:
         """Keep a change that seems to be better."""

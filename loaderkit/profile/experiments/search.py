@@ -162,6 +162,10 @@ class _Search:
     def _changes(self, processes: int) -> Iterator[Overrides]:
         yield self.sizes
         yield self._suggested
+        for stage in self._config.stages:
+            if stage.args.workers != "auto":
+                key = f"stages.{stage.name}.workers"
+                yield from ({key: other} for other in _neighbours(self._value(key)))
         batches, workers = self._size("prefetch.batches"), self._size("prefetch.concurrency")
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
         if self._value("prefetch.executor") == "thread":
@@ -172,10 +176,6 @@ class _Search:
             yield {"prefetch.executor": "thread"}
             yield several
         yield {"prefetch.batches": 4 * batches}
-        for stage in self._config.stages:
-            if stage.args.workers != "auto":
-                key = f"stages.{stage.name}.workers"
-                yield from ({key: other} for other in _neighbours(self._value(key)))
         yield from ({"prefetch.concurrency": other} for other in _neighbours(workers))
 
     def _value(self, key: str) -> Any:

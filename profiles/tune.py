@@ -78,7 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=20, help="of pipelines")
     parser.add_argument("--seconds", type=float, default=30.0, help="for each search")
-    parser.add_argument("--busy", default="0", help="busy programs beside: of the pipelines in turn, as in 1,2")
+    parser.add_argument(
+        "--busy", default="0", help="busy programs beside: one or two for half of the pipelines each: 1,2"
+    )
     parser.add_argument("--only", default="", help="kinds whose name contains this")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--out", type=Path)

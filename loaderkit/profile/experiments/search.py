@@ -93,9 +93,10 @@ def tune(
             say(f"{_say(change)}: {100 * ((trials[-1].speedup or 1) - 1):+.0f} %")
     best = search.best
     if not best:  # then the most promising change is looked at for longer
-        speeds = {trial.speedup: trial.settings for trial in trials if trial.speedup is not None}
-        best = speeds[max(speeds)] if speeds else search.sizes
+        first = max(trials, key=lambda trial: trial.speedup or 0.0, default=None)
+        best = search.sizes if first is None else first.settings if (first.speedup or 0.0) > 1.0 else {}
     left_s = max(begin_s + seconds - time.perf_counter(), seconds * _COMPARE)  # trials may take longer than planned
+    left_s = left_s if best else trial_s
     old, new = search.interleaved({}, best, left_s, _NUM_WINDOWS, MOST_WRONG)
     comparison = Comparison.of(new.windows, old.windows)
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]

@@ -3,8 +3,8 @@
     python -m profiles.volumes [--executor thread] [--rounds 7] [--least-mb 8] [--most-mb 64] [--out profiles/results]
 
 Float32 `.npy` from the page cache, two a batch, shuffled; delivered as lists and stacked. The loop touches every page. The two
-loaders take turns, an epoch each, after one that is not counted. Page faults are those of the training process and of those
-that load, in pages of a batch.
+loaders take turns, an epoch each, each first in every other round, after some epochs that are not counted. Page faults are
+those of the training process and of those that load, in pages delivered.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from loaderkit import Loader, Pipeline
 from profiles.record import record
 
 BATCH = 2
+SETTINGS = {"prefetch.concurrency": 2, "prefetch.batches": 4}  # tuned ones would differ
 NUM_WARM = 3  # epochs: the shapes that meet in memory differ from epoch to epoch
 
 
@@ -77,13 +78,13 @@ def measure(executor: str, num_rounds: int, least: int, most: int, num_files: in
         for kind in turns:
             pipeline = Pipeline.files(folder / kind).shuffle(seed=0).read().decode()
             pipeline = pipeline.batch(BATCH, ragged={"npy": "list"} if kind == "unequal" else {})
-            loaders[kind] = loaderkit.build(pipeline, overrides={"prefetch.executor": executor})
+            loaders[kind] = loaderkit.build(pipeline, overrides={"prefetch.executor": executor, **SETTINGS})
         for _ in range(NUM_WARM):
             for loader in loaders.values():
                 epoch(loader)
-        for _ in range(num_rounds):
-            for kind, loader in loaders.items():
-                turns[kind].append(epoch(loader))
+        for number in range(num_rounds):
+            for kind in sorted(loaders, reverse=number % 2 == 1):
+                turns[kind].append(epoch(loaders[kind]))
         memory = {kind: loader.stats().memory for kind, loader in loaders.items()}
         for loader in loaders.values():
             loader.close()

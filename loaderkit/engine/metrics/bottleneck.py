@@ -7,8 +7,8 @@
         no CPU is free ──> computing
         its workers wait for bytes that are read ahead ──> bandwidth
         a few items take all the time ──> stragglers
-        its workers are idle although the loop waits ──> memory, depth
         an item takes longer side by side than one alone, waiting ──> lock; in `read` and `transfer` bandwidth
+        its workers are idle although the loop waits ──> memory, depth
         on a CPU ──> computing
         waiting ──> latency
 
@@ -42,9 +42,9 @@ _KINDS: Sequence[Callable[[Facts], Verdict | None]] = (
     rules.no_cpu_free,
     rules.read_ahead,
     rules.stragglers,
+    rules.lock_or_bandwidth,
     rules.memory_ahead,
     rules.depth,
-    rules.lock_or_bandwidth,
     rules.computing,
     rules.waiting,
 )

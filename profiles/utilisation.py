@@ -191,12 +191,11 @@ def measure(work: Work, folder: Path, rounds: int, checkout: Path | None) -> dic
     pipeline.write_text(work.pipeline(data).to_yaml())
     loop = ["-m", "profiles.utilisation", "--loop", str(pipeline), "--works", work.name]
     found: list[dict[str, float]] = []
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         one = {**profile(work, pipeline), **json.loads(_run(loop))}
         if checkout is not None:
             one |= dlio(checkout, work, pipeline)
-        if number:  # the first round brings the files into the page cache
-            found.append(one)
+        found.append(one)
     medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
     for other in ("stand-in", "DLIO"):
         if other in medians:
@@ -224,7 +223,7 @@ def main() -> None:
     for work in works:
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(work, Path(folder), args.rounds, args.dlio))
-    record(args.out, "utilisation", works=found)
+        record(args.out, "utilisation", works=found)
 
 
 if __name__ == "__main__":

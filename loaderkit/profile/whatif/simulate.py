@@ -87,11 +87,9 @@ class _Processors:
 
     def next_s(self) -> tuple[float, int]:
         """In how many seconds the next thread is done, and in which lane."""
-        return min(
-            (max(0.0, waiting[0][0] - self._served_s[lane]) / self._rates[lane], lane)
-            for lane, waiting in enumerate(self._lanes)
-            if waiting
-        )
+        lanes = [(lane, waiting[0][0]) for lane, waiting in enumerate(self._lanes) if waiting]
+        left = ((max(0.0, at_s - self._served_s[lane]) / self._rates[lane], lane) for lane, at_s in lanes)
+        return min(left, default=(math.inf, 0))
 
     def pop(self, lane: int) -> _Task:
         task = heapq.heappop(self._lanes[lane])[2]
@@ -101,10 +99,6 @@ class _Processors:
     def advance(self, seconds: float) -> None:
         for lane, rate in enumerate(self._rates):
             self._served_s[lane] += rate * seconds
-
-    @property
-    def is_idle(self) -> bool:
-        return not any(self._lanes)
 
     def _share_out(self) -> None:
         lanes = self._lanes
@@ -155,9 +149,8 @@ class Simulation:
         ]
         self._free = [list(self._workers) for _ in range(num)]
         self._buffers: list[list[deque[Chunk | WorkItem]]] = [[deque() for _ in model.pools] for _ in range(num)]
-        self._held: list[list[deque[_Task]]] = [
-            [deque() for _ in model.pools] for _ in range(num)
-        ]  # no room behind them
+        # Workers that are done with a unit, and have no room for it in the next pool's buffer.
+        self._held: list[list[deque[_Task]]] = [[deque() for _ in model.pools] for _ in range(num)]
         self._is_waiting = True
         self.taken_s: list[float] = []
 
@@ -184,8 +177,8 @@ class Simulation:
 
     def _step(self) -> None:
         """On to the next moment at which somebody is done."""
-        timer_s = self._timers[0][0] if self._timers else float("inf")
-        after_s, lane = (float("inf"), 0) if self._cpus.is_idle else self._cpus.next_s()
+        timer_s = self._timers[0][0] if self._timers else math.inf
+        after_s, lane = self._cpus.next_s()
         if self._now + after_s < timer_s:
             self._cpus.advance(after_s)
             self._now += after_s
@@ -205,10 +198,9 @@ class Simulation:
             until_s = self._now + phase.seconds
             if phase.is_serial:
                 until_s = self._serial_free_s = max(self._serial_free_s, self._now) + phase.seconds
-            pauses = phase.pauses or ()
             while phase.pauses and phase.pauses[0][1] <= self._now:
                 phase.pauses.popleft()
-            for begin_s, end_s in pauses:
+            for begin_s, end_s in phase.pauses or ():
                 if begin_s >= until_s:
                     break
                 until_s += end_s - max(begin_s, self._now)

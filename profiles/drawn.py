@@ -37,6 +37,7 @@ from profiles.bottlenecks import BATCH, Link, contradictions, photographs, small
 from profiles.record import record
 
 _NUM_WARM, _NUM_BATCHES, _LEAST_S = 12, 40, 0.6
+_MOST_CPUS = 0.6  # of all
 _MATRIX = np.random.default_rng(0).standard_normal((240, 240)).astype(np.float32)
 
 
@@ -392,16 +393,31 @@ def _loop(batches: Iterator[Any], step: Step) -> None:
             return
 
 
+def right(case: Drawn, report: Report) -> tuple[bool, bool]:
+    """Whether the stage is right, and the kind. Where other programs have most of the CPUs, these are the limit of what computes,
+    whatever it would be without them, and a loop that sleeps does not run the moment it is woken up."""
+    verdict = report.verdict
+    stages, kinds = {case.stage}, set(case.kinds)
+    if (report.host.get("others_cpus") or 0.0) > _MOST_CPUS * report.machine.cpus:
+        if case.stage is None:
+            stages.add("wakeup")
+            kinds.add("wakeup")
+        elif "gil" in kinds:
+            kinds.add("computing")
+    return verdict.stage in stages, verdict.kind in kinds
+
+
 def judged(case: Drawn, report: Report) -> dict[str, Any]:
     verdict = report.verdict
+    stage_is_right, kind_is_right = right(case, report)
     by_stage = {stage: round(seconds, 3) for stage, seconds in report.stall.by_stage.items() if seconds > 0.005}
     return {
         "case": case.name,
         "bottleneck": case.bottleneck,
         "stage": verdict.stage,
         "kind": verdict.kind,
-        "stage_is_right": verdict.stage == case.stage,
-        "kind_is_right": verdict.kind in case.kinds,
+        "stage_is_right": stage_is_right,
+        "kind_is_right": kind_is_right,
         "contradictions": contradictions(report.model_dump(mode="json")),
         "percent": verdict.percent,
         "by_stage": by_stage,

@@ -394,8 +394,8 @@ def _loop(batches: Iterator[Any], step: Step) -> None:
 
 
 def right(case: Drawn, report: Report) -> tuple[bool, bool]:
-    """Whether the stage is right, and the kind. Where other programs have most of the CPUs, these are the limit of what computes,
-    whatever it would be without them, and a loop that sleeps does not run the moment it is woken up."""
+    """Whether the stage is right, and the kind. Where other programs have most of the CPUs, these are the limit of what
+    computes, whatever it would be without them, and a loop that sleeps does not run the moment it is woken up."""
     verdict = report.verdict
     stages, kinds = {case.stage}, set(case.kinds)
     if (report.host.get("others_cpus") or 0.0) > _MOST_CPUS * report.machine.cpus:

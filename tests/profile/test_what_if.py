@@ -68,3 +68,20 @@ def test_a_full_link_makes_no_few_samples_wait(photos: Path, kind: str, is_seria
     model = model_of(varied)
     assert model is not None
     assert (model.serial_stage == "read") is is_serial
+
+
+def test_others_want_more_cpus_than_they_get(photos: Path) -> None:
+    """Two workers get half a CPU of two: six threads of others have the rest. What is late beyond that is a wait."""
+    report = report_of(photos)
+    reading, decoding, *_ = report.stages
+    computing = {"busy_s": 1.8, "cpu_s": 0.45, "io_s": 0.0, "gil_s": 0.0, "delayed_s": 1.35}
+    waiting = {"busy_s": 0.2, "cpu_s": 0.0, "io_s": 0.1, "gil_s": 0.0, "delayed_s": 0.1}
+    rows = [reading.model_copy(update=waiting), decoding.model_copy(update=computing)]
+    changes = {"stages": rows, "wall_s": 1.0, "host": {**report.host, "others_cpus": 1.5}}
+    machine = report.machine.model_copy(update={"cpus": 2})
+    model = model_of(report.model_copy(update={**changes, "machine": machine}))
+    assert model is not None
+    assert model.others_cpus == pytest.approx(4 * 2 - 1.9)
+    read, decode = model.stages
+    assert decode.wait_s == pytest.approx(0.0, abs=1e-9)
+    assert read.wait_s == pytest.approx(0.2 / reading.num_items)

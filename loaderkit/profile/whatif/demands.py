@@ -117,7 +117,7 @@ def model_of(report: Report) -> PipelineModel | None:
         compute_s=report.steps.compute_s / report.steps.num_steps / batch,
         loop_cpu_s=_loop_cpu_s(report) / samples,
         cpus=_cpus(report),
-        others_cpus=float(report.host.get("others_cpus") or 0.0),
+        others_cpus=_others_cpus(report),
         gil_s=cpu_s if verdict.kind == "gil" else 0.0,
         processes=processes,
         serial_stage=serial,
@@ -140,11 +140,25 @@ def _solo(row: StageRow, report: Report) -> float:
     return min(1.0, row.idle_s / ((row.workers - 1) * report.wall_s))
 
 
+def _running(report: Report) -> float:
+    """Our threads that run, or could."""
+    return sum(row.cpu_s + row.delayed_s for row in report.stages) / max(report.wall_s, 1e-9)
+
+
+def _others_cpus(report: Report) -> float:
+    """Threads of other programs that want a CPU: as many as used one, or more where ours, computing, got a smaller share."""
+    used = float(report.host.get("others_cpus") or 0.0)
+    computing = [row for row in report.stages if row.cpu_s > row.io_s + row.gil_s]
+    cpu_s = sum(row.cpu_s for row in computing)
+    if not used or sum(row.busy_s for row in computing) < _SHORT * sum(row.busy_s for row in report.stages):
+        return used
+    slowdown = 1 + sum(row.delayed_s for row in computing) / cpu_s
+    return max(used, slowdown * _cpus(report) - _running(report))
+
+
 def _late_s(report: Report) -> Callable[[StageRow], float]:
     """Seconds for which workers of a stage were late: ready to run while no CPU was free, beyond what comes of sharing CPUs."""
-    running = sum(row.cpu_s + row.delayed_s for row in report.stages) / max(report.wall_s, 1e-9)
-    wanted = running + float(report.host.get("others_cpus") or 0.0)
-    share = max(0.0, wanted / _cpus(report) - 1.0)
+    share = max(0.0, (_running(report) + _others_cpus(report)) / _cpus(report) - 1.0)
     return lambda row: max(0.0, row.delayed_s - share * row.cpu_s)
 
 

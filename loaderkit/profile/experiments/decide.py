@@ -36,11 +36,9 @@ class Comparison(NamedTuple):
     def outcome(self, most_wrong: float = MOST_WRONG) -> Outcome:
         """`sure` of a variant that is no better in at most the share `most_wrong` of all experiments."""
         likely = [one for one in self if median(one) >= GAIN and num_won(one) >= _LIKELY * len(one)]
-        if not likely or median(self.speed) < GAIN:
+        if self.speed not in likely:
             return "no better"
-        is_sure = self.speed in likely and any(
-            evidence_of(num_won(one), num_lost(one)) >= len(self) / most_wrong for one in likely
-        )
+        is_sure = any(evidence_of(num_won(one), num_lost(one)) >= len(self) / most_wrong for one in likely)
         return "sure" if is_sure else "likely"
 
     def is_clear(self, most_wrong: float = MOST_WRONG) -> bool:

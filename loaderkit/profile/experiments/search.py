@@ -84,7 +84,10 @@ def tune(
     say(f"the tuner came to {_say(search.sizes)}")
     trial_s = min(_TRIAL_S, seconds * _REFINE / _LEAST_TRIALS)
     least_s = LEAST_BATCHES * stats.wall_s / max(stats.num_batches, 1)  # for any comparison of two loaders
-    until_s = begin_s + min(seconds * (_SEARCH + _REFINE), seconds - least_s)
+    # Where the tuner's loader took long to start, trials have their time nevertheless; not where batches are slow.
+    until_s = max(begin_s + seconds * _SEARCH, time.perf_counter()) + min(
+        seconds * _REFINE, seconds * (1 - _SEARCH) - least_s
+    )
     processes = num_processes(config, int(stats.memory.get("batch_bytes", 0)))
     trials: list[TuneTrial] = []
     while time.perf_counter() + max(trial_s, least_s) <= until_s and (change := search.next_change(processes)):
@@ -168,6 +171,7 @@ class _Search:
                 key = f"stages.{stage.name}.workers"
                 yield from ({key: other} for other in _neighbours(self._value(key)))
         batches, workers = self._size("prefetch.batches"), self._size("prefetch.concurrency")
+        yield {"prefetch.batches": 4 * max(batches, self.sizes["prefetch.batches"])}
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
         if self._value("prefetch.executor") == "thread":
             yield {"prefetch.executor": "process", **several}
@@ -176,7 +180,6 @@ class _Search:
         else:
             yield {"prefetch.executor": "thread"}
             yield several
-        yield {"prefetch.batches": 4 * batches}
         yield from ({"prefetch.concurrency": other} for other in _neighbours(workers))
 
     def _value(self, key: str) -> Any:

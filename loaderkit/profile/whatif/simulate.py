@@ -22,7 +22,8 @@ from loaderkit.engine.work import Chunk, WorkItem
 from loaderkit.profile.whatif.demands import PipelineModel
 from loaderkit.profile.whatif.times import Draws
 
-_NUM_SAMPLES, _MOST_SAMPLES, _NUM_BATCHES, _NUM_SLOW = 3000, 12_000, 64, 40
+_NUM_SAMPLES, _MOST_SAMPLES, _NUM_BATCHES, _NUM_SLOW = 2000, 6000, 64, 30
+_NOTICED = 0.02  # of the time: slow samples that add less need not be met so often
 _WARM = 8  # the first eighth of the batches does not count
 
 
@@ -113,7 +114,8 @@ class Simulation:
     def __init__(self, model: PipelineModel, seed: int = 0) -> None:
         self._model = model
         self._batch = max(1, round(model.batch))
-        rare = max((stage.times.every for stage in model.stages if stage.times.every < math.inf), default=0.0)
+        least_s = _NOTICED * sum(stage.service_s for stage in model.stages)
+        rare = max((one.times.every for one in model.stages if one.service_s - one.usual_s > least_s), default=0.0)
         wanted = min(_MOST_SAMPLES, max(_NUM_SAMPLES, _NUM_SLOW * rare))
         self.num_batches = max(_NUM_BATCHES, int(wanted / self._batch))
         num_samples = self.num_batches * self._batch

@@ -26,9 +26,10 @@ README_PIPELINE = next(text for kind, text in FENCE.findall((ROOT / "README.md")
 def folder(
     tmp_path: Path, photos: Path, shards: Path, seaweed: Seaweed, s3_keys: None, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A user's folder: data/train, data/shards, and the README's pipeline for a batch size that fits so few pictures."""
+    """A user's folder: data/train, data/val, data/shards, and the README's pipeline for smaller batches."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train").symlink_to(photos)
+    (tmp_path / "data" / "val").symlink_to(photos)
     (tmp_path / "data" / "shards").mkdir()
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)

@@ -2,7 +2,7 @@
 
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
-dict in place or returns another one.
+dict in place, or returns a dict with the fields that it sets; the others stay. `del sample["field"]` drops one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _KEY = "__key__"
 
 
 class CallArgs(StageArgs):
-    """Call a user's function."""
+    """Call a user's function with the sample, or behind `batch` with the batch: a dict, field -> value.
+
+    It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as they
+    are. `del sample["field"]` drops a field; not to return it does not.
+    """
 
     function: str | Callable[..., Any] = Field(
         description='"package.module:function", or in Python the function itself'
@@ -99,8 +103,7 @@ def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: 
         **{name: data for name, (data, _) in encoded.items()},
         _KEY: key,
     }
-    returned = function(given, rng)
-    result = _checked(given if returned is None else returned)
+    result = _merged(given, function(given, rng))
     result.pop(_KEY, None)
     for name, (data, original) in encoded.items():
         if result.get(name) is data:
@@ -118,16 +121,19 @@ def call_on_batch(
     function: Callable[..., Any], batch: dict[str, Any], rng: np.random.Generator | None
 ) -> dict[str, Any]:
     """The batch after the call."""
-    returned = function(batch, rng)
-    return _checked(batch if returned is None else returned)
+    return _merged(batch, function(batch, rng))
 
 
-def _checked(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
+def _merged(given: dict[str, Any], returned: Any) -> dict[str, Any]:
+    """The fields given, as the function left them, and over them those that it returned."""
+    if returned is None or returned is given:
+        return given
+    if not isinstance(returned, dict):
         raise TypeError(
-            f"the function returned {type(value).__name__}; it must return a dict, or None to keep the one given"
+            f"the function returned {type(returned).__name__}; it must return a dict, which is merged into the one given, "
+            "or None"
         )
-    return value
+    return given | returned
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

@@ -6,10 +6,10 @@ Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().res
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.diagnostics import nearest
@@ -92,9 +92,19 @@ class Pipeline:
         """The same under another name."""
         return self._with(name=name)
 
-    def shuffle(self, mode: str = "global", *, seed: int = 0, **block: Any) -> Pipeline:
-        """The order: global, block (with `block`, `window`, `lanes`) or none."""
-        return self._with_section("order", shuffle=mode, seed=seed, **({"block": _plain(block)} if block else {}))
+    def shuffle(
+        self,
+        mode: Literal["global", "block", "none"] | bool = "global",
+        *,
+        seed: int = 0,
+        block: int | str | None = None,
+        window: int | None = None,
+        lanes: int | None = None,
+    ) -> Pipeline:
+        """The order: global (or True), block (with `block`, `window`, `lanes`), or none (or False), as for validation."""
+        given = {"block": block, "window": window, "lanes": lanes}
+        cut = {name: value for name, value in given.items() if value is not None}
+        return self._with_section("order", shuffle=mode, seed=seed, **({"block": cut} if cut else {}))
 
     def epochs(self, num_epochs: int | None) -> Pipeline:
         """Stop after `num_epochs` epochs; None: never."""
@@ -108,9 +118,10 @@ class Pipeline:
         """What to do with bad samples: on_bad_sample, max_bad_samples, quarantine."""
         return self._with_section("errors", **_plain(settings))
 
-    def output(self, *fields: str) -> Pipeline:
-        """Batches as tuples of these fields."""
-        return self._with(output=list(fields))
+    def output(self, *fields: str | Sequence[str] | None) -> Pipeline:
+        """Batches as tuples of these fields: `output("image", "label")`, or one list of them; `output(None)`: as dicts."""
+        names = fields[0] if len(fields) == 1 and not isinstance(fields[0], str) else fields
+        return self._with(**_plain({"output": names}))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Pipeline:
         """The same with single values replaced by dotted key ("stages.batch.size")."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from loaderkit._internal.settings import ByteSize, Duration, Model
 from loaderkit.connectors.config import SourceArgs
@@ -29,11 +29,18 @@ class BlockArgs(Model):
     lanes: PositiveInt = Field(8, description="blocks read in turns; ranks share them out when they divide it")
 
 
-class OrderArgs(Model):
-    """Which sample comes when."""
+def _shuffle_mode(value: Any) -> Any:
+    """True stands for global, False for none."""
+    return {True: "global", False: "none"}[value] if isinstance(value, bool) else value
 
-    shuffle: Literal["global", "block", "none"] = Field(
-        "global", description="any sample anywhere; blocks of neighbours, for few large reads; or the canonical order"
+
+class OrderArgs(Model):
+    """Which sample comes when. Shuffling is on by default, also for a pipeline that you mean for validation."""
+
+    shuffle: Annotated[Literal["global", "block", "none"], BeforeValidator(_shuffle_mode)] = Field(
+        "global",
+        description="any sample anywhere (also: true); blocks of neighbours, for few large reads; or the canonical order, "
+        "as for validation (also: false)",
     )
     seed: NonNegativeInt = Field(0, description="of the order and of every augmentation")
     epochs: PositiveInt | None = Field(None, description="null: no end")

@@ -1,0 +1,63 @@
+"""`Pipeline` as a user meets it: what may be said in how many ways, and what an editor is told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.errors import ConfigError
+
+BASE = Pipeline.dataset([{"x": number, "y": -number} for number in range(20)]).read().batch(20)
+
+
+def order_of(pipeline: Any) -> list[int]:
+    with loaderkit.build(pipeline) as loader:
+        numbers: list[int] = next(iter(loader))["x"].tolist()
+    return numbers
+
+
+@pytest.mark.parametrize("pipeline", [BASE.shuffle(False), BASE.shuffle("none")])
+def test_without_shuffling_samples_come_in_their_order(pipeline: Pipeline) -> None:
+    assert order_of(pipeline) == list(range(20))
+
+
+def test_shuffling_is_on_by_default_and_may_be_said() -> None:
+    assert order_of(BASE) == order_of(BASE.shuffle()) == order_of(BASE.shuffle(True)) != list(range(20))
+    assert BASE.shuffle(True) == BASE.shuffle("global")
+
+
+@pytest.mark.parametrize(("word", "mode"), [("false", "none"), ("true", "global"), ("none", "none")])
+def test_the_same_in_yaml(word: str, mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        f"source: {{kind: files, url: .}}\norder: {{shuffle: {word}}}\nstages: [read, {{batch: {{size: 2}}}}]\n"
+    )
+    pipeline = Pipeline.from_yaml(path)
+    assert pipeline.config.order.shuffle == mode
+    path.write_text(pipeline.to_yaml())
+    assert Pipeline.from_yaml(path) == pipeline
+    assert Pipeline.from_yaml(path, {"order.shuffle": False}).config.order.shuffle == "none"
+
+
+@pytest.mark.parametrize("mode", [0, 1, None, "no", ["none"]])
+def test_anything_else_is_refused(mode: Any) -> None:
+    with pytest.raises(ConfigError, match=r"order\.shuffle"):
+        _ = BASE.shuffle(mode).config
+
+
+def test_output_takes_names_or_one_list_of_them() -> None:
+    expected = ("y", "x")
+    for made in (BASE.output("y", "x"), BASE.output(["y", "x"]), BASE.output(("y", "x"))):
+        assert made.config.output == expected
+        with loaderkit.build(made.shuffle(False)) as loader:
+            second, first = next(iter(loader))
+        assert (first + second).abs().sum() == 0
+    assert BASE.output(["y"]).config.output == BASE.output("y").config.output == ("y",)
+    assert BASE.output("y").output(None) == BASE
+    for wrong in ([], [["x"], "y"], 3, {"x": "y"}):
+        with pytest.raises(ConfigError, match="output: expected a list of fields"):
+            _ = BASE.output(wrong).config  # type: ignore[arg-type]

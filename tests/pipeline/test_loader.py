@@ -194,8 +194,8 @@ class TestResume:
 class TestRanks:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
     @pytest.mark.parametrize("shuffle", ["global", "block", "none"])
-    def test_together_the_data_set_in_the_order_of_one_rank(self, photos: Path, world_size: int, shuffle: str) -> None:
-        block = {"block": "20KiB", "window": 2, "lanes": 4} if shuffle == "block" else {}
+    def test_together_the_data_set_in_the_order_of_one_rank(self, photos: Path, world_size: int, shuffle: Any) -> None:
+        block: dict[str, Any] = {"block": "20KiB", "window": 2, "lanes": 4} if shuffle == "block" else {}
         pipeline = Pipeline.files(photos).shuffle(shuffle, seed=1, **block).read().batch(4)
 
         def rows(rank: int, world: int) -> list[tuple[str, bool]]:

@@ -282,7 +282,7 @@ def test_the_probe_is_not_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["64MiB", "1MiB"])
 @pytest.mark.parametrize("shuffle", ["none", "global"])
-def test_from_a_remote_store_each_array_is_read_once(memory: str, shuffle: str) -> None:
+def test_from_a_remote_store_each_array_is_read_once(memory: str, shuffle: Any) -> None:
     """Ahead, in one request for a file; or, where that has no memory for a file, its header and its numbers."""
     arrays = [random_array("float32", 300, 500 + index, seed=index) for index in range(6)]
     connector = Remote({f"{index}.npy": _npy(array) for index, array in enumerate(arrays)})

@@ -341,7 +341,7 @@ def test_errors_of_a_pipeline_are_config_errors() -> None:
         (Pipeline.files("data").read().batch(0), "greater than 0"),
         (Pipeline.files("data", lable="parent").read().batch(4), "did you mean 'label'"),
         (Pipeline.dataset(3).read().batch(4), "__len__"),
-        (Pipeline.files("data").read().batch(4).shuffle("blok"), "'blok'"),
+        (Pipeline.files("data").read().batch(4).shuffle("blok"), "'blok'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             _ = made.config

@@ -23,9 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from loaderkit.engine.metrics import bottleneck_rules as rules
 from loaderkit.engine.metrics.bottleneck_rules import Verdict
-from loaderkit.engine.metrics.interval import Interval
+from loaderkit.engine.metrics.interval import HARMLESS, Facts, Interval, measure
 from loaderkit.engine.metrics.snapshot import Snapshot
-from loaderkit.engine.metrics.stage_facts import Facts, measure
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
 __all__ = ["Verdict", "diagnose"]
@@ -57,7 +56,7 @@ def diagnose(snapshot: Snapshot) -> Verdict:
         return Verdict(None, 0.0, 0.0, evidence, "iterate over the loader", "unknown")
     interval = Interval.of(snapshot)
     cause = interval.cause
-    if cause is None or interval.share < rules.HARMLESS:
+    if cause is None or interval.share < HARMLESS:
         return rules.training(interval)
     if cause in _WITHOUT_A_STAGE:
         return _WITHOUT_A_STAGE[cause](interval)

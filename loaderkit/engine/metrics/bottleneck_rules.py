@@ -6,16 +6,24 @@ The stage is given: it is the one that the loop waited for longest. A rule says 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from loaderkit._internal.units import say_bytes, say_seconds
+from loaderkit._internal.units import say_seconds
+from loaderkit.engine.metrics import bottleneck_words as words
 from loaderkit.engine.metrics.host import thread_variables
-from loaderkit.engine.metrics.interval import SPARE, WAITING, Interval
-from loaderkit.engine.metrics.stage_facts import ALL_ALONE, COMPUTING, PLAINLY, Facts, StageFacts
+from loaderkit.engine.metrics.interval import (
+    ALL_ALONE,
+    COMPUTING,
+    HARMLESS,
+    PLAINLY,
+    SPARE,
+    WAITING,
+    Facts,
+    Interval,
+    StageFacts,
+)
 from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
-HARMLESS = 0.05  # share of the time; shorter waits are not worth a change
 _BUSY = 0.75  # share of their time; workers that are busy for more are the limit
 _LITTLE_CPU = 0.3  # CPUs; a stage that uses less does not hold the GIL for long
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
@@ -24,9 +32,7 @@ _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
 _FILLS = (0.7, 1.3)  # times the wall time; between them, one worker was busy all the time
 _MOST_OF_A_CPU = 0.75
 _ONE_CPU = 1.2  # CPUs that threads which need the GIL can use together, and a little for what runs without it
-_OTHERS = 0.2  # CPUs; other programs that use more are named
 _NATIVE = 0.2  # share of the CPU time in threads that Python did not start; pools of libraries use more
-_DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
 
 
 class Verdict(NamedTuple):
@@ -52,7 +58,7 @@ class Verdict(NamedTuple):
 
 def training(interval: Interval) -> Verdict:
     """The loop hardly waited."""
-    evidence = _waited(interval)
+    evidence = words.waited(interval)
     change = "nothing in loading: make the training step faster"
     if not interval.is_inline:
         use = max(pool.use for pool in interval.pools)
@@ -70,33 +76,33 @@ def start(interval: Interval) -> Verdict:
     change = (
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
-    return _without_stage(interval, START, _waited(interval, START), change)
+    return _without_stage(interval, START, words.waited(interval, START), change)
 
 
 def memory(interval: Interval) -> Verdict:
     """The loop waited for room in the memory budget."""
-    evidence = f"{_waited(interval, MEMORY)}; {_say_memory(interval)}"
-    return _without_stage(interval, MEMORY, evidence, _more_memory(interval), sure=0.95)
+    evidence = f"{words.waited(interval, MEMORY)}; {words.say_memory(interval)}"
+    return _without_stage(interval, MEMORY, evidence, words.more_memory(interval), sure=0.95)
 
 
 def wakeup(interval: Interval) -> Verdict:
     """Batches were ready, and the loop's thread was not running."""
     seconds, num_batches = interval.stats.stall_s[WAKEUP], interval.stats.num_batches
     each = f", {say_seconds(seconds / num_batches)} a batch" if num_batches else ""
-    evidence = f"{_waited(interval, WAKEUP)}{each}: batches were ready, and the loop's thread was not running"
+    evidence = f"{words.waited(interval, WAKEUP)}{each}: batches were ready, and the loop's thread was not running"
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     if interval.stats.tuning.executor != "process":
         change = (
             f"prefetch.executor: process, so that loading does not hold the GIL when the loop needs it; or {change}"
         )
     if interval.is_short_of_cpus:
-        change = f"{_more_cpus(interval)}; or {change}"
+        change = f"{words.more_cpus(interval)}; or {change}"
     return _without_stage(interval, WAKEUP, evidence, change, sure=0.8)
 
 
 def release(interval: Interval) -> Verdict:
     """The memory of batches was given back to the system, in the loop's thread."""
-    evidence = f"{_waited(interval, RELEASE)}: dropping the batches that the loop was done with"
+    evidence = f"{words.waited(interval, RELEASE)}: dropping the batches that the loop was done with"
     # `call` makes 400 MB anew: for each batch 350 ms a batch; for each sample 0.7, in a process 0.05, in huge pages 6 ms.
     change = (
         "have `call` make its tensors in place or from samples, before `batch`, or set prefetch.executor: process: such "
@@ -155,7 +161,7 @@ def gil(facts: Facts) -> Verdict | None:
     if trial.holds_gil:
         evidence += f"; the GIL was held {100 * (trial.gil_taken or 0.0):.0f} % of the times a worker asked for it"
     if busiest.alone_share is not None:
-        evidence += f"; {_compared(busiest)}"
+        evidence += f"; {words.compared(busiest)}"
     change = (
         "prefetch.executor: process gives loading a GIL of its own, prefetch.processes several; or do the work in NumPy "
         "or torch, which release the GIL; more workers would not help"
@@ -225,7 +231,7 @@ def stragglers(facts: Facts) -> Verdict | None:
         f"{100 * share:.0f} % of the stage's time"
     )
     change = (
-        f"{_deeper(interval)}, so that other batches are ready meanwhile, and more workers; or find out why those items "
+        f"{words.deeper(interval)}, so that other batches are ready meanwhile, and more workers; or find out why those items "
         "are slow"
     )
     return _of_stage(interval, awaited, "stragglers", evidence, change, sure=0.95)
@@ -236,7 +242,7 @@ def memory_ahead(facts: Facts) -> Verdict | None:
     interval, awaited = facts.interval, facts.awaited
     if not _is_idle(facts) or not interval.is_short_of_memory:
         return None
-    return _of_stage(interval, awaited, "memory", _say_memory(interval), _more_memory(interval), sure=0.95)
+    return _of_stage(interval, awaited, "memory", words.say_memory(interval), words.more_memory(interval), sure=0.95)
 
 
 def depth(facts: Facts) -> Verdict | None:
@@ -249,7 +255,9 @@ def depth(facts: Facts) -> Verdict | None:
         f"no pool was at its limit: workers were idle for {100 * blocked_s / slot_s:.0f} % of the time because "
         f"{interval.num_wanted} {'batch was' if interval.num_wanted == 1 else 'batches were'} already open"
     )
-    return _of_stage(interval, facts.awaited, "depth", evidence, f"{_deeper(interval)}, to absorb variation", sure=0.8)
+    return _of_stage(
+        interval, facts.awaited, "depth", evidence, f"{words.deeper(interval)}, to absorb variation", sure=0.8
+    )
 
 
 def _is_idle(facts: Facts) -> bool:
@@ -266,14 +274,13 @@ def lock_or_bandwidth(facts: Facts) -> Verdict | None:
         return None
     if stage.kind == "transfer" or (stage.kind == "read" and stage.num_bytes > 0):
         gives = f"; it delivers {stage.num_bytes / interval.wall_s / 1e6:.3g} MB/s in total" if stage.num_bytes else ""
-        evidence = f"{_compared(awaited)}, waiting for data: the link is full{gives}"
+        evidence = f"{words.compared(awaited)}, waiting for data: the link is full{gives}"
         change = "a faster store or a local copy, or smaller (compressed) samples; more workers would not help"
         if stage.kind == "transfer":
-            change = _MOVE_LESS
+            change = words.MOVE_LESS
         return _of_stage(interval, awaited, "bandwidth", evidence, change, sure=_confidence_of_comparison(awaited))
-    evidence = (
-        f"{_compared(awaited)}, on a CPU for {100 * awaited.cpu_share:.0f} % of the time: workers wait for one another"
-    )
+    on_cpu = f"on a CPU for {100 * awaited.cpu_share:.0f} % of the time"
+    evidence = f"{words.compared(awaited)}, {on_cpu}: workers wait for one another"
     change = (
         f"give every worker its own connection, file or model instead of one that {stage.name} locks, or hold the lock "
         "for a shorter time; more workers would not help"
@@ -298,18 +305,7 @@ def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
         evidence += f" of {interval.num_cpus}, {100 * share:.0f} % of that for {stage.name}"
     # Where other programs have the CPUs, workers that wait for one another look much the same.
     sure = 0.8 if interval.is_short_of_cpus and delayed >= _CROWDED else 1.0
-    return _of_stage(interval, awaited, "computing", evidence, _less_work(interval, awaited), sure=sure)
-
-
-def _less_work(interval: Interval, facts: StageFacts) -> str:
-    cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
-    if interval.is_inline:
-        return f"{_workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
-    if interval.is_short_of_cpus:
-        return f"{cheaper}; or {_more_cpus(interval)}: more workers would not help, since no CPU is free"
-    if facts.pool.works_one_at_a_time:
-        return f"{cheaper}; more workers would not help: one worker alone was faster"
-    return f"{_more_workers(interval, facts)}; or {cheaper}"
+    return _of_stage(interval, awaited, "computing", evidence, words.less_work(interval, awaited), sure=sure)
 
 
 def waiting(facts: Facts) -> Verdict:
@@ -321,41 +317,25 @@ def waiting(facts: Facts) -> Verdict:
     if usual_s is not None:
         evidence += f", {say_seconds(usual_s)} an item"
     change = (
-        _workers_instead(interval, "with several workers") if interval.is_inline else _more_workers(interval, awaited)
+        words.workers_instead(interval, "with several workers")
+        if interval.is_inline
+        else words.more_workers(interval, awaited)
     )
     kind, sure = "waiting", 0.9 if awaited.needs_cpu < WAITING else 0.5
     if awaited.alone_share is not None:
         is_independent = awaited.slowdown is not None and awaited.slowdown < PLAINLY
-        evidence += f"; {_compared(awaited)}{': workers do not block one another' if is_independent else ''}"
+        evidence += f"; {words.compared(awaited)}{': workers do not block one another' if is_independent else ''}"
         kind, sure = "latency", _confidence_of_comparison(awaited)
     if stage.kind == "read":
         change += "; or fewer, larger requests: tar shards, order.shuffle: block"
     elif stage.kind == "transfer":
-        kind, change = "waiting", _MOVE_LESS
+        kind, change = "waiting", words.MOVE_LESS
     elif not interval.is_inline:
         change += "; if the loop computes in Python, prefetch.executor: process"
     return _of_stage(interval, awaited, kind, evidence, change, sure=sure)
 
 
-# ------------------------------------------------------------------------------------------------------- in words
-
-_MOVE_LESS = "transfer fewer bytes: uint8 until `normalize` after `transfer`, fewer fields; or a faster link"
-
-_CHEAPER: Mapping[str, str] = {
-    "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
-    "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
-    "call": "a cheaper function, or do its work once in advance",
-    "normalize": "`normalize` on the GPU, after `transfer`",
-}
-
-
-def _waited(interval: Interval, cause: str | None = None) -> str:
-    """How long the loop waited in all, and for one cause: the head of every verdict's evidence."""
-    stats = interval.stats
-    text = f"the loop waited {interval.percent(interval.waited_s):.1f} % of {say_seconds(stats.wall_s)}"
-    if cause is None or stats.stall_s[cause] >= interval.waited_s:
-        return text
-    return f"{text}, {interval.percent(stats.stall_s[cause]):.1f} % for {cause}"
+# ----------------------------------------------------------------------------------------------- verdict of a stage
 
 
 def _clear(interval: Interval, cause: str) -> float:
@@ -367,56 +347,12 @@ def _of_stage(
     interval: Interval, facts: StageFacts, kind: str, evidence: str, change: str, *, sure: float = 1.0
 ) -> Verdict:
     name, use = facts.stage.name, facts.pool.use
-    parts = [_waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
-    parts += _host_facts(interval, facts)
+    parts = [words.waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
+    parts += words.host_facts(interval, facts)
     # Workers are as busy as a limit's are, or idle for a reason.
     agrees = 1.0 if use >= _BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers") else 0.7
     confidence = interval.confidence(_clear(interval, name), agrees, sure)
     return Verdict(name, interval.percent(interval.stats.stall_s[name]), confidence, "; ".join(parts), change, kind)
-
-
-def _host_facts(interval: Interval, facts: StageFacts) -> list[str]:
-    """What the machine withholds: CPUs, memory, cached files."""
-    found = []
-    host, others, num_cpus = interval.stats.host, interval.others_cpus, interval.num_cpus
-    if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:
-        found.append(f"other programs used {others:.1f} of {num_cpus} CPUs: this one gets {num_cpus - others:.1f}")
-    if interval.throttled_share > HARMLESS:
-        found.append(f"a CPU quota kept this program from running {100 * interval.throttled_share:.0f} % of the time")
-    if host.swapped_bytes:
-        found.append(f"{say_bytes(host.swapped_bytes)} of this program are swapped out")
-    hits = host.page_cache_hits
-    if facts.stage.kind == "read" and hits is not None and hits < _DISK:
-        found.append(f"{100 * hits:.0f} % of what was read came from the page cache, the rest from a disk")
-    return found
-
-
-def _more_cpus(interval: Interval) -> str:
-    if interval.throttled_share > HARMLESS:
-        return "a larger CPU quota"
-    others = interval.others_cpus or 0.0
-    return f"the {others:.1f} CPUs that other programs take" if others > _OTHERS else "more CPUs"
-
-
-def _say_memory(interval: Interval) -> str:
-    budget_bytes, batch_bytes = interval.stats.memory["budget_bytes"], interval.stats.memory.get("batch_bytes", 0)
-    return (
-        f"prefetch.memory ({say_bytes(budget_bytes)}) holds {interval.num_in_memory} of the {interval.num_wanted} "
-        f"batches to read ahead, {say_bytes(batch_bytes)} each"
-    )
-
-
-def _more_memory(interval: Interval) -> str:
-    batch_bytes = interval.stats.memory.get("batch_bytes", 0)
-    return f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
-
-
-def _deeper(interval: Interval) -> str:
-    """More batches ahead, as far as memory holds them."""
-    batches = f"prefetch.batches: {2 * interval.num_wanted}"
-    if not interval.is_short_of_memory:
-        return batches
-    return f"{batches} and prefetch.memory: {say_bytes(2 * interval.num_wanted * interval.stats.memory['batch_bytes'])}"
 
 
 def _confidence_of_comparison(facts: StageFacts) -> float:
@@ -424,28 +360,3 @@ def _confidence_of_comparison(facts: StageFacts) -> float:
     if facts.slowdown is None or (facts.slowdown > facts.serial_slowdown) != facts.is_serial:
         return 0.8
     return min(1.0, 0.7 + 1.5 * abs(1 - facts.slowdown / facts.serial_slowdown))
-
-
-def _compared(facts: StageFacts) -> str:
-    num_compared = round(facts.num_compared)
-    others = f"{num_compared} of {facts.num_in_process} at a time"
-    if num_compared == facts.num_in_process:
-        others = f"all {facts.num_in_process}"
-    evidence = f"one worker alone reached {100 * (facts.alone_share or 0.0):.0f} % of the throughput of {others}"
-    if facts.slowdown is not None:
-        evidence += f", and {facts.stage.name} takes {facts.slowdown:.1f} times as long side by side"
-    return evidence
-
-
-def _workers_instead(interval: Interval, how: str) -> str:
-    """The change where the loop's own thread makes the batches."""
-    if interval.is_inline_by_rule:
-        return f"larger batches, or prefetch.concurrency: {interval.num_cpus}, {how}"
-    return f"prefetch.executor: thread, {how}"
-
-
-def _more_workers(interval: Interval, facts: StageFacts) -> str:
-    if facts.pool.is_in_trainer:
-        return "not more workers: one thread in the trainer's process runs it"
-    wanted = interval.suggested_workers(facts.stage.workers)
-    return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'

@@ -1,0 +1,109 @@
+"""The words of verdicts: what the loop waited for, what the machine withholds, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from loaderkit._internal.units import say_bytes, say_seconds
+from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts
+
+_OTHERS = 0.2  # CPUs; other programs that use more are named
+_DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
+
+MOVE_LESS = "transfer fewer bytes: uint8 until `normalize` after `transfer`, fewer fields; or a faster link"
+
+_CHEAPER: Mapping[str, str] = {
+    "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
+    "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
+    "call": "a cheaper function, or do its work once in advance",
+    "normalize": "`normalize` on the GPU, after `transfer`",
+}
+
+
+def waited(interval: Interval, cause: str | None = None) -> str:
+    """How long the loop waited in all, and for one cause: the head of every verdict's evidence."""
+    stats = interval.stats
+    text = f"the loop waited {interval.percent(interval.waited_s):.1f} % of {say_seconds(stats.wall_s)}"
+    if cause is None or stats.stall_s[cause] >= interval.waited_s:
+        return text
+    return f"{text}, {interval.percent(stats.stall_s[cause]):.1f} % for {cause}"
+
+
+def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
+    """What the machine withholds: CPUs, memory, cached files."""
+    found = []
+    host, others, num_cpus = interval.stats.host, interval.others_cpus, interval.num_cpus
+    if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:
+        found.append(f"other programs used {others:.1f} of {num_cpus} CPUs: this one gets {num_cpus - others:.1f}")
+    if interval.throttled_share > HARMLESS:
+        found.append(f"a CPU quota kept this program from running {100 * interval.throttled_share:.0f} % of the time")
+    if host.swapped_bytes:
+        found.append(f"{say_bytes(host.swapped_bytes)} of this program are swapped out")
+    hits = host.page_cache_hits
+    if facts.stage.kind == "read" and hits is not None and hits < _DISK:
+        found.append(f"{100 * hits:.0f} % of what was read came from the page cache, the rest from a disk")
+    return found
+
+
+def compared(facts: StageFacts) -> str:
+    num_compared = round(facts.num_compared)
+    others = f"{num_compared} of {facts.num_in_process} at a time"
+    if num_compared == facts.num_in_process:
+        others = f"all {facts.num_in_process}"
+    evidence = f"one worker alone reached {100 * (facts.alone_share or 0.0):.0f} % of the throughput of {others}"
+    if facts.slowdown is not None:
+        evidence += f", and {facts.stage.name} takes {facts.slowdown:.1f} times as long side by side"
+    return evidence
+
+
+def say_memory(interval: Interval) -> str:
+    budget_bytes, batch_bytes = interval.stats.memory["budget_bytes"], interval.stats.memory.get("batch_bytes", 0)
+    return (
+        f"prefetch.memory ({say_bytes(budget_bytes)}) holds {interval.num_in_memory} of the {interval.num_wanted} "
+        f"batches to read ahead, {say_bytes(batch_bytes)} each"
+    )
+
+
+def less_work(interval: Interval, facts: StageFacts) -> str:
+    cheaper = _CHEAPER.get(facts.stage.kind, f"a cheaper {facts.stage.name}")
+    if interval.is_inline:
+        return f"{workers_instead(interval, 'so that it runs in parallel with training')}; or {cheaper}"
+    if interval.is_short_of_cpus:
+        return f"{cheaper}; or {more_cpus(interval)}: more workers would not help, since no CPU is free"
+    if facts.pool.works_one_at_a_time:
+        return f"{cheaper}; more workers would not help: one worker alone was faster"
+    return f"{more_workers(interval, facts)}; or {cheaper}"
+
+
+def workers_instead(interval: Interval, how: str) -> str:
+    """The change where the loop's own thread makes the batches."""
+    if interval.is_inline_by_rule:
+        return f"larger batches, or prefetch.concurrency: {interval.num_cpus}, {how}"
+    return f"prefetch.executor: thread, {how}"
+
+
+def more_workers(interval: Interval, facts: StageFacts) -> str:
+    if facts.pool.is_in_trainer:
+        return "not more workers: one thread in the trainer's process runs it"
+    wanted = interval.suggested_workers(facts.stage.workers)
+    return f'more workers: loader.resize("{facts.stage.name}", workers={wanted})'
+
+
+def more_cpus(interval: Interval) -> str:
+    if interval.throttled_share > HARMLESS:
+        return "a larger CPU quota"
+    others = interval.others_cpus or 0.0
+    return f"the {others:.1f} CPUs that other programs take" if others > _OTHERS else "more CPUs"
+
+
+def more_memory(interval: Interval) -> str:
+    batch_bytes = interval.stats.memory.get("batch_bytes", 0)
+    return f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
+
+
+def deeper(interval: Interval) -> str:
+    """More batches ahead, as far as memory holds them."""
+    batches = f"prefetch.batches: {2 * interval.num_wanted}"
+    if not interval.is_short_of_memory:
+        return batches
+    return f"{batches} and prefetch.memory: {say_bytes(2 * interval.num_wanted * interval.stats.memory['batch_bytes'])}"

@@ -2,7 +2,7 @@
 
 Runs the pipelines of bottlenecks.py, and writes what the verdict reads of their accounts to
 tests/engine/metrics/recorded/NAME.json, a line for each. With --one-cpu all threads of a pipeline run on one CPU while
-the others are idle: then a thread that gets Python's lock is ready to run, and waits behind the one that gave it away,
+the others are idle: then a thread that gets the GIL is ready to run, and waits behind the one that gave it away,
 as it does on some virtual machines. (Where a pipeline computes side by side that is another bottleneck: those are left
 out then.)
 """

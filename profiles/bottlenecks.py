@@ -273,7 +273,7 @@ DOZEN = [
 ]
 
 
-def build(case: Case, more: Mapping[str, Any] | None = None, stretch: Slowdown | None = None) -> tuple[Loader, float]:
+def build(case: Case, more: Mapping[str, Any] | None = None, slowdown: Slowdown | None = None) -> tuple[Loader, float]:
     """The loader of a case, with more overrides, and how long the loop takes for a batch, in s."""
     bottleneck = BOTTLENECKS[case.bottleneck]
     parts = bottleneck.make(bottleneck.strength[case.is_strong])
@@ -283,7 +283,7 @@ def build(case: Case, more: Mapping[str, Any] | None = None, stretch: Slowdown |
     overrides |= more or {}
     given = {} if parts.objects is None else {"memory": parts.objects()}
     config = to_config(parts.pipeline, overrides)
-    plan = compile_pipeline(config, rank=0, world_size=1, connectors=given, slowdown=stretch)
+    plan = compile_pipeline(config, rank=0, world_size=1, connectors=given, slowdown=slowdown)
     if parts.transfer is not None:
         _replace_transfer(plan, parts.transfer)
     return Loader(plan), parts.step_s

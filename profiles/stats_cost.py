@@ -2,7 +2,7 @@
 
 In a running loader, from another thread than the loop's, for few and for many workers and stages. Prints the median of 300
 calls, and the same of `to_dict()`, which is made of what `stats()` returned, with its verdict. CPU time is what it costs; the
-rest is waiting for Python's lock, which 64 workers ask for, too.
+rest is waiting for the GIL, which 64 workers ask for, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether `loaderkit tune` finds what is better, and makes nothing worse: python -m profiles.tune [--busy 0,1] [--out FOLDER]
 
-Pipelines with one setting that is known to be wrong are drawn at random, and tuned beside so many busy programs. Then three
+Pipelines with one setting that is known to be wrong are drawn at random, and tuned beside N busy programs. Then three
 variants run in turns once more: the file as it was, what was written or offered, and the setting known to be right. A setting
 that was found makes it worse if it is slower by 3 % in most pairs of windows and in the median.
 """

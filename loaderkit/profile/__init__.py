@@ -1,6 +1,6 @@
 """Turns measurements of a run into a report and compares reports.
 
-Public: `Report`, `compare`; `with loader.profile() as report` records one.
+Public: `Report`, `compare_reports`; `with loader.profile() as report` records one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verdicts put to the test: what is stretched, what must follow, and what is made of it."""
+"""Verdicts put to the test: what is slowed, what must follow, and what is made of it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_where_training_is_the_limit_a_slower_stage_changes_nothing(photos: Path
 
 
 @pytest.mark.parametrize("kind", ["memory", "depth", "start", "wakeup", "unknown"])
-def test_where_no_stage_is_blamed_there_is_nothing_to_stretch(kind: str, photos: Path) -> None:
+def test_where_no_stage_is_blamed_there_is_nothing_to_slow(kind: str, photos: Path) -> None:
     report = report_of(Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8).batch(4))
     stage = None if kind in ("unknown",) else "memory"
     assert plan_check(report.verdict.model_copy(update={"stage": stage, "kind": kind}), report.stages) is None
@@ -141,7 +141,7 @@ def test_judgement(expected: float, measured: float, half: float, agrees: bool |
 
 
 @pytest.mark.parametrize("manner", ["wait", "compute", "gil", "turns"])
-def test_a_stretched_stage_does_the_same_and_takes_longer(manner: Manner) -> None:
+def test_a_slowed_stage_does_the_same_and_takes_longer(manner: Manner) -> None:
     calls = []
 
     def run(item: int) -> int:
@@ -161,7 +161,7 @@ def test_a_stretched_stage_does_the_same_and_takes_longer(manner: Manner) -> Non
     assert calls == [3]
 
 
-def test_a_loader_with_a_stretched_stage_gives_the_same_batches(photos: Path) -> None:
+def test_a_loader_with_a_slowed_stage_gives_the_same_batches(photos: Path) -> None:
     pipeline = Pipeline.files(photos, include="**/*.jpg").read().decode().random_resized_crop(8).batch(4)
     make = make_from(pipeline, {})
     with make({}, None) as one, make({}, Slowdown("decode", 0.5, "turns")) as other:

@@ -110,7 +110,7 @@ def test_an_epoch_that_is_there_with_its_first_batch_has_a_rate() -> None:
     pipeline = Pipeline.dataset(list(range(3))).read().batch(1).prefetch(batches=4, concurrency=1)
     with loaderkit.build(pipeline) as loader:
         found = measure_headspace(
-            lambda _overrides, _stretch: contextlib.nullcontext(AllAtOnce(loader)),
+            lambda _overrides, _slowdown: contextlib.nullcontext(AllAtOnce(loader)),
             None,
             Subset(3, None),
             cold=False,

@@ -67,18 +67,18 @@ def test_digest_sees_order_and_borders() -> None:
     assert len({StringTable(strings).digest() for strings in tables}) == len(tables)
 
 
-def test_catalog_gives_back_what_was_listed_in_little_memory() -> None:
+def test_a_listing_gives_back_what_was_listed_in_little_memory() -> None:
     num = 20_000
 
     def info(i: int) -> ObjectInfo:
         return ObjectInfo(f"train/n{i % 1000:08d}/{i:08d}.JPEG", 10**12 + i, f"{1700000000000000000 + i:x}-1a2b3")
 
     tracemalloc.start()
-    catalog = Listing(info(i) for i in range(num))
+    listing = Listing(info(i) for i in range(num))
     used_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(catalog) == num
-    assert [catalog[i] for i in (0, 1, num - 1)] == [info(i) for i in (0, 1, num - 1)]
+    assert len(listing) == num
+    assert [listing[i] for i in (0, 1, num - 1)] == [info(i) for i in (0, 1, num - 1)]
     assert used_bytes / num < 100
 
 

@@ -1,4 +1,4 @@
-"""`python -m loaderkit.cli.demo.resume FOLDER`: the new process that goes on from the demo's checkpoint.
+"""`python -m loaderkit.cli.demo.resume FOLDER`: the new process that continues from the demo's checkpoint.
 
 Prints one JSON object: the digest of the batch that comes first, where it stands, and the loss of a step on it.
 """

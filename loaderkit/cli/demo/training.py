@@ -55,7 +55,7 @@ class Trainer:
 
 
 def save_checkpoint(folder: Path, pipeline: Pipeline, trainer: Trainer, loader: Loader) -> None:
-    """Write all that another process needs to go on: pipeline.yaml, model.pt and loader.json."""
+    """Write all that another process needs to continue: pipeline.yaml, model.pt and loader.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pipeline.yaml").write_text(pipeline.to_yaml(), encoding="utf-8")
     torch.save(trainer.state_dict(), folder / "model.pt.tmp")

@@ -54,7 +54,7 @@ class _Phase(NamedTuple):
 
     lane: int | None
     seconds: float
-    pauses: deque[tuple[float, float]] | None = None  # (begin, end) of the times at which none goes on
+    pauses: deque[tuple[float, float]] | None = None  # (begin, end) of the times at which none continues
     is_serial: bool = False
 
 
@@ -178,7 +178,7 @@ class Simulation:
         return (self.num_batches - 1 - first) * self._batch / max(self.taken_s[-1] - self.taken_s[first], 1e-12)
 
     def _step(self) -> None:
-        """On to the next moment at which somebody is done."""
+        """Advance to the next moment at which a task is done."""
         timer_s = self._timers[0][0] if self._timers else math.inf
         after_s, lane = self._cpus.next_s()
         if self._now + after_s < timer_s:
@@ -241,7 +241,7 @@ class Simulation:
         self._go_on(_Task(process, pool, unit, [*wake, *self._phases(process, pool, unit)]))
 
     def _done(self, task: _Task, unit: Chunk | WorkItem) -> None:
-        """A worker is through with a unit: it lands, and goes on to the next pool or to the loop."""
+        """A worker is through with a unit: it lands, and passes to the next pool or to the loop."""
         process, pool = task.process, task.pool
         onward: Chunk | WorkItem | None = unit
         if isinstance(unit, Chunk) and pool == self._landing:

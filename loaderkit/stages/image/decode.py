@@ -41,7 +41,7 @@ from loaderkit.stages.context import CompileContext
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
 from loaderkit.stages.image.jpeg import jpeg_size
-from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, foresight
+from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
 from loaderkit.stages.values import as_image, describe
@@ -359,7 +359,7 @@ def decode_hint(stage: StageConfig, context: CompileContext) -> tuple[StageConfi
     is_apart = args.fields is not None and fields is not None and not {*args.fields} & {*fields}
     if ops is None or args.device != "cpu" or args.exif_orientation or is_apart:
         return following, None
-    return following, foresight(ops(following.args), is_next=following is behind[0], scaled=args.scaled)
+    return following, hint_for(ops(following.args), is_next=following is behind[0], scaled=args.scaled)
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

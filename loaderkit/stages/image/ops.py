@@ -96,7 +96,7 @@ class DecodeHint(NamedTuple):
     takes_a_piece: bool
 
 
-def foresight(steps: ImageOps, *, is_next: bool, scaled: bool) -> DecodeHint | None:
+def hint_for(steps: ImageOps, *, is_next: bool, scaled: bool) -> DecodeHint | None:
     """The hint for the `decode` before a stage; None if the stage always needs the whole image.
 
     A part is enough only for the stage that `is_next`; with `scaled`, fewer pixels are enough if it shrinks them further.

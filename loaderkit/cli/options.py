@@ -70,13 +70,14 @@ def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConf
 
 def open_plan(pipeline: Path, assignments: Sequence[str] | None) -> ExecutionPlan:
     """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
-    from loaderkit.pipeline.execution_plan import compile_pipeline
+    from loaderkit.pipeline.execution_plan import compile_pipeline, ranks_now
 
     # `call` and `kind: dataset` name modules. A console script does not look for them where it was started, as
     # `python -m` does; last in line, so that no file lying there hides an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    return compile_pipeline(described(pipeline, assignments))
+    rank, world_size = ranks_now()
+    return compile_pipeline(described(pipeline, assignments), rank=rank, world_size=world_size)
 
 
 def checkpoint_config(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig | None:

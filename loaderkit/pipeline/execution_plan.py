@@ -53,6 +53,7 @@ class ExecutionPlan:
     index_s: float = 0.0  # the time to read or build the indexes of archives
     inline_reason: str | None = None  # why a rule chose inline, if it did
     shard: Shard = WHOLE  # of this worker process
+    has_given_ranks: bool = True  # False: the schedule's rank and world size are a guess, see `Loader`
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # without the compiled stages
@@ -120,6 +121,10 @@ class ExecutionPlan:
                 values[f"stages.{stage.name}"] = f"{stage.kind} {json.dumps(args, sort_keys=True, default=_name_of)}"
         return values
 
+    def of_rank(self, rank: int, world_size: int) -> ExecutionPlan:
+        """This plan for another rank; its stages are compiled anew. Raises ConfigError."""
+        return replace(self, schedule=_with_batches(replace(self.schedule, rank=rank, world_size=world_size)))
+
     def close(self) -> None:
         """Close the connector, unless the caller gave it."""
         if self.connector is not None and self.owns_connector:
@@ -134,15 +139,22 @@ def compile_pipeline(
     connectors: Mapping[str, Connector] | None = None,
     slowdown: Slowdown | None = None,
 ) -> ExecutionPlan:
-    """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Raises
-    LoaderkitError."""
+    """Open and list the source, and compile the stages; no thread is started. `slowdown` slows one stage down. Without
+    `rank` and `world_size` the plan is for those of now, as a guess. Raises LoaderkitError."""
     kind = SOURCES[config.source_kind]
     if kind.open is None:
         raise ConfigError(
             f"{config.name}: its source is a checkpoint, which has tensors and no samples: iterate over loaderkit.build(), or "
             "use loaderkit run, check, explain or restore"
         )
-    rank, world_size = ranks_of(rank, world_size)
+    has_given_ranks = rank is not None or world_size is not None
+    if has_given_ranks:
+        rank, world_size = _checked(rank, world_size)
+    else:
+        try:
+            rank, world_size = ranks_now()
+        except ConfigError:  # a process group may be initialised before they are needed
+            rank, world_size = 0, 1
     given = connectors or {}
     with ExitStack() as opened:  # closed if anything below raises
         store = config.source if isinstance(config.source, StoreArgs) else None
@@ -155,12 +167,7 @@ def compile_pipeline(
         list_s = time.perf_counter() - begin_s
         index_s = getattr(source, "index_s", 0.0)
         batch = config.batch
-        schedule = BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last)
-        if schedule.num_batches() == 0:
-            raise ConfigError(
-                f"an epoch has no batch at all: {len(source)} samples do not fill one batch of {batch.size} on each of "
-                f"{world_size} ranks, and stages.batch.drop_last is true"
-            )
+        schedule = _with_batches(BatchSampler(len(source), rank, world_size, batch.size, batch.drop_last))
         inline_reason = why_inline(config, source, connector)
         plan = ExecutionPlan(
             config,
@@ -173,24 +180,35 @@ def compile_pipeline(
             list_s=list_s - index_s,
             index_s=index_s,
             inline_reason=inline_reason,
+            has_given_ranks=has_given_ranks,
         )
         _ = plan.compiled  # raises here if a stage is wrong
         opened.pop_all()
     return plan
 
 
-def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): as given, else torch.distributed's, else RANK and WORLD_SIZE, else (0, 1)."""
-    if rank is None and world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        try:
-            rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        except ValueError:
-            raise ConfigError(
-                f"the environment's RANK={os.environ.get('RANK')!r}, WORLD_SIZE={os.environ.get('WORLD_SIZE')!r} "
-                "are not whole numbers: correct them, or give rank and world_size to build()"
-            ) from None
+def ranks_now() -> tuple[int, int]:
+    """(rank, world size) of torch.distributed, else of RANK and WORLD_SIZE, else (0, 1). Raises ConfigError."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if (rank is None) != (world_size is None) and world_size != "1":
+        is_set, is_not = ("WORLD_SIZE", "RANK") if rank is None else ("RANK", "WORLD_SIZE")
+        raise ConfigError(
+            f"{is_set}={os.environ[is_set]} is set and {is_not} is not, and torch.distributed is not initialised, so this "
+            f"process's share of the samples is not known: call init_process_group first, set {is_not}, or pass rank= and "
+            "world_size= to build()"
+        )
+    try:
+        return _checked(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError:
+        raise ConfigError(
+            f"the environment's RANK={rank!r}, WORLD_SIZE={world_size!r} are not a rank and its world size: correct them, or "
+            "pass rank= and world_size= to build()"
+        ) from None
+
+
+def _checked(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         raise ConfigError("give both rank and world_size, or neither")
     try:
@@ -200,6 +218,16 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in [0, world_size = {world_size})")
     return rank, world_size
+
+
+def _with_batches(schedule: BatchSampler) -> BatchSampler:
+    """The schedule, if an epoch of it has a batch. Raises ConfigError."""
+    if schedule.num_batches() == 0:
+        raise ConfigError(
+            f"an epoch has no batch at all: {schedule.num_samples} samples do not fill one batch of {schedule.batch_size} on "
+            f"each of {schedule.world_size} ranks, and stages.batch.drop_last is true"
+        )
+    return schedule
 
 
 def _num_workers(config: PipelineConfig) -> int:

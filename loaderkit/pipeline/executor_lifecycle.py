@@ -27,7 +27,7 @@ class ExecutorLifecycle:
 
     def __init__(self, plan: ExecutionPlan, clock: Clock) -> None:
         """Raises ConfigError."""
-        self._plan = plan
+        self.plan = plan
         self._clock = clock
         tuning = describe_tuning(plan, clock)
         self.settings = LiveSettings(tuning, make_tuner(plan.config, tuning))
@@ -48,7 +48,7 @@ class ExecutorLifecycle:
         executor = self.executor  # `close` in another thread may take it away meanwhile
         if executor is None:
             self.check_open()
-            self.executor = executor = make_executor(self._plan, self._clock)
+            self.executor = executor = make_executor(self.plan, self._clock)
             self._next_position = None
             self.settings.attach(executor)
             if self._recordings is not None:
@@ -75,7 +75,7 @@ class ExecutorLifecycle:
 
     def _make_monitor(self, executor: Executor) -> Monitor | None:
         """A monitor of a running executor. It must not refer to this object, which would never be collected then."""
-        if self._plan.executor == "inline":
+        if self.plan.executor == "inline":
             return None
         settings, run = self.settings, self._run
         return Monitor(lambda: executor.stats(settings.tuning, run), self._series, settings.tune)
@@ -105,11 +105,11 @@ class ExecutorLifecycle:
     def stats(self) -> Stats:
         """The counters up to now, of the running executor or of the last one."""
         executor, monitor = self.executor, self.monitor
-        tuning, stream = self.settings.tuning, self._plan.compiled.context.stream
+        tuning, stream = self.settings.tuning, self.plan.compiled.context.stream
         if executor is not None:
             now = executor.stats(tuning, self._run)
         else:
-            now = self._last_stats or make_executor(self._plan, self._clock).stats(tuning, self._run)
+            now = self._last_stats or make_executor(self.plan, self._clock).stats(tuning, self._run)
         if monitor is not None:
             now = replace(now, lateness=monitor.lateness.copy())
         return now if stream is None else replace(now, copies=stream.counters())

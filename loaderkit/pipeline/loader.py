@@ -18,7 +18,7 @@ from loaderkit.pipeline.bad_samples import BadSamples
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
+from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline, ranks_now
 from loaderkit.pipeline.executor_lifecycle import ExecutorLifecycle
 from loaderkit.sampling.state import State
 
@@ -37,14 +37,16 @@ def build(
 ) -> Loader:
     """A loader for a pipeline: the path of a YAML file, a dict of the same layout, or a `Pipeline`.
 
-    `rank` and `world_size` default to torch.distributed's, then to the environment's RANK and WORLD_SIZE, then to 0 and 1.
+    `rank` and `world_size` default to torch.distributed's, then to the environment's RANK and WORLD_SIZE, then to 0 and 1. They
+    are taken when the loader first iterates or gives its length, so the process group may be initialised after `build`; a
+    later iteration as another rank raises ConfigError.
     `overrides` replaces single values by dotted key ("stages.batch.size"); paths among them are relative to the working
     directory. `connectors` gives a connector for a URL scheme, such as {"memory": MemoryConnector(...)}.
 
     With `source.kind: checkpoint` it yields (name, tensor) instead of batches, has `values` and `stats`, and no epochs: see
     `loaderkit.pipeline.tensor_loader.TensorLoader`.
 
-    The source is listed here, so that `len()` and `classes` are known; no thread runs before `start()` or the first
+    The source is listed here, so that `num_samples` and `classes` are known; no thread runs before `start()` or the first
     `next()`. Raises ConfigError, SourceError, ConnectorError, FormatError.
     """
     config = to_config(pipeline, overrides)
@@ -67,6 +69,7 @@ class Loader:
         """The loader closes the plan's connector. Raises ConfigError."""
         self._plan = plan
         self._fingerprint = plan.fingerprint()
+        self._has_ranks = plan.has_given_ranks
         self._stream = plan.compiled.context.stream
         self._epoch = 0  # of the last batch delivered, or of the first to come
         self._position = 0  # samples delivered in that epoch, over all ranks
@@ -80,6 +83,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """One epoch: the rest of a resumed one, else the next one. Ends an earlier iteration."""
         self._executors.check_open()
+        self._take_ranks()
         if self._executors.steps is not None:
             self._executors.steps.on_epoch()
         epoch, position = self._next
@@ -92,14 +96,32 @@ class Loader:
         return _Epoch(partial(self._next_of, self._iteration), self._plan.schedule.num_batches(position))
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank."""
+        """The number of batches of a whole epoch on this rank; of an iterator `len` is the number left."""
+        self._take_ranks()
         return self._plan.schedule.num_batches()
 
     def start(self) -> None:
         """Start to prefetch before the first `next()`. Idempotent."""
         self._executors.check_open()
+        self._take_ranks()
         if not self._is_over(self._next[0]):
             self._executors.at(*self._next).start()
+
+    def _take_ranks(self) -> None:
+        """Take rank and world size, unless they were given; later check that they are the same. Raises ConfigError."""
+        if self._plan.has_given_ranks:
+            return
+        now, mine = ranks_now(), (self._plan.schedule.rank, self._plan.schedule.world_size)
+        if now != mine:
+            if self._has_ranks:
+                raise ConfigError(
+                    f"this loader is rank {mine[0]} of {mine[1]} since it first iterated or gave its length, and this process "
+                    f"is rank {now[0]} of {now[1]} now: samples would be repeated or left out. Call init_process_group before, "
+                    "or pass rank= and world_size= to build()"
+                )
+            self._plan = self._executors.plan = self._plan.of_rank(*now)
+            self._stream = self._plan.compiled.context.stream
+        self._has_ranks = True
 
     def _is_over(self, epoch: int) -> bool:
         last = self._plan.config.order.epochs
@@ -256,9 +278,10 @@ class Loader:
         return Profile(self.as_subject(), import_s, trace=trace)
 
     def as_subject(self) -> ProfiledLoader:
-        """The parts of this loader that a report reads."""
+        """The parts of this loader that a report reads. Raises ConfigError, as the rank is one of them."""
         from loaderkit.profile.recording import ProfiledLoader  # as above
 
+        self._take_ranks()
         plan, executors = self._plan, self._executors
         return ProfiledLoader(
             config=plan.config,
@@ -280,9 +303,12 @@ class Loader:
 
     def __repr__(self) -> str:
         schedule = self._plan.schedule
+        num_batches, ranks = "", "rank not taken yet"
+        if self._has_ranks:
+            num_batches, ranks = f"{schedule.num_batches()} ", f"on rank {schedule.rank} of {schedule.world_size}"
         return (
-            f"<Loader {self._plan.config.name!r}: {len(self._plan.source)} samples, {len(self)} batches of "
-            f"{schedule.batch_size} on rank {schedule.rank} of {schedule.world_size}, epoch {self._epoch}>"
+            f"<Loader {self._plan.config.name!r}: {len(self._plan.source)} samples, {num_batches}batches of "
+            f"{schedule.batch_size}, {ranks}, epoch {self._epoch}>"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -321,6 +347,10 @@ class _Epoch(Iterator[Any]):
     def __init__(self, next_of: Callable[[int], Any], num_left: int) -> None:
         self._next_of = next_of
         self._num_left = num_left
+
+    def __len__(self) -> int:
+        """The number of batches left, also of a resumed epoch."""
+        return self._num_left
 
     def __next__(self) -> Any:
         try:

@@ -224,14 +224,6 @@ class TestRanks:
             assert [len(batch["__key__"]) for batch in batches] == [7, 7] == [7] * len(loader)
             assert all("__wrapped__" not in batch for batch in batches)
 
-    def test_from_the_environment(self, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", "3")
-        assert "rank 1 of 3" in repr(loaderkit.build(augmented(photos)))
-        monkeypatch.setenv("RANK", "three")
-        with pytest.raises(ConfigError, match="RANK='three'"):
-            loaderkit.build(augmented(photos))
-
     def test_zero_batches_is_an_error(self, photos: Path) -> None:
         with pytest.raises(ConfigError, match="no batch at all"):
             loaderkit.build(augmented(photos, 64, drop_last=True))

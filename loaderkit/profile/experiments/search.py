@@ -166,6 +166,7 @@ class _Search:
     def _changes(self, processes: int) -> Iterator[Overrides]:
         yield self.sizes
         yield self._suggested
+        yield {"prefetch.executor": "thread"}
         for stage in self._config.stages:
             if stage.args.workers != "auto":
                 key = f"stages.{stage.name}.workers"
@@ -178,7 +179,6 @@ class _Search:
             yield {"prefetch.executor": "process", "prefetch.processes": 1}
             yield {"prefetch.executor": "inline"}
         else:
-            yield {"prefetch.executor": "thread"}
             yield several
         yield from ({"prefetch.concurrency": other} for other in _neighbours(workers))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import wait_for
+from waiting import LIMIT_S, wait_for
 
 import loaderkit
 from loaderkit.connectors.base import ConnectorTraits
@@ -33,12 +35,14 @@ class Watched(MemoryConnector):
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)
         self.reads: list[tuple[str, int, int]] = []
+        self.begun = threading.Semaphore(0)
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
 
     def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
         self.reads.append((key, start, len(buffer)))
+        self.begun.release()
         self.gate.wait()
         if self.error is not None:
             raise self.error
@@ -132,13 +136,21 @@ def is_for_read(stats: Stats) -> bool:
 
 
 class TestReading:
-    def test_the_time_readers_wait_is_counted(self, inner: Watched) -> None:
-        etag = inner.stat("a").etag
+    def test_the_time_readers_wait_is_counted(self, inner: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+        etag, is_waiting, seconds = inner.stat("a").etag, threading.Event(), itertools.count()
+
+        def clock() -> float:  # a reader looks at it when it begins to wait
+            if threading.current_thread() is reader:
+                is_waiting.set()
+            return float(next(seconds))
+
+        monkeypatch.setattr("loaderkit.connectors.layers.read_ahead.time", types.SimpleNamespace(perf_counter=clock))
         inner.gate.clear()
         connector = made(inner, blocks_of("a", etag, 1000, 3))
         reader = threading.Thread(target=read, args=(connector, "a", 0, 1000, etag))
         reader.start()
-        wait_for(lambda: connector.counters()["ahead_wait_s"] > 0)
+        assert is_waiting.wait(LIMIT_S)
+        assert connector.counters()["ahead_wait_s"] > 0
         assert reader.is_alive(), "the wait counts while it lasts"
         inner.gate.set()
         reader.join()
@@ -238,7 +250,8 @@ class TestReading:
         etag = inner.stat("a").etag
         connector = made(inner, blocks_of("a", etag, 1000, 100), memory_bytes=3000)
         assert read(connector, "a", 0, 1000, etag) == DATA[:1000]
-        wait_for(lambda: connector.counters()["ahead_bytes"] >= 4000)  # the next three: no room for more
+        for _ in range(4):  # the first, and the next three: no room for more
+            assert inner.begun.acquire(timeout=LIMIT_S)
         connector.seek(0, 50)
         inner.reads.clear()
         for place in range(50_000, 100_000, 1000):

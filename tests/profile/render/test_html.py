@@ -113,7 +113,7 @@ def test_in_a_browser_it_shows_the_verdict_and_asks_no_network(
 
 STORED = [
     path
-    for path in sorted((Path(__file__).parents[2] / "profiles" / "results" / "reports").glob("*.json"))
+    for path in sorted((Path(__file__).parents[3] / "profiles" / "results" / "reports").glob("*.json"))
     if json.loads(path.read_text()).get("kind") != "restore"  # which has no page
 ]
 

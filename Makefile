@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+# Not --quiet: an installation takes a minute or more, and one sees what it does.
+PIP := $(BIN)/pip install --disable-pip-version-check
 STAMP := $(VENV)/.complete
 
 .PHONY: venv demo test sanitize prove lint format peers clean
@@ -12,8 +14,8 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml $(wildcard loaderkit/native/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[s3,dali,webdataset,profile,demo,dev]"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
+	$(PIP) --editable ".[s3,dali,webdataset,profile,demo,dev]"
 	touch $(STAMP)
 
 demo: venv

@@ -53,7 +53,7 @@ class Numbers:
 def pictures() -> Pipeline:
     photos = default_cache_dir() / "peers" / "photos"
     if not photos.is_dir():
-        photos = demo_data(default_cache_dir() / "demo", 2000, print).train
+        photos = demo_data(default_cache_dir() / "demo", 2000)
     source = Pipeline.files(photos, include="**/*.jpg", label="parent")
     return (
         source.read().decode().random_resized_crop(224).random_horizontal_flip().batch(64, drop_last=True).normalize()

@@ -86,7 +86,7 @@ def into_page_cache(folders: Iterable[Path]) -> None:
 
 
 def _photos(target: Path, demo: Path, num_photos: int) -> None:
-    source = demo_data(demo, num_photos, print).train
+    source = demo_data(demo, num_photos)
     for path in sorted(source.rglob("*.jpg")):
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
@@ -150,7 +150,7 @@ def _tokens(target: Path, num_tokens: int) -> None:
 
 def _large_photos(target: Path, demo: Path, amounts: Amounts) -> None:
     """Pieces of the demo's photographs, enlarged; 4 of each class and more."""
-    source = demo_data(demo, amounts.photos, print).train
+    source = demo_data(demo, amounts.photos)
     classes = sorted(source.iterdir())
     for number in range(amounts.large_photos):
         folder = classes[number % len(classes)]

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 
 import loaderkit
-from loaderkit.cli.demo.photos import DemoData, demo_data
-from loaderkit.cli.demo.show import files_pipeline
-from loaderkit.cli.demo.training import Trainer
+from loaderkit.cli.demo.photos import demo_data
+from loaderkit.cli.demo.training import SmallNet, train_on, training_pipeline
 from profiles.bottlenecks import DOZEN
 from profiles.predictions import look_at, pairs_of
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DemoData:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_data(tmp_path_factory.mktemp("demo"), 160)
 
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("executor", ["inline", "thread", "process"])
-def test_the_parts_sum_to_the_loops_own_time(data: DemoData, executor: str) -> None:
+def test_the_parts_sum_to_the_loops_own_time(data: Path, executor: str) -> None:
     """As a clock around every `next` and every step has it, wherever something else gets the CPU in between."""
     asks, gets = [], []
     trained_s = 0.0
-    with loaderkit.build(files_pipeline(data, 32), overrides={"prefetch.executor": executor}) as loader:
-        trainer = Trainer(len(loader.classes or ()))
+    pipeline = training_pipeline(data, 32, slow=False)
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:
+        model = SmallNet(len(loader.classes or ()))
         with loader.profile() as report:
             batches = iter(loader)
             while True:
@@ -36,7 +37,7 @@ def test_the_parts_sum_to_the_loops_own_time(data: DemoData, executor: str) -> N
                 gets.append(time.perf_counter())
                 if batch is None:
                     break
-                trainer.step(batch)
+                train_on(model, batch)
                 trained_s += time.perf_counter() - gets[-1]
         num_batches = len(loader)
     steps = report.result.steps

@@ -1,4 +1,4 @@
-"""`loaderkit demo`: load real photographs, train, see what training waited for, stop in mid-epoch and resume exactly."""
+"""`loaderkit demo`: make training wait, see why, change it, see the gain; then kill training and resume it exactly."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ def demo(
         Path | None,
         typer.Option(help="The folder of the demo's data set, made if missing; default: the user's cache directory."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="About how long to train.")] = 60,
-    num_images: Annotated[int, typer.Option(min=24, help="How many photographs the data set has.")] = 2000,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints and print their folder.")] = False,
+    seconds: Annotated[float, typer.Option(min=0, help="How long to train: half of it before the change.")] = 16,
+    num_images: Annotated[int, typer.Option(min=24, help="How many photographs the data set has.")] = 320,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Make a data set of photographs, train on it, stop in mid-epoch, resume in a new process: the whole job."""
+    """Train with a slow function left in, say what training waited for, change it; then kill training and resume it."""
     from loaderkit.cli.demo.show import run_demo
 
     out = console.stderr() if as_json else console.stdout()
-    result = run_demo(out, data=data, seconds=seconds, num_images=num_images, keep=keep)
+    result = run_demo(out, data=data, seconds=seconds, num_images=num_images)
     if as_json:
         console.tell_json(result)
     if not result["resumed_exactly"]:

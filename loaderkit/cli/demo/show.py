@@ -1,4 +1,4 @@
-"""The demo: what `loaderkit demo` shows, step by step."""
+"""The demo: a stall, its cause, the change, the gain; then a process that is killed, and one that resumes exactly."""
 
 from __future__ import annotations
 
@@ -7,176 +7,107 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+from threadpoolctl import threadpool_limits
 
 import loaderkit
 from loaderkit._internal.cgroups import num_cpus
-from loaderkit.cli.demo.photos import PHOTOGRAPHS, DemoData, demo_data
-from loaderkit.cli.demo.training import Trainer, digest, save_checkpoint
+from loaderkit.cli.demo.child import SAVED_BATCHES
+from loaderkit.cli.demo.photos import demo_data
+from loaderkit.cli.demo.training import ANSWER_S, SLOW, SmallNet, train_on, training_pipeline
 from loaderkit.errors import LoaderkitError
-from loaderkit.profile.render.summary import print_summary, reading
+from loaderkit.profile.compare import compare_reports
+from loaderkit.profile.render.summary import facts_table
+from loaderkit.profile.render.terminal import render
+from loaderkit.profile.report import Report
 from loaderkit.sources.formats.tar_index import default_cache_dir
 
-_NUM_LINES = 10
-_TAR_SHARE = 0.25  # of the time; the rest goes to the files
+_NUM_REPEATED = 3  # batches between the checkpoint and the kill, and so those that are made twice
 
 
-def run_demo(
-    out: Console,
-    *,
-    data: Path | None = None,
-    seconds: float = 60,
-    num_images: int = 2000,
-    keep: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
-    """Show everything on `out`. Returns what was found, by pipeline, and whether both resumed exactly.
+def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int) -> dict[str, Any]:
+    """Show everything on `out`. Returns the two reports, what both processes told, and whether they agree.
 
-    The data set is made below `data` (default: the user's cache directory) and stays there; the checkpoints are
-    removed unless `keep`. Raises LoaderkitError, OSError.
+    The data set is made below `data` (default: the user's cache directory) and stays there. Raises LoaderkitError, OSError.
     """
-    say = _line_printer(out)
-    started_s = clock()
-    dataset = demo_data(data if data is not None else default_cache_dir() / "demo", num_images, say)
-    say(f"data set: {dataset.folder} ({num_images} images, {len(PHOTOGRAPHS)} classes; {clock() - started_s:.1f} s)")
-    batch_size = max(2, min(64, num_images // 8))  # so that an epoch has a middle to stop in
-    shows = {
-        "files": (files_pipeline(dataset, batch_size), seconds * (1 - _TAR_SHARE)),
-        "tar": (tar_pipeline(dataset, batch_size), seconds * _TAR_SHARE),
-    }
-    results: dict[str, Any] = {}
-    with _checkpoint_folder(keep, say) as folder, _half_the_cpus():
-        for name, (pipeline, share_s) in shows.items():
-            say(f"\n--- {name}: {pipeline!r}")
-            results[name] = _show(out, pipeline, folder / name, share_s, clock)
-    exact = all(result["resumed_exactly"] for result in results.values())
-    say("\nBoth pipelines resumed exactly." if exact else "\nNot the batch that would have come: this is a bug.")
-    return {"data": str(dataset.folder), **results, "resumed_exactly": exact}
+    place = (data or default_cache_dir() / "demo").resolve()
+    out.print(f"1/4 {num_images} photographs (made once, then used again)")
+    train = demo_data(place, num_images)
+    batch_size = max(2, min(8, num_images // 16))  # so that checkpoint and kill are in mid-epoch
+    pipeline = training_pipeline(train, batch_size, slow=True)
 
-
-def files_pipeline(data: DemoData, batch_size: int) -> loaderkit.Pipeline:
-    """The usual training pipeline over class folders, as in pipelines/imagenet-files.yaml."""
-    source = loaderkit.Pipeline.files(data.train, include="**/*.jpg", label="parent").named("demo-files")
-    return _with_stages(source.shuffle(seed=0), batch_size)
-
-
-def tar_pipeline(data: DemoData, batch_size: int) -> loaderkit.Pipeline:
-    """The same over tar shards, as in pipelines/imagenet-tar.yaml."""
-    source = loaderkit.Pipeline.tar(data.shards).named("demo-tar")
-    return _with_stages(source.shuffle("block", seed=0, block="2MiB"), batch_size)
-
-
-def _with_stages(source: loaderkit.Pipeline, batch_size: int) -> loaderkit.Pipeline:
-    return (
-        source.read()
-        .decode()
-        .random_resized_crop(224)
-        .random_horizontal_flip()
-        .batch(batch_size, drop_last=True)
-        .normalize(mean="imagenet", std="imagenet")
+    out.print(f"2/4 training on {train}")
+    out.print(
+        f"    for {seconds / 2:.0f} s; the function {SLOW}, which waits {ANSWER_S} s for each sample, was left in\n"
     )
+    before = _train(pipeline, seconds / 2)
+    out.print(render(before))
 
-
-def _show(
-    out: Console, pipeline: loaderkit.Pipeline, folder: Path, seconds: float, clock: Callable[[], float]
-) -> dict[str, Any]:
-    """Train, stop in mid-epoch, and compare the batch that would have come with the one a new process gets."""
-    say = _line_printer(out)
-    trainer = Trainer(len(PHOTOGRAPHS))
-    with loaderkit.build(pipeline) as loader:
-        iterator = _train(loader, trainer, seconds, clock, say)
-        stats = loader.stats().to_dict()
-        state = loader.state_dict()
-        save_checkpoint(folder, pipeline, trainer, loader)
-        say(f"stopped in epoch {state['epoch']} after {state['position']} of {loader.num_samples} samples\n")
-        expected = next(iterator)
-        wanted = digest(expected)
-        loss, _ = trainer.step(expected)
-    print_summary(out, stats)
-    say(f"\n{reading(stats)}")
-    resumed = _resume(folder)
-    exact = bool(resumed["digest"] == wanted)
-    say(f"batch that would have come next   {wanted}  loss {loss:.6f}")
-    say(f"first batch of the new process    {resumed['digest']}  loss {resumed['loss']:.6f}")
-    say("the same, to the last byte" if exact else "NOT THE SAME")
-    return {"resumed_exactly": exact, "digest": wanted, "resumed": resumed, "state": state, "stats": stats}
-
-
-def _train(
-    loader: loaderkit.Loader, trainer: Trainer, seconds: float, clock: Callable[[], float], say: Callable[[str], None]
-) -> Iterator[Any]:
-    """Train until time is up and an epoch is in its middle; returns the iterator, which has batches left."""
-    began_s = clock()
-    line_s = seconds / _NUM_LINES
-    due_s = line_s
-    before = loader.stats()
-    steps: list[tuple[float, float]] = []  # since the last line
-    while True:
-        iterator = iter(loader)
-        for number, batch in enumerate(iterator, 1):
-            steps.append(trainer.step(batch))
-            elapsed_s = clock() - began_s
-            is_over = elapsed_s >= seconds and number < len(loader)
-            if elapsed_s >= due_s or is_over:
-                due_s = elapsed_s + line_s
-                now = loader.stats()
-                recent = now.since(before).to_dict()
-                before = now
-                loss, accuracy = (sum(values) / len(steps) for values in zip(*steps, strict=True))
-                steps.clear()
-                say(
-                    f"{elapsed_s:5.1f} s  epoch {loader.epoch}  batch {number:2}/{len(loader)}  loss {loss:.3f}  "
-                    f"accuracy {accuracy:4.0%}  {recent['throughput']['samples_per_s']:4.0f} img/s  "
-                    f"stall {recent['stall']['percent']:.0f} %"
-                )
-            if is_over:
-                return iterator
-
-
-def _resume(folder: Path) -> dict[str, Any]:
-    done = subprocess.run(  # noqa: S603 - our own module, in the interpreter that runs this one
-        [sys.executable, "-P", "-m", "loaderkit.cli.demo.resume", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise LoaderkitError(f"the process that was to resume failed:\n{done.stderr.rstrip()}")
-    resumed: dict[str, Any] = json.loads(done.stdout)
-    return resumed
-
-
-@contextmanager
-def _checkpoint_folder(keep: bool, say: Callable[[str], None]) -> Iterator[Path]:
-    if keep:
-        folder = Path(tempfile.mkdtemp(prefix="loaderkit-demo-"))
-        yield folder
-        say(f"the checkpoints are in {folder}")
+    settings = before.verdict.settings
+    if settings:
+        change = ", ".join(f"{one.key}: {one.before} -> {one.value}" for one in settings) + ", as the report suggests"
+        changed = pipeline.with_overrides({one.key: one.value for one in settings})
     else:
-        with tempfile.TemporaryDirectory(prefix="loaderkit-demo-") as name:
-            yield Path(name)
+        change = f"{SLOW} removed, since the report has no setting for it"
+        changed = training_pipeline(train, batch_size, slow=False)
+    out.print(f"\n3/4 training for {seconds / 2:.0f} s with the change")
+    after = _train(changed, seconds / 2)
+    gain = compare_reports([before], after).summary
+
+    out.print("4/4 two processes that train: one saves and is killed, the other resumes\n")
+    with tempfile.TemporaryDirectory(prefix="loaderkit-demo-") as folder:
+        (Path(folder) / "pipeline.yaml").write_text(changed.to_yaml(), encoding="utf-8")
+        killed = _train_until_killed(folder, SAVED_BATCHES + _NUM_REPEATED)[SAVED_BATCHES:]
+        resumed = _train_until_killed(folder, _NUM_REPEATED)
+    exact = [one["digest"] for one in killed] == [one["digest"] for one in resumed]
+
+    verdict = before.verdict
+    rows = facts_table()
+    rows.add_row("cause", f"{verdict.stage or 'training'}: {verdict.kind} ({100 * verdict.confidence:.0f} % sure)")
+    rows.add_row("", verdict.evidence)
+    rows.add_row("change", change)
+    rows.add_row("gain", gain)
+    rows.add_row("resume", f"saved after batch {SAVED_BATCHES}, then killed by SIGKILL; the new process goes on:")
+    rows.add_row("", "batch  in the killed process         in the new process")
+    for one, two in zip(killed, resumed, strict=True):
+        sides = (f"{told['digest']}  loss {told['loss']:.4f}" for told in (one, two))
+        rows.add_row("", f"{one['batch']:5}  {'   '.join(sides)}")
+    rows.add_row("", "the same, to the last byte" if exact else "NOT THE SAME: this is a bug")
+    out.print(rows)
+    return {
+        "before": before.to_dict(),
+        "change": change,
+        "after": after.to_dict(),
+        "gain": gain,
+        "killed": killed,
+        "resumed": resumed,
+        "resumed_exactly": exact,
+    }
 
 
-@contextmanager
-def _half_the_cpus() -> Iterator[None]:
-    """Leave half of the CPUs to loading; training on all of them, both would take longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, num_cpus() // 2))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _train(pipeline: loaderkit.Pipeline, seconds: float) -> Report:
+    # Half of the CPUs are left to loading; training on all of them, both would take longer.
+    with threadpool_limits(max(1, num_cpus() // 2)), loaderkit.build(pipeline) as loader, loader.profile() as profile:
+        model = SmallNet(len(loader.classes or ()))
+        end_s = time.perf_counter() + seconds
+        for batch in chain.from_iterable(repeat(loader)):  # epoch after epoch
+            train_on(model, batch)
+            if time.perf_counter() >= end_s:
+                break
+    return profile.result
 
 
-def _line_printer(out: Console) -> Callable[[str], None]:
-    def say(line: str) -> None:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
-        out.file.flush()
-
-    return say
+def _train_until_killed(folder: str, num_batches: int) -> list[dict[str, Any]]:
+    """What a training process told of its batches until it was killed."""
+    command = [sys.executable, "-P", "-m", "loaderkit.cli.demo.child", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 - our own module
+        assert process.stdout is not None
+        told = [json.loads(line) for line in islice(process.stdout, num_batches)]
+        process.kill()
+    if len(told) < num_batches:
+        raise LoaderkitError("the training process failed; what it said is above")
+    return told

@@ -4,8 +4,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Not --quiet: an installation takes a minute or more, and one sees what it does.
-PIP := $(BIN)/pip install --disable-pip-version-check
+# pip says what it does; its warnings are shown only if it fails.
+PIP := $(BIN)/pip install --disable-pip-version-check 2>$(VENV)/pip.log
+OR_WHY := || { cat $(VENV)/pip.log >&2; exit 1; }
 STAMP := $(VENV)/.complete
 
 .PHONY: venv demo test sanitize prove lint format peers clean
@@ -14,8 +15,8 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml $(wildcard loaderkit/native/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)"
-	$(PIP) --editable ".[s3,dali,webdataset,profile,demo,dev]"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) "$(TORCH)" $(OR_WHY)
+	$(PIP) --editable ".[s3,dali,webdataset,profile,demo,dev]" $(OR_WHY)
 	touch $(STAMP)
 
 demo: venv

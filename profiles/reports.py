@@ -1,6 +1,6 @@
 """Stall reports of the shipped pipelines, as `loaderkit profile` makes them here; docs/reading-a-report.md reads some of them.
 
-    python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/, as `loaderkit demo` makes it, and shards/ of the same
+    python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/, as `loaderkit demo` makes it, and shards/
     python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
 
 In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS

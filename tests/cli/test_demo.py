@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
+import loaderkit
 from loaderkit.cli import main
 from loaderkit.cli.demo import photos as demo_photos
-from loaderkit.cli.demo.photos import PHOTOGRAPHS, DemoData, demo_data
-from loaderkit.cli.demo.training import digest
+from loaderkit.cli.demo.child import SAVED_BATCHES, digest
+from loaderkit.cli.demo.photos import PHOTOGRAPHS, demo_data
+from loaderkit.cli.demo.show import follow
+from loaderkit.cli.demo.training import training_pipeline
 from loaderkit.errors import MissingExtraError
 
 NUM_IMAGES = 64
@@ -33,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def data(place: Path) -> DemoData:
+def data(place: Path) -> Path:
     return demo_data(place, NUM_IMAGES)
 
 
@@ -42,48 +45,31 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class TestData:
-    def test_images_are_like_those_of_imagenet(self, data: DemoData) -> None:
-        files = sorted(data.train.rglob("*.jpg"))
+    def test_images_are_like_those_of_imagenet(self, data: Path) -> None:
+        files = sorted(data.rglob("*.jpg"))
         assert len(files) == NUM_IMAGES
         assert {file.parent.name for file in files} == set(PHOTOGRAPHS)
         assert {Image.open(io.BytesIO(file.read_bytes())).size for file in files} == {(500, 375)}
         assert 85_000 < sum(file.stat().st_size for file in files) / len(files) < 115_000
 
-    def test_shards_hold_the_same_images(self, data: DemoData) -> None:
-        seen = {}
-        for shard in sorted(data.shards.glob("*.tar")):
-            with tarfile.open(shard) as tar:
-                members = {member.name: tar.extractfile(member) for member in tar}
-            for name in members:
-                assert Path(name).suffix in (".jpg", ".cls")
-            with tarfile.open(shard) as tar:
-                for member in tar:
-                    opened = tar.extractfile(member)
-                    assert opened is not None
-                    seen[member.name] = opened.read()
-        assert len(seen) == 2 * NUM_IMAGES
-        classes = sorted(PHOTOGRAPHS)
-        for file in data.train.rglob("*.jpg"):
-            assert seen[file.name] == file.read_bytes()
-            assert classes[int(seen[f"{file.stem}.cls"])] == file.parent.name  # as `label: parent` numbers them
+    def test_is_the_same_every_time(self, data: Path, tmp_path: Path) -> None:
+        again = demo_data(tmp_path, NUM_IMAGES)
+        assert contents(again) == contents(data)
+        assert list(tmp_path.iterdir()) == [again.parent]
 
-    def test_is_the_same_every_time(self, data: DemoData, tmp_path: Path) -> None:
-        assert contents(demo_data(tmp_path, NUM_IMAGES).folder) == contents(data.folder)
-        assert [path.name for path in tmp_path.iterdir()] == [data.folder.name]
-
-    def test_is_used_again(self, data: DemoData, place: Path) -> None:
-        said: list[str] = []
-        assert demo_data(place, NUM_IMAGES, said.append) == data
-        assert said == []
+    def test_is_used_again(self, data: Path, place: Path) -> None:
+        made_at = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
+        assert demo_data(place, NUM_IMAGES) == data
+        assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == made_at
 
     def test_a_half_made_one_does_not_stay(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(demo_photos, "_TARGET_BYTES", None)  # fails after the first folders are there
+        monkeypatch.setattr(demo_photos, "_SIZE", None)  # fails after the first folders are there
         with pytest.raises(TypeError):
             demo_data(tmp_path, NUM_IMAGES)
         assert list(tmp_path.iterdir()) == []
 
     def test_missing_extra_names_its_command(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(PHOTOGRAPHS, "cat", ("a_package_nobody_has", "data", "cat.png"))
+        monkeypatch.setitem(PHOTOGRAPHS, "cat", ("a_package_nobody_has", "data", "cat.png", 99))
         with pytest.raises(MissingExtraError, match=r"pip install 'loaderkit\[demo\]'"):
             demo_data(tmp_path, NUM_IMAGES)
         assert list(tmp_path.iterdir()) == []
@@ -101,27 +87,52 @@ def test_digest_sees_every_part_of_a_batch() -> None:
     assert len({digest(batch()), *map(digest, others)}) == 4
 
 
-def test_the_whole_demo(data: DemoData, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["demo", "--data", str(place), "--num-images", str(NUM_IMAGES), "--seconds", "0.5"]
+def test_the_demo_ends_in_one_screen(
+    data: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["demo", "--data", str(place), "--num-images", str(NUM_IMAGES), "--seconds", "8", "--json"]
     assert main(arguments) == 0
     captured = capsys.readouterr()
-    assert captured.out.count("the same, to the last byte") == 2
-    assert captured.out.count("Waiting for batches") == 2
-    assert captured.out.rstrip().endswith("Both pipelines resumed exactly.")
-    assert captured.err == ""
+    found: dict[str, Any] = json.loads(captured.out)
 
+    # The report blames the function that was left in, and what it suggests is done.
+    before, after = found["before"], found["after"]
+    assert before["verdict"]["stage"] == "ask_server"
+    (setting,) = before["verdict"]["settings"]
+    assert (setting["key"], setting["before"]) == ("prefetch.concurrency", 2)
+    assert found["change"] == f"prefetch.concurrency: 2 -> {setting['value']}, as the report suggests"
+    assert after["config"]["prefetch"]["concurrency"] == setting["value"] > 2
 
-@pytest.mark.prove
-def test_the_demo_as_json_keeps_checkpoints(
-    data: DemoData, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    arguments = ["demo", "--data", str(place), "--num-images", str(NUM_IMAGES), "--seconds", "0", "--keep", "--json"]
-    assert main(arguments) == 0
-    found = json.loads(capsys.readouterr().out)
+    # The new process repeats what the killed one did after its checkpoint.
     assert found["resumed_exactly"]
-    for name in ("files", "tar"):
-        assert found[name]["digest"] == found[name]["resumed"]["digest"]
-        assert 0 < found[name]["state"]["position"] < NUM_IMAGES  # in mid-epoch
-    kept = next(tmp_path.glob("loaderkit-demo-*"))
-    assert {path.name for path in (kept / "files").iterdir()} == {"pipeline.yaml", "model.pt", "loader.json"}
+    assert found["killed"] == found["resumed"]  # the losses as well
+    assert [one["batch"] for one in found["killed"]] == [SAVED_BATCHES + 1, SAVED_BATCHES + 2, SAVED_BATCHES + 3]
+    assert len({one["digest"] for one in found["killed"]}) == 3
+
+    lines = captured.err.splitlines()
+    screen = lines[next(number for number, line in enumerate(lines) if line.startswith("4/4 ")) + 1 :]
+    assert len(screen) < 24
+    assert max(map(len, screen)) <= 80
+    words = [line.split()[0] for line in screen if line[:1].strip()]
+    assert words == ["cause", "change", "gain", "resume"]
+    assert screen[-1].strip() == "the same, to the last byte"
+
+
+def test_where_the_report_has_no_setting_the_function_goes(data: Path) -> None:
+    slow, fast = (training_pipeline(data, 2, slow=slow) for slow in (True, False))
+    with loaderkit.build(fast) as loader, loader.profile() as profile:
+        pass
+    assert profile.result.verdict.settings == []
+    assert follow(profile.result, slow, fast) == (fast, "ask_server removed, since the report has no setting for it")
+    assert "ask_server" in slow.to_yaml()
+    assert "ask_server" not in fast.to_yaml()
+
+
+def test_the_demo_claims_no_gain_that_it_has_not_seen(
+    data: Path, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--data", str(place), "--num-images", str(NUM_IMAGES), "--seconds", "0"]) == 0
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert "gain    too few steps to tell a difference from noise" in captured.out

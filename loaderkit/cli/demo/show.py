@@ -47,13 +47,7 @@ def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int
     before = _train(pipeline, seconds / 2)
     out.print(render(before))
 
-    settings = before.verdict.settings
-    if settings:
-        change = ", ".join(f"{one.key}: {one.before} -> {one.value}" for one in settings) + ", as the report suggests"
-        changed = pipeline.with_overrides({one.key: one.value for one in settings})
-    else:
-        change = f"{SLOW} removed, since the report has no setting for it"
-        changed = training_pipeline(train, batch_size, slow=False)
+    changed, change = follow(before, pipeline, training_pipeline(train, batch_size, slow=False))
     out.print(f"\n3/4 training for {seconds / 2:.0f} s with the change")
     after = _train(changed, seconds / 2)
     gain = compare_reports([before], after).summary
@@ -87,6 +81,17 @@ def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int
         "resumed": resumed,
         "resumed_exactly": exact,
     }
+
+
+def follow(
+    report: Report, pipeline: loaderkit.Pipeline, fallback: loaderkit.Pipeline
+) -> tuple[loaderkit.Pipeline, str]:
+    """The pipeline with the settings that the report suggests, and what was changed; `fallback` where it suggests none."""
+    settings = report.verdict.settings
+    if not settings:
+        return fallback, f"{SLOW} removed, since the report has no setting for it"
+    change = ", ".join(f"{one.key}: {one.before} -> {one.value}" for one in settings)
+    return pipeline.with_overrides({one.key: one.value for one in settings}), f"{change}, as the report suggests"
 
 
 def _train(pipeline: loaderkit.Pipeline, seconds: float) -> Report:

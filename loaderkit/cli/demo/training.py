@@ -48,5 +48,6 @@ def train_on(model: nn.Module, batch: Mapping[str, Any]) -> float:
     loss.backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for weights in model.parameters():
+            assert weights.grad is not None
             weights.sub_(weights.grad, alpha=0.05)
     return loss.item()

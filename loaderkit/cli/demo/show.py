@@ -65,7 +65,7 @@ def run_demo(out: Console, *, data: Path | None, seconds: float, num_images: int
     rows.add_row("", verdict.evidence)
     rows.add_row("change", change)
     rows.add_row("gain", gain)
-    rows.add_row("resume", f"saved after batch {SAVED_BATCHES}, then killed by SIGKILL; the new process goes on:")
+    rows.add_row("resume", f"saved after batch {SAVED_BATCHES}, then killed by SIGKILL; the new process continues:")
     rows.add_row("", "batch  in the killed process         in the new process")
     for one, two in zip(killed, resumed, strict=True):
         sides = (f"{told['digest']}  loss {told['loss']:.4f}" for told in (one, two))

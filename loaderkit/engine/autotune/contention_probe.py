@@ -197,7 +197,10 @@ class ContentionProbe:
                 slowdowns={stage: all_s / alone_s for stage, all_s, alone_s in stages if alone_s > 0},
             )
         self._baseline = None
-        if window.speed(by_sums) > _GAIN * baseline.speed:
+        # Where the GIL is free, one alone is faster by chance: the slow samples of a burst fell to all workers.
+        taken = self._gil.taken_share
+        may_hold_gil = taken is None or taken > _SUSPECT
+        if may_hold_gil and window.speed(by_sums) > _GAIN * baseline.speed:
             self._patience = PATIENCE
             self._solo_until_s = self._clock() + PATIENCE_S
             self._start_window(_MOST_PATIENCE)

@@ -91,6 +91,7 @@ def test_workers_that_compute_are_left_alone() -> None:
 
 def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
     machine = Machine()
+    machine.is_gil_taken = [True]
     machine.until_tried(0.001, 0.5)
     assert is_solo(machine)
     for _ in range(round(PATIENCE_S / 0.0004)):
@@ -104,10 +105,23 @@ def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
     assert is_solo(machine)
 
 
+def test_one_alone_that_is_faster_by_chance_does_not_stay_so() -> None:
+    """The slow samples of a burst fell to all workers; the GIL was free all the time."""
+    machine = Machine()
+    machine.until_tried(0.05, 0.02)
+    assert is_solo(machine)
+    for _ in range(window_of(0.001)):
+        if is_solo(machine):
+            machine.overlapping(0.001, 0.02)
+    assert not is_solo(machine)
+    assert machine.probe.trial.alone_share is not None, "the verdict reads it all the same"
+
+
 def test_short_chunks_that_hold_the_gil_are_done_one_at_a_time() -> None:
     """One worker does a score of them while the other waits for the GIL with one: nearly all chunks have waited for nothing,
     but take longer than those of a worker alone."""
     machine = Machine()
+    machine.is_gil_taken = [True]
     num_scores = 0
     while not is_solo(machine):
         waiting, cpu_s = machine.probe.begin(machine.worker_clock), machine.cpu
@@ -170,6 +184,7 @@ def test_every_window_of_short_chunks_is_long_enough() -> None:
 def test_one_alone_whose_work_turns_slow_is_not_left_alone() -> None:
     """It would take a thousand chunks of a second each until the next look."""
     machine = Machine()
+    machine.is_gil_taken = [True]
     machine.until_tried(0.001, 0.5)
     for _ in range(window_of(0.0004)):
         machine.overlapping(0.0004, 1.0)

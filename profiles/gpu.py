@@ -46,7 +46,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ours(photos: Path, decode: str, num_cpus: int, watched: list[loaderkit.Loader]) -> Iterator[torch.Tensor]:
+def ours(photos: Path, decode: Any, num_cpus: int, watched: list[loaderkit.Loader]) -> Iterator[torch.Tensor]:
     """loaderkit; its loader comes into `watched`."""
     pipeline = Pipeline.files(photos, include="**/*.jpg", label="parent").shuffle(seed=0).read().decode(device=decode)
     pipeline = pipeline.random_resized_crop(SIZE).random_horizontal_flip().batch(BATCH, drop_last=True)

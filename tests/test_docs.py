@@ -86,9 +86,10 @@ def test_the_architecture_names_files_and_rooms_that_exist() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == rooms
 
 
-def test_the_reference_is_up_to_date() -> None:
-    ran = subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", "--check"])
-    assert ran.returncode == 0, "run: python docs/make_reference.py"
+@pytest.mark.parametrize("script", ["make_reference.py", "make_stubs.py"])
+def test_what_is_made_from_the_code_is_up_to_date(script: str) -> None:
+    ran = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"])
+    assert ran.returncode == 0, f"run: python docs/{script}"
 
 
 def test_reports_on_the_page_are_those_that_were_made() -> None:

@@ -6,7 +6,7 @@ them and turns all their errors into one `ConfigError`.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -16,6 +16,11 @@ ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0), PlainSerial
 Duration = Annotated[
     float, BeforeValidator(parse_seconds), Field(gt=0, le=1e9), PlainSerializer(format_seconds, when_used="always")
 ]
+
+
+def as_tuple(value: Any) -> Any:
+    """A tuple for a list, as YAML has it; anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Model(BaseModel):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
+from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import ConfigError, FormatError, SourceError
@@ -39,7 +40,7 @@ class ArrayArgs(StoreArgs):
     dtype: DType | None = Field(None, description="of a raw file, little-endian; an .npy file states it")
     shape: Annotated[
         tuple[PositiveInt, ...] | None,
-        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+        BeforeValidator(as_tuple),
     ] = Field(None, description="of one record of a raw file; default: [], single numbers")
     window: PositiveInt | None = Field(
         None,

@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, f
 from loaderkit._internal.dtypes import type_of_all
 from loaderkit._internal.forks import ending_forks
 from loaderkit._internal.imports import import_named, is_name
+from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import USER_ERRORS, ConfigError, SourceError
@@ -33,9 +34,9 @@ class DatasetArgs(SourceArgs):
         description='"package.module:name" of the object or of a function that returns it, or the object'
     )
     args: dict[str, Any] = Field({}, description="keyword arguments, if `object` names a function or class")
-    fields: Annotated[
-        tuple[str, ...] | None, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-    ] = Field(None, description="names for the items of a tuple")
+    fields: Annotated[tuple[str, ...] | None, BeforeValidator(as_tuple)] = Field(
+        None, description="names for the items of a tuple"
+    )
 
     @field_validator("object")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from loaderkit._internal.settings import as_tuple
 from loaderkit.sources.patterns import Patterns
 
 IMAGE_EXTENSIONS = frozenset(
@@ -25,7 +26,7 @@ def _checked_patterns(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 Include = Annotated[
     str | tuple[str, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    BeforeValidator(as_tuple),
     Field(min_length=1),
     AfterValidator(_checked_patterns),
 ]

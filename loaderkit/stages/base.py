@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from loaderkit._internal.settings import Model
+from loaderkit._internal.settings import Model, as_tuple
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import StageError
 from loaderkit.sources.base import Sample
@@ -38,7 +38,7 @@ class StageArgs(Model):
 
 FieldNames = Annotated[
     Annotated[tuple[str, ...], Field(min_length=1)] | None,
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    BeforeValidator(as_tuple),
 ]
 """The fields a stage acts on; None: all fields of the right type."""
 

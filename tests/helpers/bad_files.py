@@ -73,7 +73,7 @@ def _nothing_left_running() -> Iterator[None]:
     assert descriptors() <= open_before
 
 
-def files(folder: Path, executor: str = "thread", *, kind: str = "jpg", **errors: Any) -> Pipeline:
+def files(folder: Path, executor: Any = "thread", *, kind: str = "jpg", **errors: Any) -> Pipeline:
     made = (
         Pipeline.files(folder, include=f"**/*.{kind}", label="parent")
         .shuffle("none")
@@ -153,7 +153,7 @@ def no_dict(sample: dict[str, Any]) -> Any:
     return sample["image"] if sample["__key__"].endswith("07.jpg") else sample
 
 
-def called(folder: Path, function: Callable[..., Any], executor: str, **errors: Any) -> Pipeline:
+def called(folder: Path, function: Callable[..., Any], executor: Any, **errors: Any) -> Pipeline:
     made = (
         Pipeline.files(folder, label="parent")
         .shuffle("none")

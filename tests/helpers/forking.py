@@ -198,7 +198,7 @@ def make(case: Case, forker: Forker) -> Pipeline:
     read = Pipeline.dataset(data).shuffle("none").epochs(1).read()
     if place == "batch":
         return read.batch(BATCH).call(partial(call_on_batch, forker))
-    limit = {"timeout": 3600} if place == "limited" else {}
+    limit: dict[str, Any] = {"timeout": 3600} if place == "limited" else {}
     return (read.call(partial(call, forker), **limit) if place in ("call", "limited") else read).batch(BATCH)
 
 

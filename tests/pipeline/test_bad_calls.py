@@ -116,7 +116,7 @@ def test_a_call_that_cannot_be_imported(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", THREADS)
-def test_a_data_set_object_that_raises(executor: str) -> None:
+def test_a_data_set_object_that_raises(executor: Any) -> None:
     made = Pipeline.dataset(Items(bad=(13,))).shuffle("none").read().batch(6).prefetch(executor=executor)
     error = failure(loaderkit.build(made))
     assert_names(error, "read", "13", "Items", "item 13")
@@ -135,7 +135,7 @@ class LeavingTogether(Leaving):
 
 @pytest.mark.parametrize("executor", [*THREADS, "process"])
 @pytest.mark.parametrize("items", [Leaving, LeavingTogether])
-def test_a_data_set_object_that_leaves(items: type[Items], executor: str) -> None:
+def test_a_data_set_object_that_leaves(items: type[Items], executor: Any) -> None:
     made = Pipeline.dataset(items()).shuffle("none").read().batch(6).prefetch(executor=executor)
     error = failure(loaderkit.build(made))
     assert_names(error, "read", "13", items.__name__, "SystemExit")

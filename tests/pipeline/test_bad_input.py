@@ -164,7 +164,7 @@ def write_tar(path: Path, names: list[str]) -> list[tuple[int, int]]:
         return [(member.offset_data, member.size) for member in archive]
 
 
-def tars(folder: Path, executor: str = "thread", **errors: Any) -> Pipeline:
+def tars(folder: Path, executor: Any = "thread", **errors: Any) -> Pipeline:
     made = Pipeline.tar(folder).shuffle("none").read().decode().batch(4).prefetch(executor=executor, concurrency=2)
     return made.errors(**errors) if errors else made
 

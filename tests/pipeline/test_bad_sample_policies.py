@@ -142,7 +142,7 @@ def test_skip_with_padding_and_lists(folder: Path) -> None:
     assert [tensor.tolist() for tensor in batch["r"]] == [[], [0], [0, 1, 2], [0, 1, 2, 3]]
 
 
-def replacing(folder: Path, executor: str, workers: int, batches: int = 4, **errors: Any) -> Pipeline:
+def replacing(folder: Path, executor: Any, workers: int, batches: int = 4, **errors: Any) -> Pipeline:
     return (
         Pipeline.files(folder, label="parent")
         .shuffle(seed=5)
@@ -238,7 +238,7 @@ def test_replaced_batches_are_the_same_however_they_are_made(
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
-def test_resuming_with_bad_samples(policy: str, folder: Path) -> None:
+def test_resuming_with_bad_samples(policy: Any, folder: Path) -> None:
     damaged(folder, BAD)
     made = replacing(folder, "thread", 2).errors(on_bad_sample=policy)
     with loaderkit.build(made) as loader:
@@ -253,7 +253,7 @@ def test_resuming_with_bad_samples(policy: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "replace"])
-def test_ranks_share_out_bad_samples(policy: str, folder: Path, tmp_path: Path) -> None:
+def test_ranks_share_out_bad_samples(policy: Any, folder: Path, tmp_path: Path) -> None:
     bad = damaged(folder, BAD)
     quarantine = tmp_path / "bad.jsonl"
     made = replacing(folder, "thread", 2, quarantine=str(quarantine)).errors(on_bad_sample=policy)

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 import loaderkit
+from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config import registry
+from loaderkit.pipeline.config.kind_methods import source_method, stage_method
 from loaderkit.sources.base import FieldRange, Sample, SourceKind
 from loaderkit.stages.base import StageArgs, StageKind
 
@@ -150,7 +152,10 @@ def test_the_command_line_knows_them(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "read > shift > batch" in explained
 
 
-def test_a_stage_is_a_method_of_pipelines() -> None:
-    pipeline = loaderkit.Pipeline({**PIPELINE, "stages": []}).read().shift(5).batch(5)
-    assert pipeline == loaderkit.Pipeline(PIPELINE)
+def test_they_are_methods_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pipeline, "squares", source_method("squares", SquaresArgs), raising=False)
+    monkeypatch.setattr(Pipeline, "shift", stage_method("shift", ShiftArgs), raising=False)
+    begun: Any = Pipeline.squares(10)  # type: ignore[attr-defined]
+    pipeline = begun.shuffle(False).epochs(1).read().shift(5).batch(5)
+    assert pipeline == Pipeline(PIPELINE)
     assert "shift" in pipeline.to_yaml()

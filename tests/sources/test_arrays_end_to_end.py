@@ -19,7 +19,7 @@ from loaderkit.errors import ConfigError, StageError, StateError
 
 @pytest.mark.parametrize("order", ["native", "swapped", "raw"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_every_type(tmp_path: Path, dtype: str, order: str) -> None:
+def test_every_type(tmp_path: Path, dtype: Any, order: str) -> None:
     array = random_array(dtype, 53, 3)
     if order == "raw":
         array.tofile(tmp_path / "x.bin")
@@ -128,6 +128,7 @@ def test_a_chunk_is_one_call(tmp_path: Path) -> None:
 def test_a_large_record_is_not_read_for_its_layout(tmp_path: Path) -> None:
     array = random_array("float32", 4, 200_000)
     np.save(tmp_path / "x.npy", array)
+    ragged: Any
     for ragged in ({}, {"data": "list"}):
         pipeline = Pipeline.array(tmp_path / "x.npy").shuffle("none").read().batch(4, ragged=ragged)
         loader, connector = recorded(pipeline, tmp_path)

@@ -5,57 +5,26 @@ Pipeline.files("data/train", label="parent").shuffle(seed=0).read().decode().res
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from loaderkit.errors import ConfigError
-from loaderkit.pipeline.config.diagnostics import nearest
+from loaderkit.pipeline.config.kind_methods import KindMethods, plain
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.parsing import load_yaml, parse
-from loaderkit.pipeline.config.registry import STAGES
-from loaderkit.stages.base import StageArgs
 
 
-class Pipeline:
-    """An immutable description of a pipeline. Stage methods are named after the kinds of stage and take their arguments.
+class Pipeline(KindMethods):
+    """An immutable description of a pipeline. There is a class method for each kind of source, which begins one, and a method
+    for each kind of stage, which adds one; both take the arguments of the reference.
 
     Relative paths are relative to the working directory when the description is read (`config`, `to_yaml`, `build`).
     """
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         self._description: dict[str, Any] = _copied(description)
-
-    @classmethod
-    def files(cls, url: str | Path, **source: Any) -> Pipeline:
-        """Samples that are files under `url`; see `source` of kind files in the reference."""
-        return cls._of_source("files", url=str(url), **source)
-
-    @classmethod
-    def tar(cls, url: str | Path, **source: Any) -> Pipeline:
-        """Samples in WebDataset's tar shards under `url`; see `source` of kind tar in the reference."""
-        return cls._of_source("tar", url=str(url), **source)
-
-    @classmethod
-    def array(cls, url: str | Path, **source: Any) -> Pipeline:
-        """Samples that are the records of one file, or windows of them; see `source` of kind array in the reference."""
-        return cls._of_source("array", url=str(url), **source)
-
-    @classmethod
-    def dataset(cls, object: Any, **source: Any) -> Pipeline:  # noqa: A002 - the key's name
-        """The samples `object[i]` for i below `len(object)`; `object` may be the "package.module:name" of such an object."""
-        return cls._of_source("dataset", object=object, **source)
-
-    @classmethod
-    def checkpoint(cls, url: str | Path, **source: Any) -> Pipeline:
-        """The tensors of a checkpoint; see `source` of kind checkpoint in the reference."""
-        return cls._of_source("checkpoint", url=str(url), **source)
-
-    @classmethod
-    def _of_source(cls, kind: str, **source: Any) -> Pipeline:
-        return cls({"source": {"kind": kind, **_plain(source)}, "stages": []})
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipeline:
@@ -110,18 +79,10 @@ class Pipeline:
         """Stop after `num_epochs` epochs; None: never."""
         return self._with_section("order", epochs=num_epochs)
 
-    def prefetch(self, **settings: Any) -> Pipeline:
-        """How far to work ahead: batches, memory, concurrency, executor, timeout."""
-        return self._with_section("prefetch", **_plain(settings))
-
-    def errors(self, **settings: Any) -> Pipeline:
-        """What to do with bad samples: on_bad_sample, max_bad_samples, quarantine."""
-        return self._with_section("errors", **_plain(settings))
-
     def output(self, *fields: str | Sequence[str] | None) -> Pipeline:
         """Batches as tuples of these fields: `output("image", "label")`, or one list of them; `output(None)`: as dicts."""
         names = fields[0] if len(fields) == 1 and not isinstance(fields[0], str) else fields
-        return self._with(**_plain({"output": names}))
+        return self._with(**plain({"output": names}))
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Pipeline:
         """The same with single values replaced by dotted key ("stages.batch.size")."""
@@ -135,31 +96,6 @@ class Pipeline:
 
     def _with_section(self, key: str, **settings: Any) -> Pipeline:
         return self._with(**{key: {**self._raw().get(key, {}), **settings}})
-
-    def __getattr__(self, kind: str) -> Callable[..., Pipeline]:
-        """A method for every kind of stage: positional arguments in the order of the reference, or by name."""
-        if kind.startswith("_") or kind not in STAGES:
-            raise AttributeError(f"a pipeline has no stage {kind!r}; {nearest(kind, STAGES)}")
-        names = [name for name in STAGES[kind].args.model_fields if name not in StageArgs.model_fields]
-
-        def add(*values: Any, **arguments: Any) -> Pipeline:
-            if len(values) > len(names):
-                raise ConfigError(f"{kind} takes {len(names)} arguments ({', '.join(names)}), not {len(values)}")
-            given = dict(zip(names, values, strict=False))
-            if doubled := given.keys() & arguments.keys():
-                raise ConfigError(f"{kind}: {', '.join(sorted(doubled))} given twice")
-            arguments = _plain({**given, **arguments})
-            return self._with(stages=[*self._raw()["stages"], {kind: arguments} if arguments else kind])
-
-        add.__name__ = kind
-        add.__doc__ = STAGES[kind].args.__doc__
-        add.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-        )
-        return add
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *STAGES]
 
 
 def to_config(
@@ -180,11 +116,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if type(value) is list else value
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as in YAML: lists for tuples and texts for paths."""
-    return {
-        key: list(value) if type(value) is tuple else str(value) if isinstance(value, Path) else value
-        for key, value in values.items()
-    }

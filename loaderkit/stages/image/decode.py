@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from loaderkit import native
+from loaderkit._internal.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, FormatError
 from loaderkit.sources.base import Sample
@@ -79,7 +80,7 @@ class DecodeArgs(StageArgs):
     )
     formats: Annotated[
         tuple[Format, ...],
-        BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+        BeforeValidator(as_tuple),
         Field(min_length=1),
     ] = Field(
         FORMATS, description="open only these, told by a file's bytes, not its name; Pillow's other formats stay shut"

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
+from loaderkit._internal.settings import as_tuple
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Scale
@@ -28,11 +29,7 @@ SampleFunction = Callable[..., list[ResampleJob] | None]
 are in the sample already."""
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(_as_tuple)]
+Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(as_tuple)]
 
 
 def _rising(value: tuple[float, float]) -> tuple[float, float]:
@@ -47,7 +44,7 @@ def _positive(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
-Range = Annotated[tuple[float, float], BeforeValidator(_as_tuple), AfterValidator(_rising)]
+Range = Annotated[tuple[float, float], BeforeValidator(as_tuple), AfterValidator(_rising)]
 
 
 class ResizeArgs(StageArgs):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
+from loaderkit._internal.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_names
 from loaderkit.stages.context import CompileContext, batch_error
@@ -25,11 +26,11 @@ _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 Channels = Annotated[
     Annotated[tuple[float, ...], Field(min_length=1)] | Literal["imagenet"],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    BeforeValidator(as_tuple),
 ]
 PositiveChannels = Annotated[
     Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | Literal["imagenet"],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    BeforeValidator(as_tuple),
 ]
 
 

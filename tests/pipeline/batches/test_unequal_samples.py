@@ -42,7 +42,7 @@ def write_arrays(folder: Path, rng: random.Random, dtype: str | None = None) -> 
     return arrays
 
 
-def volumes(folder: Path, kind: str = "list", batch: int = 3) -> Pipeline:
+def volumes(folder: Path, kind: Any = "list", batch: int = 3) -> Pipeline:
     return Pipeline.files(folder).shuffle("global").read().decode().batch(batch, ragged={"npy": kind})
 
 

@@ -315,7 +315,7 @@ def test_configs_are_frozen() -> None:
 
 
 def test_positional_arguments() -> None:
-    base = Pipeline.files("data").read().decode()
+    base: Any = Pipeline.files("data").read().decode()
     args = base.random_resized_crop(30, (0.5, 1.0)).resize(20, "bicubic", False).batch(4, True).config
     assert args.stage("random_resized_crop").args.model_dump()["scale"] == (0.5, 1.0)
     assert args.stage("resize").args.model_dump(include={"size", "interpolation", "antialias"}) == {
@@ -332,14 +332,18 @@ def test_positional_arguments() -> None:
         base.resise(3)
     with pytest.raises(AttributeError):
         _ = base._repr_html_
-    assert {"resize", "batch", "shuffle"} <= set(dir(base))
+    with pytest.raises(AttributeError, match=r"did you mean 'shuffle'"):
+        base.shufle()
+    with pytest.raises(ConfigError, match=r"files takes 1 arguments by position \(url\), not 2"):
+        files: Any = Pipeline.files
+        files("data", "**/*.jpg")
 
 
 def test_errors_of_a_pipeline_are_config_errors() -> None:
     for made, said in (
         (Pipeline.files("data").read().decode(), "no `batch`"),
         (Pipeline.files("data").read().batch(0), "greater than 0"),
-        (Pipeline.files("data", lable="parent").read().batch(4), "did you mean 'label'"),
+        (Pipeline.files("data", lable="parent").read().batch(4), "did you mean 'label'"),  # type: ignore[call-arg]
         (Pipeline.dataset(3).read().batch(4), "__len__"),
         (Pipeline.files("data").read().batch(4).shuffle("blok"), "'blok'"),  # type: ignore[arg-type]
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
 
 BASE = Pipeline.dataset([{"x": number, "y": -number} for number in range(20)]).read().batch(20)
 
@@ -61,3 +64,31 @@ def test_output_takes_names_or_one_list_of_them() -> None:
     for wrong in ([], [["x"], "y"], 3, {"x": "y"}):
         with pytest.raises(ConfigError, match="output: expected a list of fields"):
             _ = BASE.output(wrong).config  # type: ignore[arg-type]
+
+
+def parameters_of(name: str) -> list[str]:
+    return [str(parameter) for parameter in inspect.signature(getattr(Pipeline, name)).parameters.values()]
+
+
+def test_signatures() -> None:
+    assert parameters_of("resize") == [
+        "self", "size", "interpolation='bilinear'", "antialias=True", "fields=None", "name=None", "workers='auto'"
+    ]  # fmt: skip
+    assert parameters_of("dataset") == ["object", "args={}", "fields=None", "limit=None"]
+    assert next(iter(inspect.signature(BASE.batch).parameters)) == "size"
+    assert parameters_of("prefetch")[1] == "batches=4"
+    assert parameters_of("errors")[1] == "on_bad_sample='raise'"
+
+
+@pytest.mark.parametrize("kind", [*SOURCES, *STAGES])
+def test_every_kind_is_completed_and_explained(kind: str) -> None:
+    """On the class and on a pipeline: its arguments in its signature, and the meaning of each in its help."""
+    args = SOURCES[kind].args if kind in SOURCES else STAGES[kind].args
+    for owner in (Pipeline, BASE):
+        assert kind in dir(owner)
+        method = getattr(owner, kind)
+        signature = inspect.signature(method)
+        assert signature.parameters.keys() - {"self"} == args.model_fields.keys() - {"kind"}
+        text = pydoc.plain(pydoc.render_doc(method))
+        assert all(f"{name}: " in text for name in args.model_fields if name != "kind")
+    assert f" {kind}(" in pydoc.plain(pydoc.render_doc(Pipeline))

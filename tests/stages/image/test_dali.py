@@ -66,7 +66,7 @@ ON_A_GPU = pytest.param(
 )
 
 
-def decoded_on(device: str, folder: Path, chain: Chain) -> Pipeline:
+def decoded_on(device: Any, folder: Path, chain: Chain) -> Pipeline:
     made = chain(source(folder).decode(device=device))
     return made.transfer("cuda") if device == "gpu" else made
 

@@ -86,7 +86,7 @@ def test_in_slots_and_on_the_batch_are_equal_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_every_level(executor: str) -> None:
+def test_every_level(executor: Any) -> None:
     class Levels(Pictures):
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"image": torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16).repeat(3, 1, 1)}

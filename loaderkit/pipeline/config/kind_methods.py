@@ -1,0 +1,110 @@
+"""The methods of `Pipeline` that are made from settings: one for each kind of source and of stage, `prefetch` and `errors`.
+
+Editors and type checkers read kind_methods.pyi instead, which docs/make_stubs.py writes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from loaderkit._internal.settings import Model
+from loaderkit.connectors.config import StoreArgs
+from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.diagnostics import nearest
+from loaderkit.pipeline.config.model import ErrorsArgs, PrefetchArgs
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
+from loaderkit.stages.base import StageArgs
+
+
+class KindMethods:
+    """The base of `Pipeline`."""
+
+    def __getattr__(self, name: str) -> Any:
+        known = [known for known in dir(type(self)) if not known.startswith("_")]
+        raise AttributeError(f"a pipeline has no stage {name!r}; {nearest(name, known)}")
+
+
+def source_method(kind: str, args: type[Model]) -> Any:
+    """The class method that begins a pipeline. What the source cannot do without may be given by position."""
+
+    def begin(cls: Any, arguments: dict[str, Any]) -> Any:
+        return cls({"source": {"kind": kind, **arguments}, "stages": []})
+
+    return classmethod(
+        _method(kind, args, [key for key, field in args.model_fields.items() if field.is_required()], begin)
+    )
+
+
+def stage_method(kind: str, args: type[Model]) -> Callable[..., Any]:
+    """The method that adds a stage. Its own arguments may be given by position."""
+
+    def add(pipeline: Any, arguments: dict[str, Any]) -> Any:
+        return pipeline._with(stages=[*pipeline._raw()["stages"], {kind: arguments} if arguments else kind])
+
+    return _method(kind, args, [key for key in args.model_fields if key not in StageArgs.model_fields], add)
+
+
+def section_method(key: str, args: type[Model]) -> Callable[..., Any]:
+    """The method that changes settings of a section."""
+
+    def change(pipeline: Any, arguments: dict[str, Any]) -> Any:
+        return pipeline._with_section(key, **arguments)
+
+    return _method(key, args, [], change)
+
+
+def _method(
+    name: str, args: type[Model], positional: list[str], use: Callable[[Any, dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """A method that passes its arguments on: they are checked together with all else in the description."""
+
+    def method(owner: Any, /, *values: Any, **arguments: Any) -> Any:
+        if len(values) > len(positional):
+            raise ConfigError(
+                f"{name} takes {len(positional)} arguments by position ({', '.join(positional)}), not {len(values)}"
+            )
+        given = dict(zip(positional, values, strict=False))
+        if doubled := given.keys() & arguments.keys():
+            raise ConfigError(f"{name}: {', '.join(sorted(doubled))} given twice")
+        return use(owner, plain({**given, **arguments}))
+
+    fields = {key: field for key, field in args.model_fields.items() if key != "kind"}
+    names = sorted(fields, key=lambda key: (key not in positional, key in StoreArgs.model_fields))
+    described = [textwrap.fill(f"{key}: {fields[key].description}", 100, subsequent_indent="    ") for key in names]
+    method.__name__, method.__qualname__ = name, f"Pipeline.{name}"
+    method.__doc__ = "\n".join([inspect.cleandoc(args.__doc__ or ""), "", *described]).rstrip()
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [_parameter(key, fields[key], is_positional=key in positional) for key in names]
+    method.__signature__ = inspect.Signature([owner, *parameters])  # type: ignore[attr-defined]
+    return method
+
+
+def _parameter(name: str, field: FieldInfo, *, is_positional: bool) -> inspect.Parameter:
+    default = {} if isinstance(field.default, Model) else field.default
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD if is_positional else inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if field.is_required() else default,
+    )
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as in YAML: lists for tuples and texts for paths."""
+    return {
+        key: list(value) if type(value) is tuple else str(value) if isinstance(value, os.PathLike) else value
+        for key, value in values.items()
+    }
+
+
+for _kind, _source in SOURCES.items():
+    setattr(KindMethods, _kind, source_method(_kind, _source.args))
+for _kind, _stage in STAGES.items():
+    setattr(KindMethods, _kind, stage_method(_kind, _stage.args))
+for _key, _args in (("prefetch", PrefetchArgs), ("errors", ErrorsArgs)):
+    setattr(KindMethods, _key, section_method(_key, _args))

@@ -1,0 +1,435 @@
+"""Made from the settings of sources and stages by docs/make_stubs.py; a test keeps it true."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from loaderkit._internal.settings import Model
+
+def source_method(kind: str, args: type[Model]) -> Any: ...
+def stage_method(kind: str, args: type[Model]) -> Callable[..., Any]: ...
+def plain(values: Mapping[str, Any]) -> dict[str, Any]: ...
+
+class KindMethods:
+    @classmethod
+    def files(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        include: str | tuple[str, ...] | list[str] = "**/*",
+        label: Literal["parent", "none"] = "none",
+        fields: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """Every matching file below `url` is a sample.
+
+        url: the folder: a path, file:// or memory://
+        include: which files, relative to url: globs with **, and braces
+        label: parent: the class is the index of the file's folder in the sorted folder names
+        fields: field -> extensions, as in {image: 'jpg;png'}; default: images are `image`
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`; see `source.s3`
+        retry: when the store fails for a while; see `source.retry`
+        cache: of slow stores, on local disk; see `source.cache`
+        read_ahead: of slow stores, into memory; see `source.read_ahead`
+        """
+
+    @classmethod
+    def tar(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        include: str | tuple[str, ...] | list[str] = "*.tar",
+        fields: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The samples in the tar archives below `url`.
+
+        url: the folder of the archives, or one archive (also with braces)
+        include: which archives: globs, and braces such as "shard-{000..099}.tar"
+        fields: field -> extensions; default: images are `image`, cls is `label`, others keep their name
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`; see `source.s3`
+        retry: when the store fails for a while; see `source.retry`
+        cache: of slow stores, on local disk; see `source.cache`
+        read_ahead: of slow stores, into memory; see `source.read_ahead`
+        """
+
+    @classmethod
+    def array(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        dtype: Literal[
+            "bool",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "float16",
+            "bfloat16",
+            "float32",
+            "float64",
+            "complex64",
+            "complex128",
+        ]
+        | None = None,
+        shape: Sequence[int] | None = None,
+        window: int | None = None,
+        field: str = "data",
+        limit: int | None = None,
+        s3: Mapping[str, Any] = ...,
+        retry: Mapping[str, Any] = ...,
+        cache: Mapping[str, Any] = ...,
+        read_ahead: Mapping[str, Any] = ...,
+    ) -> Self:
+        """The records of one file: an array's rows, or all windows of them.
+
+        url: the file: .npy, or raw records (with `dtype`)
+        dtype: of a raw file, little-endian; an .npy file states it
+        shape: of one record of a raw file; default: [], single numbers
+        window: samples are all windows of this many consecutive records, [window, ...]; default: the
+            records
+        field: its name in the batch
+        limit: only the first N samples of the canonical order
+        s3: for `s3://`; see `source.s3`
+        retry: when the store fails for a while; see `source.retry`
+        cache: of slow stores, on local disk; see `source.cache`
+        read_ahead: of slow stores, into memory; see `source.read_ahead`
+        """
+
+    @classmethod
+    def dataset(
+        cls,
+        object: Any,
+        *,
+        args: Mapping[str, Any] = ...,
+        fields: tuple[str, ...] | list[str] | None = None,
+        limit: int | None = None,
+    ) -> Self:
+        """A Python object with `__len__` and `__getitem__`.
+
+        object: "package.module:name" of the object or of a function that returns it, or the object
+        args: keyword arguments, if `object` names a function or class
+        fields: names for the items of a tuple
+        limit: only the first N samples of the canonical order
+        """
+
+    @classmethod
+    def checkpoint(
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        keys: str | tuple[str, ...] | list[str] | None = None,
+        dtype: str | None = None,
+        verify: Literal["auto"] | bool = "auto",
+        limit: int | None = None,
+    ) -> Self:
+        """The tensors of a checkpoint: safetensors, torch.save or torch.distributed.checkpoint.
+
+        url: a file, a directory, or either in a tar
+        keys: only names that match one of these globs; default: all
+        dtype: cast floating-point tensors to this: bfloat16, float16, float32, ...
+        verify: auto: compare with the manifest if there is one; true: demand one; false: do not look
+        limit: only the first N samples of the canonical order
+        """
+
+    def read(self, *, name: str | None = None, workers: int | Literal["auto"] = "auto") -> Self:
+        """Read each sample from its source.
+
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def decode(
+        self,
+        device: Literal["cpu", "gpu", "dali-cpu"] = "cpu",
+        fields: tuple[str, ...] | list[str] | None = None,
+        masks: tuple[str, ...] | list[str] | None = None,
+        scaled: bool = False,
+        formats: Sequence[Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]] = ...,
+        exif_orientation: bool = False,
+        max_pixels: int = 178956970,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
+
+        An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
+        without padding, comes next, no more of a JPEG is made into pixels than it will show.
+
+        Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
+        program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
+        counts. A damaged image is a bad sample, with an error that says what is wrong with it.
+
+        A JPEG that lacks blocks or its end marker is truncated, wherever it was cut and whatever crop comes next. Pillow reads some
+        of these: cut and closed again by an end marker (it makes the rest grey), or without an end marker and with other bytes
+        in its place. What cannot be told from a whole one is read, as by Pillow: arithmetic coding that was cut and closed again,
+        and a progressive file closed between two scans. Bytes behind the end, EXIF that cannot be read and other warnings of
+        libjpeg's are harmless.
+
+        device: where images are decoded, and all that follows up to `normalize` is done: gpu and dali-cpu
+            by NVIDIA DALI
+        fields: decode only these; default: all
+        masks: images of labels: kept as one channel of class numbers
+        scaled: decode JPEGs at 1/2, 1/4 or 1/8 where the `resize` or `random_resized_crop` that follows
+            shrinks them further: faster, and pixels differ by a few levels
+        formats: open only these, told by a file's bytes, not its name; Pillow's other formats stay shut
+        exif_orientation: turn images upright as their EXIF tag says; TIFF always is, and EXIF that cannot
+            be read says nothing
+        max_pixels: refuse larger images (decompression bombs); Pillow allows no more
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def resize(
+        self,
+        size: int | tuple[int, int] | list[int],
+        interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear",
+        antialias: bool = True,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Resize to [height, width], or the shorter edge to `size`, keeping the shape.
+
+        size: [height, width], or the length of the shorter edge
+        interpolation: the filter; masks always take the nearest pixel
+        antialias: widen the filter when shrinking, as Pillow does
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def center_crop(
+        self,
+        size: int | tuple[int, int] | list[int],
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Cut the middle out; an image that is too small is padded with zeros.
+
+        size: [height, width], or one number for both
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_crop(
+        self,
+        size: int | tuple[int, int] | list[int],
+        padding: int = 0,
+        pad_if_needed: bool = False,
+        fill: int = 0,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Crop a random window.
+
+        size: [height, width], or one number for both
+        padding: pixels of `fill` added on every side first
+        pad_if_needed: pad an image that is smaller than `size` instead of refusing it
+        fill: the level of added pixels
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_resized_crop(
+        self,
+        size: int | tuple[int, int] | list[int],
+        scale: tuple[float, float] | list[float] = ...,
+        ratio: tuple[float, float] | list[float] = ...,
+        interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear",
+        antialias: bool = True,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Crop a window of random area and aspect ratio, and resize it.
+
+        size: [height, width], or one number for both
+        scale: bounds of the crop's share of the image's area
+        ratio: bounds of width / height
+        interpolation: the filter; masks always take the nearest pixel
+        antialias: widen the filter when shrinking, as Pillow does
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_horizontal_flip(
+        self,
+        p: float = 0.5,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Mirror left and right with probability `p`.
+
+        p: probability
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def color_jitter(
+        self,
+        brightness: float | tuple[float, float] | list[float] = ...,
+        contrast: float | tuple[float, float] | list[float] = ...,
+        saturation: float | tuple[float, float] | list[float] = ...,
+        hue: float | tuple[float, float] | list[float] = ...,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Change brightness, contrast, saturation and hue by random factors, in random order.
+
+        brightness: bounds of the factor; x stands for [max(0, 1 - x), 1 + x]
+        contrast: likewise
+        saturation: likewise
+        hue: bounds of the shift, in turns of the colour circle; x stands for [-x, x]
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def call(
+        self,
+        function: str | Callable[..., Any],
+        args: Mapping[str, Any] = ...,
+        timeout: float | str | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Call a user's function with the sample, or behind `batch` with the batch: a dict, field -> value.
+
+        It changes the dict in place, or returns a dict that is merged into it: fields it names are set, the others stay as they
+        are. `del sample["field"]` drops a field; not to return it does not.
+
+        function: "package.module:function", or in Python the function itself
+        args: keyword arguments for every call
+        timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def batch(
+        self,
+        size: int,
+        drop_last: bool = False,
+        ragged: Mapping[str, Literal["list", "pad"]] = ...,
+        pad_value: float = 0,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Gather samples into batches.
+
+        size: samples per batch
+        drop_last: drop samples that do not fill a batch on every rank
+        ragged: fields whose tensors differ in shape: delivered as a list, or padded to the largest
+        pad_value: the value of the padding
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def normalize(
+        self,
+        mean: Sequence[float] | Literal["imagenet"] = "imagenet",
+        std: Sequence[float] | Literal["imagenet"] = "imagenet",
+        dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32",
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Turn uint8 images into floats: (x / 255 - mean) / std per channel.
+
+        mean: one number a channel, one for all, or imagenet
+        std: one number a channel, one for all, or imagenet
+        dtype: of the result
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def transfer(
+        self,
+        device: str = "auto",
+        channels_last: bool = False,
+        dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Copy the batch to a device.
+
+        device: auto, cpu, cuda or cuda:N
+        channels_last: convert images and other [B, C, H, W] to torch.channels_last on the device
+        dtype: cast floating-point tensors to this on the device; uint8 stays uint8
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def prefetch(
+        self,
+        *,
+        batches: int | Literal["auto"] = 4,
+        memory: int | str = 2147483648,
+        concurrency: int | Literal["auto"] = "auto",
+        executor: Literal["inline", "thread", "process"] = "thread",
+        processes: int = 1,
+        timeout: float | str = 60.0,
+        on_timeout: Literal["warn", "raise"] = "warn",
+    ) -> Self:
+        """How far and how fast to work ahead.
+
+        batches: batches being made or ready while the consumer works on another; auto: 4 to begin with,
+            then measured
+        memory: bound on the memory of those batches
+        concurrency: worker threads in all; auto: one a CPU to begin with, then measured
+        executor: threads here; inline: none, next() does the work; process: threads of another process
+        processes: how many, with `executor: process`; they share `batches`, `memory` and all workers out
+            evenly
+        timeout: a wait this long is reported with the stage, the sample and stacks; first at a quarter of
+            it
+        on_timeout: after `timeout`: keep waiting, or raise StallTimeout (not with `executor: inline`)
+        """
+
+    def errors(
+        self,
+        *,
+        on_bad_sample: Literal["raise", "skip", "replace"] = "raise",
+        max_bad_samples: int = 100,
+        quarantine: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """What to do with samples that cannot be read, decoded or transformed.
+
+        on_bad_sample: stop; make the batch shorter; or put another sample, drawn from the seed, in its
+            place
+        max_bad_samples: per rank and epoch; one more raises
+        quarantine: a file that gets one JSON line for every bad sample
+        """

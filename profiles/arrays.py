@@ -1,4 +1,4 @@
-"""How fast records and windows of one file are delivered: python profiles/arrays.py
+"""How fast records and windows of one file are delivered: python -m profiles.arrays
 
 Records of 16 bytes in batches of 64 and windows of 2,049 uint16 in batches of 16, shuffled, from the page cache, with the
 inline executor. Prints median and tenth percentile of the time of a batch; the file is made under the temporary directory.
@@ -6,6 +6,7 @@ inline executor. Prints median and tenth percentile of the time of a batch; the 
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 import tempfile
@@ -36,6 +37,7 @@ def batch_seconds(pipeline: Pipeline) -> list[float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "numbers.bin"
         np.random.default_rng(0).integers(0, 2**16, 20_000_000).astype(np.uint16).tofile(path)

@@ -7,6 +7,7 @@ rest is waiting for the GIL, which 64 workers ask for, too.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import threading
 import time
@@ -49,6 +50,7 @@ def consume(batches: Iterator[Any], is_over: threading.Event) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for workers, num_calls, apart in ((2, 1, False), (16, 6, False), (64, 6, False), (16, 6, True)):
         pipeline = Pipeline.dataset(Waiting()).read()
         for _ in range(num_calls):

@@ -43,16 +43,14 @@ class SlowItems:
 
     def note(self, stage: int, chunk: Chunk, each_s: float, at_s: float) -> None:
         """Note a chunk that has left a stage after `each_s` a sample."""
-        num, begin, found = len(chunk), chunk.work_item.begin + chunk.lo, chunk.slowest
+        num, begin, found = chunk.hi - chunk.lo, chunk.work_item.begin + chunk.lo, chunk.slowest
         chunk.slowest = None
         seconds, row = found or (each_s * num, 0)
         num_together = 1 if found else num
-        if seconds / num_together > self.least_s[stage]:
-            sample, place = chunk.index_of(row), (begin + row, num, each_s * num)
-            each = seconds / num_together
-            self._keep(stage, Slow(each, at_s, seconds, chunk.epoch, sample, num_together, *place))
-
-    def _keep(self, stage: int, slow: Slow) -> None:
+        if seconds / num_together <= self.least_s[stage]:
+            return
+        sample, place = chunk.index_of(row), (begin + row, num, each_s * num)
+        slow = Slow(seconds / num_together, at_s, seconds, chunk.epoch, sample, num_together, *place)
         with self._lock:
             kept = self._kept[stage]
             if len(kept) < NUM_KEPT:

@@ -29,6 +29,9 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.engine.metrics import Stats
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
+from loaderkit.profile.render.html import to_html
+from loaderkit.profile.render.terminal import to_text
+from loaderkit.profile.report import Report
 from loaderkit.stages.slowed import Slowdown, slowed
 
 NUM_OBJECTS = 400
@@ -364,4 +367,46 @@ def contradictions(found: Mapping[str, Any]) -> list[str]:
         problems.append(f"evidence: {said[0]!r}, but the loop waited {stall['percent']} %")
     elif said[2] is not None and (said[3] != stage or abs(float(said[2]) - percent) > 0.06):
         problems.append(f"evidence: {said[0]!r}, but {percent} % for {stage}")
+    others, used = (re.search(rf"{words} ([\d.]+)(?: CPUs)? of ([\d.]+)", verdict["evidence"]) for words in _CPUS)
+    others_cpus = found.get("host", {}).get("others_cpus")
+    if others is not None and others_cpus is not None and abs(float(others[1]) - others_cpus) > 0.051:
+        problems.append(f"evidence: {others[0]!r}, but {others_cpus}")
+    if used is not None and float(used[1]) > float(used[2]):
+        problems.append(f"evidence: {used[0]!r}")
+    return problems
+
+
+_CPUS = ("other programs used", "the workers use")
+_PERCENT = r"([\d.]+) %"
+
+
+def text_contradictions(report: Report) -> list[str]:
+    """The same of what a reader sees, as text and as a page: one percentage of waiting, and rows that sum to it."""
+    waited, problems = report.stall.percent, []
+    page = re.sub(
+        r"\s+", " ", re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", " ", to_html(report), flags=re.DOTALL)
+    )
+    text = to_text(report, width=1000)
+    for words, where in (("the loop waited", text), ("The loop waited for data", page), ("Waiting for data", page)):
+        said = re.search(rf"{words} {_PERCENT}", where)
+        if said is None or abs(float(said[1]) - waited) > 0.051:
+            problems.append(f"{words}: {said and said[0]}, but the loop waited {waited} %")
+    parts = dict(
+        re.findall(rf"^(computing|waiting for a batch|handing it over|releasing the batch) .* {_PERCENT}", text, re.M)
+    )
+    in_page = dict(
+        re.findall(rf"(computing|waiting for a batch|handing it over|releasing the batch): [^,]+, {_PERCENT}", page)
+    )
+    if parts != in_page or (report.num_batches and abs(sum(map(float, parts.values())) - 100) > 0.21):
+        problems.append(f"the loop's parts are {parts}, on the page {in_page}")
+    if abs(float(parts["waiting for a batch"]) + float(parts["releasing the batch"]) - waited) > 0.16:
+        problems.append(f"the loop's parts are {parts}, but the loop waited {waited} %")
+    rows = text.partition("What the loop waited for\n")[2].partition("\n\n")[0].splitlines()
+    causes = [float(found[1]) for row in rows if (found := re.search(_PERCENT, row))]
+    if abs(sum(causes) - waited) > 0.05 * (len(report.stall.by_stage) + 1) + 1e-9:
+        problems.append(f"{rows} do not sum to {waited} %")
+    if causes != sorted(causes, reverse=True) or (
+        report.verdict.stage and not rows[0].startswith(report.verdict.stage)
+    ):
+        problems.append(f"{report.verdict.stage} is blamed: {rows}")
     return problems

@@ -33,7 +33,7 @@ from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless, sleep_step
 from loaderkit.profile.report import Report
-from profiles.bottlenecks import BATCH, Link, contradictions, photographs, small_photographs
+from profiles.bottlenecks import BATCH, Link, contradictions, photographs, small_photographs, text_contradictions
 from profiles.record import record
 
 _NUM_WARM, _NUM_BATCHES, _LEAST_S = 12, 40, 0.6
@@ -418,7 +418,7 @@ def judged(case: Drawn, report: Report) -> dict[str, Any]:
         "kind": verdict.kind,
         "stage_is_right": stage_is_right,
         "kind_is_right": kind_is_right,
-        "contradictions": contradictions(report.model_dump(mode="json")),
+        "contradictions": contradictions(report.model_dump(mode="json")) + text_contradictions(report),
         "percent": verdict.percent,
         "by_stage": by_stage,
         "others_cpus": report.host.get("others_cpus"),

@@ -19,6 +19,7 @@ from loaderkit import __version__
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
+from loaderkit.engine.metrics.interval import Interval
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
@@ -77,14 +78,15 @@ def make_report(facts: ReportFacts) -> Report:
     if facts.first is not None and not facts.begin.num_batches and end.num_batches > facts.first.num_batches:
         later = end.since(facts.first) if facts.first.run == end.run else end
         later_s = sum(later.waits_s.values())
+        ran_s = waited_s - passed.waits_s.get(START, 0.0) - later_s + later.waits_s.get(START, 0.0)
         # Nothing can be read ahead of the first batch: all of its wait is the start. `first_batch` says what it was for.
         start_s = later.waits_s.get(START, 0.0) + max(0.0, waited_s - later_s)
-        passed = replace(passed, waits_s={**later.waits_s, START: start_s})
-        after_start_percent = 100.0 * later_s / max(loop_s - (log.first_wait_s or 0.0), 1e-9)
+        passed = replace(passed, waits_s={**later.waits_s, START: start_s}, started_s=max(0.0, ran_s))
+        later_s += log.release_s
+        after_start_percent = min(100.0, 100.0 * later_s / max(loop_s - (log.first_wait_s or 0.0), 1e-9))
     if log.release_s:
         passed = replace(passed, waits_s={**passed.waits_s, RELEASE: log.release_s})
     values = passed.to_dict()
-    others_s, seen_s = passed.host.others_s, max(end.wall_s - facts.begin.wall_s, 1e-9)
     series = [{**point, "at_s": point["at_s"] - log.begin_s} for point in facts.series if point["at_s"] >= log.begin_s]
     verdict = verdict_part(passed, facts.config)
     return Report(
@@ -108,7 +110,7 @@ def make_report(facts: ReportFacts) -> Report:
         patch=settings_yaml(verdict.settings),
         series=series,
         memory=values["memory"],
-        host={**values["host"], "others_cpus": None if others_s is None else others_s / seen_s},
+        host={**values["host"], "others_cpus": Interval.of(passed).others_cpus},
         tuning=values["tuning"],
         store=values["store"],
         config=described(facts.config_now),
@@ -118,7 +120,7 @@ def make_report(facts: ReportFacts) -> Report:
 def _since(end: Stats, earlier: Stats, wall_s: float) -> Stats:
     """The stats of the loop's own time: pauses outside of it, such as a validation, are no part of its wall time."""
     passed = end.since(earlier) if earlier.run == end.run else end
-    return replace(passed, wall_s=max(wall_s, 1e-9))
+    return replace(passed, wall_s=max(wall_s, 1e-9), paused_s=max(0.0, passed.wall_s - wall_s))
 
 
 def described(config: PipelineConfig) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _summary(rows: Sequence[RankRow], missing: Sequence[int]) -> str:
     if stragglers:
         text = "; ".join(
             f"rank {row.rank} waits {say_seconds(row.extra_s)} a step longer for data than the others do "
-            f"({row.verdict.stage or 'training'} is its limit, {row.verdict.kind}), and was the last in "
+            f"({_limit(row.verdict)}), and was the last in "
             f"{row.last_percent:.0f} % of the steps"
             for row in stragglers
         )
@@ -133,3 +133,7 @@ def _summary(rows: Sequence[RankRow], missing: Sequence[int]) -> str:
     else:
         text = "no rank keeps the others waiting: what they wait for data differs by no more than noise"
     return f"{text}; no report of rank {', '.join(map(str, missing))}" if missing else text
+
+
+def _limit(verdict: VerdictPart) -> str:
+    return "training is its limit" if verdict.stage is None else f"{verdict.stage} is its limit, {verdict.kind}"

@@ -165,15 +165,17 @@ class Steps(Part):
     every: int = Field(1, description="`steps` has each `every`th step")
     steps: list[Step] = Field([], description="at most 2,048")
 
-    def parts(self) -> list[tuple[str, str, float]]:
-        """(name, kind, seconds) of all that the loop spent its time on."""
-        return [
+    def parts(self) -> list[tuple[str, str, float, float]]:
+        """(name, kind, seconds, percent) of all that the loop spent its time on. The report's percentages are of that time, and
+        what is outside of it has none."""
+        parts = [
             ("computing", "compute", self.compute_s),
             ("waiting for a batch", "stall", self.stall_s),
             ("handing it over", "overhead", self.overhead_s - self.release_s),
             ("releasing the batch", "release", self.release_s),
-            ("before, after, between", "outside", self.outside_s),
         ]
+        whole_s = max(self.compute_s + self.stall_s + self.overhead_s, 1e-9)
+        return [(name, kind, seconds, max(0.0, 100.0 * seconds / whole_s)) for name, kind, seconds in parts]
 
 
 class PassMark(Part):

@@ -25,7 +25,7 @@ _PAGE = 2**20
 
 def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
     """The verdict on an interval, with its change as values."""
-    if not stats.num_batches and not stats.stall_s:
+    if not stats.num_batches and not any(stats.stall_s.values()):
         stats = replace(stats, wall_s=0.0)  # no batch was requested
     verdict = stats.verdict()
     settings = settings_for(verdict, stats, config) if stats.wall_s > 0 and stats.num_batches else []

@@ -78,8 +78,8 @@ class CpuWatch:
         if first is None or now is None:
             return replace(host, idle_s=None, others_s=None)
         own_s = time.process_time() - first_own_s + children_s
-        others_s = max(0.0, now.busy_s - first.busy_s - own_s)
-        return replace(host, idle_s=now.idle_s - first.idle_s, others_s=others_s)
+        # Below 0 where the other processes had started before: between two moments that does not count.
+        return replace(host, idle_s=now.idle_s - first.idle_s, others_s=now.busy_s - first.busy_s - own_s)
 
 
 _MAX_BYTES = 2**16  # a user in hundreds of groups has a long /proc/self/status

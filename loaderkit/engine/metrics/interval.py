@@ -52,7 +52,7 @@ class PoolUse:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval. `waited_s` counts every wait of the loop; `wall_s` is the time after the start, when workers could run."""
+    """An interval. `waited_s` counts every wait of the loop; `wall_s` is the time in which workers could run."""
 
     stats: Snapshot
     waited_s: float
@@ -61,7 +61,7 @@ class Interval:
 
     @classmethod
     def of(cls, stats: Snapshot) -> Interval:
-        wall_s = max(stats.wall_s - stats.stall_s.get(START, 0.0), 1e-9)
+        wall_s = max(stats.wall_s - stats.stall_s.get(START, 0.0) + stats.started_s, 1e-9)
         return cls(stats, sum(stats.stall_s.values()), wall_s, _pools_of(stats))
 
     @property
@@ -79,7 +79,8 @@ class Interval:
     @property
     def share_after_start(self) -> float:
         """The share of the time after the start in which the loop waited."""
-        return min(1.0, max(0.0, self.waited_s - self.stats.stall_s.get(START, 0.0)) / self.wall_s)
+        start_s = self.stats.stall_s.get(START, 0.0)
+        return min(1.0, max(0.0, self.waited_s - start_s) / max(self.stats.wall_s - start_s, 1e-9))
 
     @property
     def is_inline(self) -> bool:
@@ -118,14 +119,25 @@ class Interval:
 
     @property
     def cpus_used(self) -> float:
-        """CPUs that the workers use on average."""
-        return sum(row.cpu_s for row in self.stats.stages) / self.wall_s
+        """CPUs that the workers use on average; at most all, as they also work while the loop pauses."""
+        used = self.cpu_s / self.wall_s
+        return used if self.num_cpus is None else min(used, float(self.num_cpus))
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the workers."""
+        return sum(row.cpu_s for row in self.stats.stages)
+
+    @property
+    def counted_s(self) -> float:
+        """What the counters of CPUs are of: also the pauses of the loop."""
+        return self.stats.wall_s + self.stats.paused_s
 
     @property
     def num_idle_cpus(self) -> float | None:
         """CPUs that this process may use and that were idle, on average; None: not known."""
         idle_s = self.stats.host.idle_s
-        return None if idle_s is None else idle_s / self.stats.wall_s
+        return None if idle_s is None else idle_s / self.counted_s
 
     @property
     def has_idle_cpus(self) -> bool:
@@ -136,9 +148,8 @@ class Interval:
     @property
     def others_cpus(self) -> float | None:
         """CPUs of those this process may use that other programs used, on average; None: not known."""
-        if self.num_cpus is None or self.num_idle_cpus is None:
-            return None
-        return max(0.0, self.num_cpus - self.num_idle_cpus - self.stats.host.cpu_s / self.stats.wall_s)
+        others_s = self.stats.host.others_s
+        return None if others_s is None else max(0.0, others_s / self.counted_s)
 
     @property
     def throttled_share(self) -> float:

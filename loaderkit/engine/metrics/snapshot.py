@@ -104,6 +104,8 @@ class Snapshot:
     """By stage: the samples that took longest in the whole run; with `since`, those of them within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: num_bytes and copy_s
+    paused_s: float = 0.0  # not in wall_s, but in the counters of workers and CPUs: the loop did something else
+    started_s: float = 0.0  # of the waits for `start`, those in which workers ran: of a report's first batch
 
     @property
     def stall_s(self) -> dict[str, float]:
@@ -213,7 +215,7 @@ class Snapshot:
                 "cpu_s": self.host.cpu_s,
                 "throttled_s": self.host.throttled_s,
                 "idle_s": self.host.idle_s,
-                "others_s": self.host.others_s,
+                "others_s": None if self.host.others_s is None else max(0.0, self.host.others_s),
                 "native_s": self.host.native_s,
                 "swapped_bytes": self.host.swapped_bytes,
                 "read_bytes": self.host.read_bytes,

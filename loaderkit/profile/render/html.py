@@ -47,7 +47,7 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
         report=report,
         compared=[(row, say(row)) for row in report.baseline.rows] if report.baseline is not None else [],
         ranks=ranks,
-        parts=_parts(report),
+        parts=report.steps.parts(),
         waits=_waits(report),
         first=_first(report),
         charts=drawn,
@@ -80,16 +80,10 @@ def _script() -> str:
 # ------------------------------------------------------------------------------------------- parts of the page
 
 
-def _parts(report: Report) -> list[tuple[str, str, float, float]]:
-    """(what, colour class, seconds, percent) of the loop's time."""
-    whole_s = max(report.steps.wall_s, 1e-9)
-    return [(name, kind, s, max(0.0, 100 * s / whole_s)) for name, kind, s in report.steps.parts()]
-
-
 def _waits(report: Report) -> list[tuple[str, float, float]]:
-    """(cause, seconds, percent of the waiting), the longest first."""
-    whole_s = max(report.stall.total_s, 1e-9)
-    return [(cause, s, 100 * s / whole_s) for cause, s in report.stall.by_stage.items() if s >= 0.005 * whole_s]
+    """(cause, seconds, percent of the loop's time), the longest first."""
+    least_s = 0.005 * report.stall.total_s
+    return [(name, s, 100 * s / report.wall_s) for name, s in report.stall.by_stage.items() if s and s >= least_s]
 
 
 def _first(report: Report) -> list[tuple[str, float, float]]:

@@ -48,11 +48,10 @@ def summary(stats: Mapping[str, Any]) -> RenderableType:
 
 def stall_table(stats: Mapping[str, Any]) -> Table:
     """The waits of the loop by cause, the longest first; the rows sum to the whole."""
-    total_s = stats["stall"]["total_s"]
-    table = table_of("waited for", "stall_s", "share")
+    table = table_of("waited for", "stall_s", "of the time")
     for cause, seconds in stats["stall"]["by_stage"].items():
         if seconds > 0:
-            table.add_row(cause, f"{seconds:.2f}", f"{100 * seconds / total_s:.0f} %")
+            table.add_row(cause, f"{seconds:.2f}", f"{100 * seconds / stats['wall_s']:.1f} %")
     return table
 
 

@@ -82,9 +82,9 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
 def _loop(report: Report) -> RenderableType:
     steps = report.steps
     rows = facts_table()
-    for name, _, seconds in steps.parts():
-        share = seconds / max(steps.wall_s, 1e-9)
-        rows.add_row(name, f"{seconds:8.2f} s  {100 * share:5.1f} %  {'#' * round(_BAR * share)}")
+    for name, _, seconds, percent in steps.parts():
+        rows.add_row(name, _share(seconds, percent))
+    rows.add_row("before, after, between", f"{steps.outside_s:8.2f} s")
     speed = f"{report.throughput['samples_per_s']:.0f} samples/s, {_rate(report.throughput['bytes_per_s'])}"
     rows.add_row("speed", f"{report.num_samples} samples in {report.num_batches} batches, {speed}")
     if steps.p50_s is not None and steps.p99_s is not None:
@@ -104,10 +104,14 @@ def _loop(report: Report) -> RenderableType:
 def _stalls(report: Report) -> RenderableType:
     rows = facts_table()
     for cause, seconds in report.stall.by_stage.items():
-        share = seconds / report.wall_s
-        if share >= 0.0005:
-            rows.add_row(cause, f"{seconds:8.2f} s  {100 * share:5.1f} %  {'#' * round(_BAR * share)}")
+        percent = 100 * seconds / report.wall_s
+        if percent >= 0.05:
+            rows.add_row(cause, _share(seconds, percent))
     return rows
+
+
+def _share(seconds: float, percent: float) -> str:
+    return f"{seconds:8.2f} s  {percent:5.1f} %  {'#' * round(_BAR * percent / 100)}"
 
 
 def _stages(stages: Sequence[StageRow]) -> RenderableType:

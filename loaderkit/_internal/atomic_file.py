@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Create or replace a file: readers see the old text or the new one, even after a crash. Links and permissions are kept."""
+    """Create or replace a file: readers see the old text or the new one, even after a crash. Links and permissions are kept.
+    Raises OSError naming `path`."""
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -19,6 +20,8 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # of a full disk it names no file, else `temporary`
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

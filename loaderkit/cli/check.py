@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.cli import console
-from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
+from loaderkit.cli.options import (
+    ON_THIS_THREAD,
+    AsJson,
+    Assignments,
+    Debug,
+    PipelineFile,
+    checkpoint_config,
+    open_plan,
+)
 from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
@@ -28,7 +36,7 @@ def check(
         check_checkpoint(config, as_json)
         return
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
-    plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1", "prefetch.executor=inline"])
+    plan = open_plan(pipeline, [*(assignments or []), *ON_THIS_THREAD, "prefetch.batches=1"])
     checked = {
         "pipeline": plan.config.name,
         "num_samples": len(plan.source),
@@ -86,7 +94,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
     first, classes = checked["first_sample"], checked["classes"]
     rows = [
         ("samples", str(checked["num_samples"])),
-        ("batches", f"{checked['batches_per_epoch']} of {checked['batch_size']} an epoch{_rank(checked)}"),
+        ("batches", _batches(checked)),
     ]
     if classes is not None:
         more = ", ..." if len(classes) > _NUM_CLASSES_SHOWN else ""
@@ -109,8 +117,9 @@ def _shape(shape: list[int]) -> str:
     return "x".join(map(str, shape)) if shape else "(a number)"
 
 
-def _rank(facts: dict[str, Any]) -> str:
-    return "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
+def _batches(facts: dict[str, Any]) -> str:
+    ranks = "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
+    return f"{facts['batches_per_epoch']} per epoch{ranks}, batch size {facts['batch_size']}"
 
 
 def explain(
@@ -157,9 +166,7 @@ def _tell_explained(explained: dict[str, Any], config: PipelineConfig, tuning: T
     if explained["url"] is not None:
         console.tell(f"# source    {explained['url']}")
     console.tell(f"# samples   {explained['num_samples']}")
-    console.tell(
-        f"# batches   {explained['batches_per_epoch']} of {explained['batch_size']} an epoch{_rank(explained)}"
-    )
+    console.tell(f"# batches   {_batches(explained)}")
     console.tell(f"# CPUs      {explained['num_cpus']}")
     several = f"{tuning.processes} times " if (tuning.processes or 1) > 1 else ""
     console.tell(f"# executor  {several}{tuning.executor}, {tuning.batches} batches ahead")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from loaderkit.sources.formats.tar_index.index import Member
 
 _WORDS = {"missing": "there is no index", "stale": "the index does not fit the shard"}
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.*/", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://.*/)([^/]*)", re.DOTALL)
 _NUM_AT_ONCE = 8  # of a store that one waits for
 
 
@@ -39,7 +40,7 @@ def index(
     shards: Annotated[
         list[str],
         typer.Argument(
-            metavar="TAR...", help="Tar shards: paths, or URLs such as s3://bucket/shards/*.tar, with globs."
+            metavar="TAR...", help="Tar shards: paths, folders, or URLs such as s3://bucket/shards/*.tar, with globs."
         ),
     ],
     verify: Annotated[
@@ -71,28 +72,39 @@ def _found(names: list[str], stack: ExitStack) -> list[_Shard]:
     from loaderkit.connectors.file import FileConnector
     from loaderkit.sources.formats.tar_index import wds_index_key
 
-    opened_shards: list[_Shard] = []
+    found: list[_Shard] = []
     opened: dict[str, Connector] = {}
-    for name in names:
+    for name in chain.from_iterable(map(_in_folder, names)):
         match = _URL.match(name)
         if match is None:
             path = Path(name).absolute()
             index_path = path.with_name(wds_index_key(path.name))
-            opened_shards.append(_Shard(name, FileConnector(path.parent), path.name, index_path.name, str(index_path)))
+            found.append(_Shard(name, FileConnector(path.parent), path.name, index_path.name, str(index_path)))
             continue
-        folder = match[0]
+        folder, pattern = match.groups()
         if folder not in opened:
             opened[folder] = stack.enter_context(closing(open_connector(folder, {})))
         connector = opened[folder]
-        for key in _keys(connector, name, name[len(folder) :]):
+        for key in _keys(connector, folder, pattern):
             index_key = wds_index_key(key)
-            opened_shards.append(
-                _Shard(connector.describe(key), connector, key, index_key, connector.describe(index_key))
-            )
-    return list({shard.name: shard for shard in opened_shards}.values())
+            found.append(_Shard(connector.describe(key), connector, key, index_key, connector.describe(index_key)))
+    return list({shard.name: shard for shard in found}.values())
 
 
-def _keys(connector: Connector, url: str, pattern: str) -> list[str]:
+def _in_folder(name: str) -> list[str]:
+    """The archives that `kind: tar` reads of a folder; of a folder of a store, the URL with their pattern."""
+    match = _URL.match(name)
+    if match is not None:
+        # A name without a dot or a glob is no archive's.
+        return [f"{name.rstrip('/')}/*.tar"] if re.fullmatch(r"[^.*?[{]*", match[2]) else [name]
+    if not Path(name).is_dir():
+        return [name]
+    from loaderkit.connectors.file import FileConnector
+
+    return [str(Path(name, key)) for key in _keys(FileConnector(name), f"{name}/", "*.tar")]
+
+
+def _keys(connector: Connector, folder: str, pattern: str) -> list[str]:
     """What a name with globs and braces means; a shell expands them for paths only."""
     from loaderkit.sources.patterns import Patterns
 
@@ -101,7 +113,7 @@ def _keys(connector: Connector, url: str, pattern: str) -> list[str]:
         return patterns.names
     keys = [info.key for info in connector.list(patterns.prefix) if patterns.matches(info.key)]
     if not keys:
-        raise SourceError(f"{url}: there is nothing that is called so")
+        raise SourceError(f"{folder}{pattern}: there is nothing that is called so")
     return keys
 
 

@@ -42,6 +42,8 @@ Assignments = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_note_debug, help="Show the whole traceback of an error.")]
 
+ON_THIS_THREAD = ("prefetch.executor=inline", "prefetch.processes=1")
+
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     """{"stages.batch.size": 32} from ["stages.batch.size=32"]; values are read as YAML."""

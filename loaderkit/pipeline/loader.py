@@ -80,8 +80,8 @@ class Loader:
 
     # ---------------------------------------------------------------------------------------------------- iterating
 
-    def __iter__(self) -> Iterator[Any]:
-        """One epoch: the rest of a resumed one, else the next one. Ends an earlier iteration."""
+    def __iter__(self) -> _Epoch:
+        """One epoch: the rest of a resumed one, else the next one; its `len` is what is left. Ends an earlier iteration."""
         self._executors.check_open()
         self._take_ranks()
         if self._executors.steps is not None:
@@ -89,14 +89,14 @@ class Loader:
         epoch, position = self._next
         self._iteration += 1
         self._next = (epoch + 1, 0)
-        last = self._plan.config.order.epochs
-        if last is not None and epoch >= last:
-            return iter(())
-        self._epoch, self._position = epoch, position
-        return _Epoch(partial(self._next_of, self._iteration), self._plan.schedule.num_batches(position))
+        num_batches = 0
+        if not self._is_over(epoch):
+            self._epoch, self._position = epoch, position
+            num_batches = self._plan.schedule.num_batches(position)
+        return _Epoch(partial(self._next_of, self._iteration), num_batches)
 
     def __len__(self) -> int:
-        """The number of batches of a whole epoch on this rank; of an iterator `len` is the number left."""
+        """The number of batches of a whole epoch on this rank, also in a resumed one."""
         self._take_ranks()
         return self._plan.schedule.num_batches()
 

@@ -22,13 +22,14 @@ class State:
     fingerprint: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of JSON values."""
+        """A dict of JSON values. The fingerprint is a list, as torch.distributed.checkpoint flattens dicts: its load would fail
+        for want of a part's key before `check` could name the difference."""
         return {
             "version": STATE_VERSION,
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,
-            "fingerprint": dict(self.fingerprint),
+            "fingerprint": [list(part) for part in self.fingerprint.items()],
         }
 
     @classmethod
@@ -45,8 +46,11 @@ class State:
             value = data.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or not (name == "seed" or 0 <= value < 2**62):
                 raise StateError(f"the state's {name!r} is {short_repr(value)}, expected a whole number")
-        fingerprint = data.get("fingerprint")
-        if not isinstance(fingerprint, dict) or any(type(part) is not str for part in chain(*fingerprint.items())):
+        try:
+            fingerprint = dict(data["fingerprint"])  # a dict, too, as it was once
+        except (KeyError, TypeError, ValueError):
+            fingerprint = None
+        if fingerprint is None or any(type(part) is not str for part in chain(*fingerprint.items())):
             raise StateError("the state's 'fingerprint' is missing: it was not made by a loader's state_dict()")
         return cls(data["epoch"], data["position"], data["seed"], fingerprint)
 

@@ -301,6 +301,16 @@ class TestExitCodes:
 
 
 class TestCheck:
+    @pytest.mark.parametrize("command", ["check", "explain"])
+    def test_several_processes_are_no_mistake(
+        self, pipeline: Path, command: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        settings = ["--set", "prefetch.executor=process", "--set", "prefetch.processes=2"]
+        assert main([command, str(pipeline), *settings]) == 0
+        captured = capsys.readouterr()
+        assert (captured.err, caplog.text) == ("", "")
+        assert "batches       15 per epoch, batch size 4\n" in captured.out.replace("# batches   ", "batches       ")
+
     def test_says_what_is_there(self, pipeline: Path, ask: Callable[..., Any], photos: Path) -> None:
         found = ask("check", pipeline)
         assert (found["num_samples"], found["batches_per_epoch"], found["classes"]) == (60, 15, ["ant", "bee", "cat"])
@@ -374,6 +384,16 @@ class TestExplain:
         assert found["config"]["prefetch"]["timeout"] == "60s"
 
 
+@pytest.mark.parametrize("command", [["run", "--save-state", "out"], ["profile", "--seconds", "0.1", "--out", "out"]])
+def test_a_full_disk_is_named(pipeline: Path, command: list[str]) -> None:
+    """A file that may have no byte fails as on a full disk: at the write, whose error names no file."""
+    limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", str(SCRIPT), command[0], str(pipeline), *command[1:]]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"File too large: '{Path.cwd()}/out" in done.stderr.splitlines()[-1]
+    assert not [path for path in Path.cwd().rglob("*") if path.suffix == ".tmp"]
+
+
 class TestIndex:
     @pytest.fixture
     def tars(self, shards: Path, tmp_path: Path) -> list[str]:
@@ -393,6 +413,17 @@ class TestIndex:
             assert list(index) == expected
         assert [row["status"] for row in ask("index", "--check", *tars)["shards"]] == ["ok"] * 3
         assert sorted(path.suffix for path in Path("tars").iterdir()) == [".idx"] * 3 + [".tar"] * 3
+
+    @pytest.mark.parametrize("name", ["tars", "tars/", "file://{}/tars", "file://{}/tars/"])
+    def test_a_folder_means_its_shards(self, tars: list[str], ask: Callable[..., Any], name: str) -> None:
+        found = ask("index", name.format(Path.cwd()))
+        assert [Path(row["shard"]).absolute() for row in found["shards"]] == list(map(Path, tars))
+        assert found["num_samples"] == 60
+
+    def test_a_folder_without_shards(self, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("empty").mkdir()
+        assert main(["index", "empty"]) == 1
+        assert capsys.readouterr().err == "error: empty/*.tar: there is nothing that is called so\n"
 
     def test_missing_and_stale_ones_fail_the_check(self, tars: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["index", *tars[:2]]) == 0

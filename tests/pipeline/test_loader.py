@@ -19,9 +19,13 @@ from augmented_photos import (
     nothing_left_running,  # noqa: F401 - a fixture for every test here
 )
 from conftest import HELPERS
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.checkpoint import StreamReader
 from loaderkit.errors import ClosedError, ConfigError, StateError
 
 TESTS = [str(Path(__file__).parent), str(HELPERS.parent), str(HELPERS)]
@@ -158,6 +162,49 @@ class TestResume:
                 loader.set_epoch(epoch)
                 seen += digests(loader)
         assert seen == reference[1:16]
+
+    def test_length_is_that_of_an_epoch_and_of_an_iterator_what_is_left(self, photos: Path) -> None:
+        """Schedules of learning rates need the former, progress bars the latter."""
+        with loaderkit.build(augmented(photos)) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            assert (len(loader), len(iterator)) == (8, 7)
+            state = loader.state_dict()
+        with loaderkit.build(augmented(photos)) as loader:
+            loader.load_state_dict(state)
+            iterator = iter(loader)
+            assert (len(loader), len(iterator)) == (8, 7)
+            assert len(list(iterator)) == 7
+            assert len(iterator) == 0
+            assert len(iter(loader)) == 8
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_dcp_loads_the_state_of_another_pipeline_and_the_difference_is_named(
+        self, photos: Path, tmp_path: Path
+    ) -> None:
+        pipeline = Pipeline.files(photos).read().decode()
+        with loaderkit.build(pipeline.resize(16).center_crop(16).batch(4)) as loader:
+            next(iter(loader))
+            save({"loader": loader.state_dict()}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+            wanted = loader.state_dict()
+        flipped = pipeline.resize(16).center_crop(16).random_horizontal_flip().batch(4)
+        with loaderkit.build(pipeline.resize(16).center_crop(16).batch(4)) as same, loaderkit.build(flipped) as other:
+            for reader in (FileSystemReader(tmp_path / "step-1"), StreamReader(tmp_path / "step-1")):
+                state = {"loader": same.state_dict()}
+                load(state, storage_reader=reader, no_dist=True)
+                same.load_state_dict(state["loader"])
+                assert same.state_dict() == wanted
+                state = {"loader": other.state_dict()}
+                load(state, storage_reader=reader, no_dist=True)
+                with pytest.raises(StateError, match=r"random_horizontal_flip: the state has nothing, this loader"):
+                    other.load_state_dict(state["loader"])
+
+    def test_a_state_with_a_dict_for_a_fingerprint(self, photos: Path) -> None:
+        """As states were saved before."""
+        with loaderkit.build(augmented(photos)) as loader:
+            state = loader.state_dict()
+            loader.load_state_dict({**state, "fingerprint": dict(state["fingerprint"]), "position": 16})
+            assert loader.state_dict() == {**state, "position": 16}
 
     def test_refuses_the_state_of_another_pipeline(self, photos: Path, shards: Path) -> None:
         with loaderkit.build(augmented(photos)) as loader:

@@ -128,7 +128,7 @@ def test_they_make_batches(executor: str) -> None:
     assert numbers.tolist() == [index * index + 5 for index in range(10)]
     assert batches[0]["__key__"][3] == "3 squared"
     assert len({float(draw) for batch in batches for draw in batch["draw"]}) == 10
-    assert again["fingerprint"]["stages.shift"] == 'shift {"by": 5}'
+    assert dict(again["fingerprint"])["stages.shift"] == 'shift {"by": 5}'
 
 
 def test_they_are_checked() -> None:

@@ -58,6 +58,8 @@ def demo_data(place: Path, num_images: int) -> Path:
             except OSError:
                 if not folder.is_dir():  # else another demo was faster, and made the same
                     raise
+        except OSError as error:  # of a full disk it names no file
+            raise OSError(error.errno, error.strerror, str(place)) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder / "train"

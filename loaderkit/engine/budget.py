@@ -37,7 +37,8 @@ class Budget:
         if self.num_open >= num_allowed:
             self.is_short_of_memory = by_memory
             return None, False
-        work_item = self._plan.open(self.chunk_sizer.next_chunk_size(self._plan.batch_size, self.num_workers))
+        size = self.chunk_sizer.next_chunk_size(self._plan.batch_size, self.num_workers, num_allowed)
+        work_item = self._plan.open(size)
         if work_item is None:
             return None, True
         self.num_open += 1

@@ -83,7 +83,7 @@ class InlineEngine(Engine):
             plan.prepare()
             self._chunk_sizer.first(self.clock() - begin_s, plan.memory_stats(0)["batch_bytes"] / plan.batch_size)
         with self._planning:
-            work_item = plan.open(self._chunk_sizer.next_chunk_size(plan.batch_size, 1))
+            work_item = plan.open(self._chunk_sizer.next_chunk_size(plan.batch_size, 1, 1))
         assert work_item is not None, "the loader asks for no batch past the last"
         work_item.opened_s = self.clock()
         self._open = work_item

@@ -9,6 +9,7 @@ from typing import Any
 # exchange the GIL more often, which costs more the more threads there are. Since all decoding of a chunk is one call, what a
 # chunk costs besides its pictures counts for more: 9 ms 1.007 of 6 ms (12 pairs of processes), 15 ms 1.00.
 CHUNK_TARGET_S = 0.009
+_SHARED_S = 1e-3  # a batch that takes longer is shared by workers that would find no other one open
 _FIRST_TARGET_S = 0.02  # the first sample is made cold, and takes longer than those to come
 _FIRST_CHUNK_SIZE = 8
 # The latest chunk's part in how long a sample takes; the mean of all at the beginning.
@@ -57,21 +58,22 @@ class ChunkSizer:
         self._took_s += weight * (took_s - self._took_s)
         self._length += weight * (length - self._length)
 
-    def chunk_size(self, batch_size: int, num_workers: int) -> int:
-        """How many samples a chunk of a batch should have."""
+    def chunk_size(self, batch_size: int, num_workers: int, num_open: int) -> int:
+        """How many samples a chunk of a batch should have, where `num_open` batches may be open at a time."""
         if self.sample_s is None:
             return max(1, min(_FIRST_CHUNK_SIZE, -(-batch_size // num_workers)))
         own_s, target_s = self.sample_s, CHUNK_TARGET_S if self._num_landed else _FIRST_TARGET_S
         own_s *= max(_LEAST_SHARE, 1 - self._fixed_share)
         wanted = int(target_s / max(own_s, 1e-9))
         if wanted >= batch_size:
-            return batch_size
+            num_sharing = max(1, -(-num_workers // num_open)) if own_s * batch_size > _SHARED_S else 1
+            return -(-batch_size // num_sharing)
         wanted = max(1, min(wanted, -(-batch_size // num_workers)))
         return -(-batch_size // -(-batch_size // wanted))  # all alike: a short one is left over otherwise
 
-    def next_chunk_size(self, batch_size: int, num_workers: int) -> int:
+    def next_chunk_size(self, batch_size: int, num_workers: int, num_open: int) -> int:
         """The same for the batch that is opened now: it may be one on trial."""
-        size = self.chunk_size(batch_size, num_workers)
+        size = self.chunk_size(batch_size, num_workers, num_open)
         if not self._num_landed or self._took_s >= _MOST_TRIED_S:
             return size
         self._num_opened += 1

@@ -18,7 +18,7 @@ def sizes_of(fixed_s: float, each_s: float, *, num_batches: int = 30, batch: int
     chunk_sizer.sample_s = fixed_s + each_s  # the first sample, by itself
     found = []
     for _ in range(num_batches):
-        size = chunk_sizer.next_chunk_size(batch, workers)
+        size = chunk_sizer.next_chunk_size(batch, workers, workers)
         found.append(size)
         for begin in range(0, batch, size):
             length = min(size, batch - begin)
@@ -78,8 +78,18 @@ def test_a_store_that_turns_fast_does_not_leave_a_batch_to_one_worker() -> None:
     chunk_sizer.sample_s = 12e-3
     for fixed_s in (12e-3, 0.0):
         for _ in range(40):
-            size = chunk_sizer.next_chunk_size(1024, 8)
+            size = chunk_sizer.next_chunk_size(1024, 8, 8)
             assert size <= 128
             for _ in range(1024 // size):
                 chunk_sizer.landed(fixed_s + size * 1e-3, size)
-    assert 4 <= chunk_sizer.chunk_size(1024, 8) <= 128
+    assert 4 <= chunk_sizer.chunk_size(1024, 8, 8) <= 128
+
+
+@pytest.mark.parametrize(("num_open", "size"), [(1, 4), (2, 8), (3, 8), (4, 16), (16, 16)])
+def test_workers_share_a_batch_where_fewer_may_be_open_than_there_are_workers(num_open: int, size: int) -> None:
+    chunk_sizer = ChunkSizer()
+    chunk_sizer.landed(16 * 0.0002, 16)
+    assert chunk_sizer.chunk_size(16, 4, num_open) == size
+    chunk_sizer = ChunkSizer()
+    chunk_sizer.landed(16 * 0.00002, 16)
+    assert chunk_sizer.chunk_size(16, 4, num_open) == 16, "it takes less than a hand-off is worth"

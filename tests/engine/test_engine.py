@@ -220,7 +220,7 @@ class TestStarting:
                 list(loader)
             assert loader.stats(since=before).num_batches <= 10
             list(loader)
-            with pytest.raises(ValueError, match="anew"):
+            with pytest.raises(ValueError, match="started from 0"):
                 loader.stats(since=before)
 
 

@@ -31,7 +31,7 @@ from loaderkit.stages.base import (
     StageKind,
 )
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.kernels import write_image
+from loaderkit.stages.image.kernels import write_image
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype

@@ -14,7 +14,7 @@ from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageE
 from loaderkit.sampling.random import generator, key_of, uniforms
 from loaderkit.sources.base import Sample, Source
 from loaderkit.stages.base import SampleChunk, SampleFailure
-from loaderkit.stages.kernels import resample
+from loaderkit.stages.image.kernels import resample
 
 _NUM_REPLACEMENTS = 64
 

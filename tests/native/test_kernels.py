@@ -21,7 +21,7 @@ import loaderkit
 from loaderkit import Pipeline, native
 from loaderkit.connectors.file import FileConnector
 from loaderkit.native import fallback
-from loaderkit.stages import kernels
+from loaderkit.stages.image import kernels
 from loaderkit.stages.image.resize import _with_pillow
 
 compiled: Any = native._kernels

@@ -18,8 +18,8 @@ from loaderkit._internal.settings import as_tuple
 from loaderkit.engine.work import Stage
 from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_names
 from loaderkit.stages.context import CompileContext, batch_error
+from loaderkit.stages.image.kernels import write_normalized
 from loaderkit.stages.image.ops import Finalizer
-from loaderkit.stages.kernels import write_normalized
 from loaderkit.stages.values import describe
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}

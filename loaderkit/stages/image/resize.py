@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 
 from loaderkit.stages.base import Image
-from loaderkit.stages.kernels import Part, resampled_from
+from loaderkit.stages.image.kernels import Part, resampled_from
 from loaderkit.stages.values import to_tensor
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]

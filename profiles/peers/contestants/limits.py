@@ -29,7 +29,7 @@ from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.file import FileConnector
 from loaderkit.stages.image.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
 from loaderkit.stages.image.jpeg import jpeg_size
-from loaderkit.stages.kernels import resample, write_normalized
+from loaderkit.stages.image.kernels import resample, write_normalized
 from profiles.peers.places import Places, labelled
 
 PACKAGE = "loaderkit"

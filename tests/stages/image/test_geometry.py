@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from loaderkit.sampling.random import uniforms
 from loaderkit.sources.base import Sample
-from loaderkit.stages import kernels
 from loaderkit.stages.base import Image
-from loaderkit.stages.image import geometry
+from loaderkit.stages.image import geometry, kernels
 
 Pixels = NDArray[np.uint8]
 Draws = NDArray[np.float64]

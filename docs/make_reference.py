@@ -1,4 +1,5 @@
-"""Writes docs/reference.md from the code: every key of the YAML with type, default and meaning, and the command line.
+"""Writes docs/reference.md from the code: every key of the YAML with type, default and meaning, the calls in Python, and the
+command line.
 
 python docs/make_reference.py            writes the file
 python docs/make_reference.py --check    says whether it is up to date
@@ -13,6 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import python_reference
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -20,7 +22,7 @@ from pydantic_core import PydanticUndefined
 
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from loaderkit.cli.app import app
-from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args, SourceArgs
+from loaderkit.connectors.config import CacheArgs, ReadAheadArgs, RetryArgs, S3Args
 from loaderkit.pipeline.config.model import BlockArgs, ErrorsArgs, OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.profile import ranks, report, report_parts
@@ -181,8 +183,15 @@ def render() -> str:
         parts += [f"### `{kind}`\n", summary(stage.args) + side + "\n", table(stage.args, skip=StageArgs.model_fields)]
     parts += ["## Prefetch\n", summary(PrefetchArgs) + "\n", table(PrefetchArgs)]
     parts += ["## Errors\n", summary(ErrorsArgs) + "\n", table(ErrorsArgs)]
-    parts += [BATCH, STATS, "## Stall report\n", report_tables(), "## Command line\n", commands()]
-    assert SourceArgs.model_fields
+    parts += [
+        BATCH,
+        python_reference.render(),
+        STATS,
+        "## Stall report\n",
+        report_tables(),
+        "## Command line\n",
+        commands(),
+    ]
     return "\n".join(part for part in parts if part).rstrip() + "\n"
 
 

@@ -13,6 +13,7 @@ from seaweed import Seaweed
 
 import loaderkit
 from loaderkit.cli import main
+from loaderkit.connectors import Connector
 from loaderkit.pipeline.config.yaml_text import from_yaml
 from profiles.reports import FOLDER, PAGE, filled, text_of
 
@@ -90,6 +91,16 @@ def test_the_architecture_names_files_and_rooms_that_exist() -> None:
 def test_what_is_made_from_the_code_is_up_to_date(script: str) -> None:
     ran = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"])
     assert ran.returncode == 0, f"run: python docs/{script}"
+
+
+def test_the_reference_has_what_is_public() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    for name in {*loaderkit.__all__} - {"__version__"}:
+        assert f"### `loaderkit.{name}`" in page
+    for owner in (loaderkit.Loader, loaderkit.Pipeline, Connector):
+        public = [name for name in vars(owner) if not name.startswith("_") and name != "as_subject"]
+        assert len(public) >= 5
+        assert [name for name in public if f" def {name}(" not in page] == []
 
 
 def test_reports_on_the_page_are_those_that_were_made() -> None:

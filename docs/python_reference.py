@@ -103,7 +103,8 @@ def _declared(node: Any, lines: list[str]) -> list[str]:
     body = node.body[0]
     if ast.get_docstring(node) is not None or (isinstance(body, ast.Expr) and isinstance(body.value, ast.Constant)):
         return lines[first - 1 : body.end_lineno]  # the constant is `...`
-    return [*lines[first - 1 : body.lineno - 1], f"{' ' * body.col_offset}..."]
+    *signature, last = lines[first - 1 : body.lineno - 1]
+    return [*signature, f"{last} ..."]
 
 
 def _name(member: ast.stmt) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -85,6 +86,9 @@ def _outcome(error: BaseException) -> tuple[int, str]:
         return 1, ""
     if isinstance(error, (console.Interrupted, KeyboardInterrupt, typer.Abort)):
         return 130, str(error) or "interrupted"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        _discard_stdout()
+        return 1, f"error: the standard output cannot be written: {error.strerror}"  # what we write to files names them
     if isinstance(error, (LoaderkitError, OSError)):
         return 2 if isinstance(error, ConfigError) else 1, f"error: {error}"
     # Ours, or that of a function the pipeline names.

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.cli import console
-from loaderkit.cli.options import (
-    ON_THIS_THREAD,
-    AsJson,
-    Assignments,
-    Debug,
-    PipelineFile,
-    checkpoint_config,
-    open_plan,
-)
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
@@ -36,7 +28,7 @@ def check(
         check_checkpoint(config, as_json)
         return
     # A batch of the real size: a sample alone would hide that others have other shapes, or that memory is too small.
-    plan = open_plan(pipeline, [*(assignments or []), *ON_THIS_THREAD, "prefetch.batches=1"])
+    plan = open_plan(pipeline, [*(assignments or []), "prefetch.batches=1"], on_this_thread=True)
     checked = {
         "pipeline": plan.config.name,
         "num_samples": len(plan.source),

@@ -42,8 +42,6 @@ Assignments = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", callback=_note_debug, help="Show the whole traceback of an error.")]
 
-ON_THIS_THREAD = ("prefetch.executor=inline", "prefetch.processes=1")
-
 
 def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     """{"stages.batch.size": 32} from ["stages.batch.size=32"]; values are read as YAML."""
@@ -70,7 +68,7 @@ def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConf
     return to_config(pipeline, parse_assignments(assignments or []))
 
 
-def open_plan(pipeline: Path, assignments: Sequence[str] | None) -> ExecutionPlan:
+def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thread: bool = False) -> ExecutionPlan:
     """What the pipeline is to run, its source listed; nothing runs yet. Raises LoaderkitError."""
     from loaderkit.pipeline.execution_plan import compile_pipeline, ranks_now
 
@@ -78,6 +76,8 @@ def open_plan(pipeline: Path, assignments: Sequence[str] | None) -> ExecutionPla
     # `python -m` does; last in line, so that no file lying there hides an installed package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    if on_this_thread:
+        assignments = [*(assignments or []), "prefetch.executor=inline", "prefetch.processes=1"]
     rank, world_size = ranks_now()
     return compile_pipeline(described(pipeline, assignments), rank=rank, world_size=world_size)
 

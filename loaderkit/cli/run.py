@@ -14,15 +14,7 @@ import typer
 from loaderkit._internal.atomic_file import write_atomically
 from loaderkit.cli import console
 from loaderkit.cli.experiments import StepTime, open_step
-from loaderkit.cli.options import (
-    ON_THIS_THREAD,
-    AsJson,
-    Assignments,
-    Debug,
-    PipelineFile,
-    checkpoint_config,
-    open_plan,
-)
+from loaderkit.cli.options import AsJson, Assignments, Debug, PipelineFile, checkpoint_config, open_plan
 from loaderkit.cli.restore import run_checkpoint
 from loaderkit.errors import StateError
 from loaderkit.profile.render.summary import print_summary, reading
@@ -115,7 +107,7 @@ def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, 
     from loaderkit.pipeline.bad_samples import indices_of, read_quarantine, try_again
 
     lines = read_quarantine(quarantine)
-    plan = open_plan(pipeline, [*(assignments or []), *ON_THIS_THREAD])
+    plan = open_plan(pipeline, assignments, on_this_thread=True)
     places = indices_of(plan.source, lines)
     tried: dict[str, list[dict[str, Any]]] = {"bad": [], "good": [], "gone": []}
     tried["gone"] = [line._asdict() for line in lines if line not in places]

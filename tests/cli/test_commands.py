@@ -394,6 +394,15 @@ def test_a_full_disk_is_named(pipeline: Path, command: list[str]) -> None:
     assert not [path for path in Path.cwd().rglob("*") if path.suffix == ".tmp"]
 
 
+def test_a_full_disk_under_the_standard_output(pipeline: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([SCRIPT, "check", pipeline], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the standard output cannot be written: No space left on device\n",
+    )
+
+
 class TestIndex:
     @pytest.fixture
     def tars(self, shards: Path, tmp_path: Path) -> list[str]:

@@ -16,11 +16,29 @@ import torch.multiprocessing
 from conftest import HELPERS
 from ranked_loaders import NUM_SAMPLES, built
 
+import loaderkit
+from loaderkit import Pipeline
+from loaderkit.connectors.base import ConnectorTraits
+from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SCRIPT = str(HELPERS / "ranked_loaders.py")
 LIGHTNING = {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2"}  # it sets no RANK
+
+
+class Far(MemoryConnector):
+    """Reads of it wait for a network, as far as the loader knows."""
+
+    traits = ConnectorTraits(is_remote=True)
+
+    def __init__(self) -> None:
+        super().__init__({f"{number:02}.bin": bytes([number]) for number in range(NUM_SAMPLES)})
+        self.keys_read: set[str] = set()
+
+    def read_into(self, key: str, start: int, buffer: memoryview, *, etag: str | None = None) -> None:
+        super().read_into(key, start, buffer, etag=etag)
+        self.keys_read.add(key)
 
 
 def assert_shared_out(folder: Path, num_ranks: int = 2) -> None:
@@ -127,6 +145,22 @@ class TestTheEnvironment:
             with pytest.raises(ConfigError, match=r"is rank 1 of 3 since .* is rank 2 of 3 now"):
                 iter(loader)
             assert loader.state_dict()["epoch"] == 0, "what failed uses up no epoch"
+
+    @pytest.mark.parametrize("executor", ["inline", "thread", pytest.param("process", marks=pytest.mark.prove)])
+    def test_what_is_read_ahead_is_of_the_rank_that_iterates(
+        self, monkeypatch: pytest.MonkeyPatch, executor: str
+    ) -> None:
+        far = Far()
+        overrides = {"prefetch.executor": executor}
+        pipeline = Pipeline.files("far://x", include="*.bin").read().batch(2).epochs(1)
+        with loaderkit.build(pipeline, connectors={"far": far}, overrides=overrides) as loader:
+            monkeypatch.setenv("RANK", "1")
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            keys = [key for batch in loader for key in batch["__key__"]]
+        if executor != "process":  # which reads by a copy of the connector
+            assert set(keys) <= far.keys_read <= {*keys, "00.bin"}, "only the sample that tells the shapes is another's"
+        with loaderkit.build(pipeline, rank=1, world_size=2, connectors={"far": far}) as loader:
+            assert keys == [key for batch in loader for key in batch["__key__"]]
 
     def test_a_report_is_of_the_rank_that_iterates(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with built() as loader:

@@ -34,12 +34,14 @@ def cgroup_folders(controller: str, root: Path = _ROOT) -> Iterator[Path]:
 
 def num_cpus() -> int:
     """CPUs this process may use: its affinity and its cgroup's quota (v2 and v1), whichever is less; at least 1."""
-    available = len(os.sched_getaffinity(0))
-    for folder in cgroup_folders("cpu"):
-        quota, period = _quota_of(folder)
-        if quota > 0 and period > 0:
-            available = min(available, max(1, round(quota / period)))
-    return available
+    available, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    return available if quota is None else min(available, max(1, round(quota)))
+
+
+def cpu_quota() -> float | None:
+    """CPUs that the quotas of this process's cgroups leave it; None without one."""
+    quotas = [_quota_of(folder) for folder in cgroup_folders("cpu")]
+    return min((quota / period for quota, period in quotas if quota > 0 and period > 0), default=None)
 
 
 def _quota_of(folder: Path) -> tuple[int, int]:
@@ -57,7 +59,8 @@ def _quota_of(folder: Path) -> tuple[int, int]:
 
 @cache  # this takes two thirds of the time of `cpu_times_so_far`
 def _has_quota() -> bool:
-    return num_cpus() < len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return quota is not None and quota < len(os.sched_getaffinity(0))
 
 
 class CpuTimes(NamedTuple):

@@ -39,17 +39,23 @@ def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list
 
 
 def _more_batches(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    memory = [_memory_for(2 * case.num_wanted, case, config)] if case.is_short_of_memory else []
-    return [_set(config, "prefetch.batches", 2 * case.num_wanted), *memory]
+    if case.is_inline:
+        return _more_at_once(case, verdict, config)
+    batches = _set(config, "prefetch.batches", 2 * case.num_wanted)
+    if not (wanted := case.memory_to_double):
+        return [batches]
+    budget = _memory_of(wanted, case, config)
+    return [batches, *budget] if budget else []
 
 
 def _more_memory(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
-    return [_memory_for(case.num_wanted, case, config)]
+    return _memory_of(case.num_wanted * int(case.stats.memory.get("batch_bytes", 0)), case, config)
 
 
-def _memory_for(num_batches: int, case: Interval, config: PipelineConfig) -> Setting:
-    wanted = num_batches * int(case.stats.memory.get("batch_bytes", 0))
-    return _set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))
+def _memory_of(wanted: int, case: Interval, config: PipelineConfig) -> list[Setting]:
+    """A budget of so many bytes; nothing where the machine has no memory for it."""
+    budget = _set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))
+    return [budget] if case.has_memory_for(wanted) else []
 
 
 def _in_a_process(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:

@@ -104,8 +104,9 @@ def release(interval: Interval) -> Verdict:
     """The memory of batches was given back to the system, in the loop's thread."""
     evidence = f"{words.waited(interval, RELEASE)}: dropping the batches that the loop was done with"
     # `call` makes 400 MB anew: for each batch 350 ms a batch; for each sample 0.7, in a process 0.05, in huge pages 6 ms.
+    process = words.process_instead(interval, ", or set prefetch.executor: process")
     change = (
-        "have `call` make its tensors in place or from samples, before `batch`, or set prefetch.executor: process: such "
+        f"have `call` make its tensors in place or from samples, before `batch`{process}: such "
         "batches lie in memory that is used again. Else set THP_MEM_ALLOC_ENABLE=1 in the environment: torch then gives "
         "memory back faster"
     )
@@ -124,16 +125,18 @@ def _without_stage(interval: Interval, cause: str, evidence: str, change: str, s
 def oversubscription(facts: Facts) -> Verdict | None:
     """A library that its function calls computes in threads of its own, in each worker as many as there are CPUs."""
     interval, stage = facts.interval, facts.awaited.stage
-    if stage.kind != "call" and not (stage.kind == "read" and not stage.num_bytes):
-        return None  # no function of the user's
-    cpu_s = interval.stats.host.cpu_s
-    # What the loop may have computed in such threads itself, while it did not wait.
-    loop_s = (interval.stats.wall_s - interval.waited_s) * max(0, (interval.num_cpus or 1) - 1)
-    native_s = interval.stats.host.native_s - max(0.0, loop_s)
-    if native_s <= _NATIVE * cpu_s or native_s <= _NATIVE * stage.cpu_s:
+    if interval.is_inline or (stage.kind != "call" and not (stage.kind == "read" and not stage.num_bytes)):
+        return None  # no worker, or no function of the user's
+    native_s, num_cpus = interval.stats.host.native_s, interval.num_cpus or 1
+    if interval.stats.tuning.executor != "process":
+        # What the loop may have computed in such threads itself, while it did not wait.
+        native_s -= max(0.0, interval.counted_s - interval.waited_s) * (num_cpus - 1)
+    if native_s <= _NATIVE * max(interval.stats.host.cpu_s, stage.cpu_s):
         return None
+    if interval.num_idle_cpus is not None and interval.num_idle_cpus > num_cpus / 2:
+        return None  # they are in nobody's way
     evidence = (
-        f"threads that Python did not start (pools of BLAS, OpenMP or torch) used {native_s / interval.stats.wall_s:.1f} CPUs, "
+        f"threads that Python did not start (pools of BLAS, OpenMP or torch) used {native_s / interval.counted_s:.1f} CPUs, "
         f"the workers {interval.cpus_used:.1f}"
     )
     variables = " ".join(f"{variable}=1" for variable in thread_variables())
@@ -153,7 +156,7 @@ def gil(facts: Facts) -> Verdict | None:
     if not _is_gil(interval, busiest) or not (awaited.stage is busiest.stage or awaited.is_held_up):
         return None
     trial = busiest.pool.trial
-    share = busiest.stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
+    share = busiest.stage.cpu_s / max(1e-9, interval.cpu_s)
     evidence = (
         f"the workers compute, but use {interval.cpus_used:.1f} CPUs in all, {100 * share:.0f} % of that for "
         f"{busiest.stage.name}; side by side they wait for one another {100 * busiest.contended_share:.0f} % of the time"
@@ -162,10 +165,12 @@ def gil(facts: Facts) -> Verdict | None:
         evidence += f"; the GIL was held {100 * (trial.gil_taken or 0.0):.0f} % of the times a worker asked for it"
     if busiest.alone_share is not None:
         evidence += f"; {words.compared(busiest)}"
-    change = (
-        "prefetch.executor: process gives loading a GIL of its own, prefetch.processes several; or do the work in NumPy "
-        "or torch, which release the GIL; more workers would not help"
+    processes = words.process_instead(
+        interval,
+        "prefetch.executor: process gives loading a GIL of its own, prefetch.processes several",
+        f"prefetch.processes: {interval.num_processes + 1} or more, each with a GIL of its own",
     )
+    change = f"{processes}; or do the work in NumPy or torch, which release the GIL; more workers would not help"
     return _of_stage(interval, awaited, "gil", evidence, change, sure=0.95 if trial.holds_gil else 0.75)
 
 
@@ -230,10 +235,10 @@ def stragglers(facts: Facts) -> Verdict | None:
         f"the median item takes {say_seconds(usual_s)}, one in a hundred {say_seconds(slow_s)} or more: stragglers take "
         f"{100 * share:.0f} % of the stage's time"
     )
-    change = (
-        f"{words.deeper(interval)}, so that other batches are ready meanwhile, and more workers; or find out why those items "
-        "are slow"
-    )
+    ahead = f"{words.deeper(interval)}, and more workers"
+    if interval.is_inline:
+        ahead = words.workers_instead(interval, "with several workers")
+    change = f"{ahead}, so that other batches are ready meanwhile; or find out why those items are slow"
     return _of_stage(interval, awaited, "stragglers", evidence, change, sure=0.95)
 
 
@@ -300,9 +305,10 @@ def computing(facts: Facts, *, always: bool = False) -> Verdict | None:
         meanwhile = f"{interval.num_idle_cpus:.1f} CPUs were idle" if interval.has_idle_cpus else "no CPU was free"
         evidence += f", {100 * delayed:.0f} % ready to run while {meanwhile}"
     evidence += f"; the workers use {interval.cpus_used:.1f} CPUs"
-    if interval.num_cpus is not None:
-        share = stage.cpu_s / max(1e-9, interval.cpus_used * interval.wall_s)
-        evidence += f" of {interval.num_cpus}, {100 * share:.0f} % of that for {stage.name}"
+    if interval.cpus is not None:
+        evidence += (
+            f" of {interval.cpus:.3g}, {100 * stage.cpu_s / max(1e-9, interval.cpu_s):.0f} % of that for {stage.name}"
+        )
     # Where other programs have the CPUs, workers that wait for one another look much the same.
     sure = 0.8 if interval.is_short_of_cpus and delayed >= _CROWDED else 1.0
     return _of_stage(interval, awaited, "computing", evidence, words.less_work(interval, awaited), sure=sure)
@@ -331,7 +337,7 @@ def waiting(facts: Facts) -> Verdict:
     elif stage.kind == "transfer":
         kind, change = "waiting", words.MOVE_LESS
     elif not interval.is_inline:
-        change += "; if the loop computes in Python, prefetch.executor: process"
+        change += words.process_instead(interval, "; if the loop computes in Python, prefetch.executor: process")
     return _of_stage(interval, awaited, kind, evidence, change, sure=sure)
 
 

@@ -12,6 +12,8 @@ _DISK = 0.5  # share of the bytes read from the page cache; less is worth tellin
 
 MOVE_LESS = "transfer fewer bytes: uint8 until `normalize` after `transfer`, fewer fields; or a faster link"
 
+_SMALLER = "smaller batches: this machine has no memory for more of them"
+
 _CHEAPER: Mapping[str, str] = {
     "decode": "cheaper images: stored at the size they are used at, or decode: {scaled: true} where they are shrunk",
     "batch": "less to copy: uint8 instead of float, one shape instead of padding, fewer fields",
@@ -35,8 +37,8 @@ def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
     host, others, num_cpus = interval.stats.host, interval.others_cpus, interval.num_cpus
     if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:
         found.append(f"other programs used {others:.1f} of {num_cpus} CPUs: this one gets {num_cpus - others:.1f}")
-    if interval.throttled_share > HARMLESS:
-        found.append(f"a CPU quota kept this program from running {100 * interval.throttled_share:.0f} % of the time")
+    if interval.is_short_of_cpus and host.quota_cpus is not None:
+        found.append(f"a CPU quota leaves this program {host.quota_cpus:.3g} CPUs")
     if host.swapped_bytes:
         found.append(f"{say_bytes(host.swapped_bytes)} of this program are swapped out")
     hits = host.page_cache_hits
@@ -90,20 +92,29 @@ def more_workers(interval: Interval, facts: StageFacts) -> str:
 
 
 def more_cpus(interval: Interval) -> str:
-    if interval.throttled_share > HARMLESS:
+    if interval.stats.host.quota_cpus is not None or interval.throttled_share > HARMLESS:
         return "a larger CPU quota"
     others = interval.others_cpus or 0.0
     return f"the {others:.1f} CPUs that other programs take" if others > _OTHERS else "more CPUs"
 
 
+def process_instead(interval: Interval, change: str, otherwise: str = "") -> str:
+    """`change`, which sets `prefetch.executor: process`; `otherwise` where it is set."""
+    return otherwise if interval.stats.tuning.executor == "process" else change
+
+
 def more_memory(interval: Interval) -> str:
-    batch_bytes = interval.stats.memory.get("batch_bytes", 0)
-    return f"prefetch.memory: {say_bytes(interval.num_wanted * batch_bytes)} or more; or smaller batches"
+    wanted = interval.num_wanted * interval.stats.memory.get("batch_bytes", 0)
+    return (
+        f"prefetch.memory: {say_bytes(wanted)} or more; or smaller batches"
+        if interval.has_memory_for(wanted)
+        else _SMALLER
+    )
 
 
 def deeper(interval: Interval) -> str:
     """More batches ahead, as far as memory holds them."""
-    batches = f"prefetch.batches: {2 * interval.num_wanted}"
-    if not interval.is_short_of_memory:
+    batches, wanted = f"prefetch.batches: {2 * interval.num_wanted}", interval.memory_to_double
+    if not wanted:
         return batches
-    return f"{batches} and prefetch.memory: {say_bytes(2 * interval.num_wanted * interval.stats.memory['batch_bytes'])}"
+    return f"{batches} and prefetch.memory: {say_bytes(wanted)}" if interval.has_memory_for(wanted) else _SMALLER

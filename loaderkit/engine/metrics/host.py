@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from threadpoolctl import threadpool_info
 
-from loaderkit._internal.cgroups import CpuTimes, cgroup_folders, cpu_times_so_far
+from loaderkit._internal.cgroups import CpuTimes, cgroup_folders, cpu_quota, cpu_times_so_far
 
 _SECONDS = {b"throttled_usec": 1e-6, b"throttled_time": 1e-9}  # the counters of cgroups, versions 2 and 1
 
@@ -39,6 +39,7 @@ class HostStats:
     )
     native_s: float = 0.0  # CPU time of threads that Python did not start: pools of BLAS, OpenMP, torch
     swapped_bytes: int = 0  # of this process, at this moment
+    quota_cpus: float | None = None  # CPUs that its cgroup leaves it; None without a quota
 
     def minus(self, earlier: HostStats) -> HostStats:
         """The counters between two moments."""
@@ -103,6 +104,7 @@ def merged_hosts(hosts: Sequence[HostStats]) -> HostStats:
         disk_bytes=_sum(host.disk_bytes for host in hosts),
         native_s=sum(host.native_s for host in hosts),
         swapped_bytes=sum(host.swapped_bytes for host in hosts),
+        quota_cpus=hosts[0].quota_cpus,
     )
 
 
@@ -131,6 +133,7 @@ def host_stats() -> HostStats:
         disk_bytes=io.get(b"read_bytes"),
         native_s=_native_s(),
         swapped_bytes=status.get(b"VmSwap", 0) * 1024,
+        quota_cpus=_quota(),
     )
 
 
@@ -142,6 +145,9 @@ def _native_s() -> float:
         if thread not in started and (words := _content(f"/proc/self/task/{thread}/schedstat").split()):
             total_ns += int(words[0])
     return total_ns * 1e-9
+
+
+_quota = cache(cpu_quota)
 
 
 @cache  # there are many folders, few of them with counters, and the search takes longer than all the rest

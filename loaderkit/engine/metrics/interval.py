@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import cbrt, ceil
 from typing import NamedTuple
 
+from loaderkit._internal.cgroups import free_memory
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.snapshot import Snapshot, StageStats
 from loaderkit.engine.metrics.stalls import START
@@ -97,6 +98,17 @@ class Interval:
         """True if the memory budget holds fewer batches than `prefetch.batches` asks for."""
         return self.num_in_memory < self.num_wanted
 
+    def has_memory_for(self, budget_bytes: int) -> bool:
+        """True if the machine has room for a larger budget, as far as it tells."""
+        free_bytes, _ = free_memory()
+        return free_bytes is None or budget_bytes - self.stats.memory.get("allocated_bytes", 0) < free_bytes
+
+    @property
+    def memory_to_double(self) -> int:
+        """The budget for twice as many batches ahead; 0 if there is enough."""
+        wanted = 2 * self.num_wanted * int(self.stats.memory.get("batch_bytes", 0))
+        return wanted if wanted > self.stats.memory["budget_bytes"] else 0
+
     @property
     def num_in_memory(self) -> int:
         """Batches that the memory budget holds."""
@@ -113,6 +125,12 @@ class Interval:
         return self.stats.tuning.cpus
 
     @property
+    def cpus(self) -> float | None:
+        """CPUs that this process may use; with a quota also a part of one."""
+        quota = self.stats.host.quota_cpus
+        return self.num_cpus if quota is None or self.num_cpus is None else min(self.num_cpus, quota)
+
+    @property
     def num_processes(self) -> int:
         """Processes that load, each with a GIL of its own."""
         return self.stats.tuning.processes or 1
@@ -121,7 +139,7 @@ class Interval:
     def cpus_used(self) -> float:
         """CPUs that the workers use on average; at most all, as they also work while the loop pauses."""
         used = self.cpu_s / self.wall_s
-        return used if self.num_cpus is None else min(used, float(self.num_cpus))
+        return used if self.cpus is None else min(used, self.cpus)
 
     @property
     def cpu_s(self) -> float:
@@ -153,15 +171,16 @@ class Interval:
 
     @property
     def throttled_share(self) -> float:
-        """The share of the time in which a CPU quota kept this process from running."""
-        return min(1.0, (self.stats.host.throttled_s or 0.0) / self.stats.wall_s)
+        """How long a CPU quota kept threads from running, on all CPUs together, as a share of the time; some kernels count
+        little of it."""
+        return (self.stats.host.throttled_s or 0.0) / self.counted_s
 
     @property
     def is_short_of_cpus(self) -> bool:
         """True if the workers use nearly all CPUs, wait for one while none is idle, or are held back by a quota."""
         rows = self.stats.stages
         is_delayed = sum(row.delayed_s for row in rows) > _SHORT * sum(row.busy_s for row in rows)
-        is_full = self.num_cpus is not None and self.cpus_used > _FULL * self.num_cpus
+        is_full = self.cpus is not None and self.cpus_used > _FULL * self.cpus
         return is_full or self.throttled_share > _THROTTLED or (is_delayed and not self.has_idle_cpus)
 
     def pool_of(self, row: StageStats) -> PoolUse:

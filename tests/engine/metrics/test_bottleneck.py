@@ -19,6 +19,7 @@ from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
+from loaderkit.profile.settings_patch import settings_for
 from profiles.accounts import FOLDER, from_json, read, to_json
 from profiles.bottlenecks import CASES, contradictions, is_right
 from profiles.verdicts import record, run
@@ -267,6 +268,43 @@ class TestOfAStage:
         assert found.kind == "stragglers"
         assert "prefetch.batches: 8" in found.change
 
+    def test_stragglers_where_nothing_is_read_ahead(self) -> None:
+        uneven = row("read", 8, 0.3, workers=1, blocked_s=2, services=services((0.01, 980), (0.5, 20)))
+        found = self.verdict(uneven, executor="inline")
+        assert found.kind == "stragglers"
+        assert "executor: thread" in found.change
+
+    @pytest.mark.parametrize(
+        ("executor", "idle_s", "kind"),
+        [
+            ("process", 2.0, "oversubscription"),  # the training step's own threads are in another process
+            ("thread", 2.0, "computing"),  # its own may be those
+            ("process", 25.0, "computing"),  # there are CPUs for all of them
+        ],
+    )
+    def test_pools_of_libraries(self, executor: str, idle_s: float, kind: str) -> None:
+        rows = [row("read", 0.1, 0.1), row("call", 19, 15, blocked_s=1)]
+        seen = stats({"call": 5.0}, rows, executor=executor, idle_s=idle_s)
+        found = replace(seen, host=replace(seen.host, cpu_s=23.0, native_s=14.0)).verdict()
+        assert (found.stage, found.kind) == ("call", kind)
+
+    def test_a_quota_of_a_part_of_a_cpu(self) -> None:
+        busy = stats({"call": 8.0}, [row("call", 5, 4.5, blocked_s=15)])
+        found = replace(busy, host=replace(busy.host, quota_cpus=0.5)).verdict()
+        assert found.kind == "computing"
+        assert "the workers use 0.5 CPUs of 0.5" in found.evidence
+        assert "a larger CPU quota" in found.change
+
+    def test_no_more_memory_than_the_machine_has(self) -> None:
+        rows = [row("read", 5, 0.1, blocked_s=15)]
+        seen = stats({"read": 8.0}, rows, memory=(2**50, 2**49))
+        found = seen.verdict()
+        assert found.kind == "memory"
+        assert "prefetch.memory:" not in found.change
+        assert "smaller batches" in found.change
+        config = Pipeline.dataset(Numbers()).read().batch(8).config
+        assert not settings_for(found, seen, config)
+
     def test_rare_stragglers_do_not_matter(self) -> None:
         seldom = services((0.01, 990), (0.1, 11))
         assert self.verdict(row("read", 19, 0.3, services=seldom), trial=ContentionResult(0.5, 0.98)).kind == "latency"
@@ -328,6 +366,8 @@ def test_there_is_always_a_verdict(
     assert found.change
     json.dumps(found._asdict(), allow_nan=False)
     assert not contradictions(seen.to_dict())
+    assert executor == "inline" or f"executor: {executor}" not in found.change, "that it is already"
+    assert executor != "inline" or "prefetch.batches" not in found.change
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread", "process"])

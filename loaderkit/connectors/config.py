@@ -84,9 +84,7 @@ class ReadAheadArgs(Model):
 class StoreArgs(SourceArgs):
     """The settings of every source that reads from a store."""
 
-    s3: S3Args = Field(S3Args(), description="for `s3://`; see `source.s3`")
-    retry: RetryArgs = Field(RetryArgs(), description="when the store fails for a while; see `source.retry`")
-    cache: CacheArgs = Field(CacheArgs(), description="of slow stores, on local disk; see `source.cache`")
-    read_ahead: ReadAheadArgs = Field(
-        ReadAheadArgs(), description="of slow stores, into memory; see `source.read_ahead`"
-    )
+    s3: S3Args = Field(S3Args(), description="for `s3://`: `source.s3`")
+    retry: RetryArgs = Field(RetryArgs(), description="when the store fails for a while: `source.retry`")
+    cache: CacheArgs = Field(CacheArgs(), description="of slow stores, on local disk: `source.cache`")
+    read_ahead: ReadAheadArgs = Field(ReadAheadArgs(), description="of slow stores, into memory: `source.read_ahead`")

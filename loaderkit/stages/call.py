@@ -8,7 +8,7 @@ dict in place, or returns a dict with the fields that it sets; the others stay. 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -128,12 +128,12 @@ def _merged(given: dict[str, Any], returned: Any) -> dict[str, Any]:
     """The fields given, as the function left them, and over them those that it returned."""
     if returned is None or returned is given:
         return given
-    if not isinstance(returned, dict):
+    if not isinstance(returned, Mapping):  # such as a tokenizer's BatchEncoding, too
         raise TypeError(
             f"the function returned {type(returned).__name__}; it must return a dict, which is merged into the one given, "
             "or None"
         )
-    return given | returned
+    return {**given, **returned}
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ def first_batch(function: Callable[..., Any], where: str) -> dict[str, Any]:
         (lambda given: None, set(), set()),
         (lambda given: given, set(), set()),
         (dict, set(), set()),
+        (lambda given: UserDict(level=given["label"]), set(), {"level"}),
         (only_the_image, set(), set()),
         (without_depth, {"depth"}, set()),
         (one_dropped_and_one_new, {"depth"}, {"level"}),

@@ -94,6 +94,9 @@ class Pipeline(KindMethods):
     def _with(self, **sections: Any) -> Pipeline:
         return Pipeline({**self._raw(), **sections})
 
+    def _with_stage(self, stage: Any) -> Pipeline:
+        return self._with(stages=[*self._raw()["stages"], stage])
+
     def _with_section(self, key: str, **settings: Any) -> Pipeline:
         return self._with(**{key: {**self._raw().get(key, {}), **settings}})
 

@@ -32,31 +32,21 @@ class KindMethods:
 
 def source_method(kind: str, args: type[Model]) -> Any:
     """The class method that begins a pipeline. What the source cannot do without may be given by position."""
-
-    def begin(cls: Any, arguments: dict[str, Any]) -> Any:
-        return cls({"source": {"kind": kind, **arguments}, "stages": []})
-
+    needed = [key for key, field in args.model_fields.items() if field.is_required()]
     return classmethod(
-        _method(kind, args, [key for key, field in args.model_fields.items() if field.is_required()], begin)
+        _method(kind, args, needed, lambda cls, given: cls({"source": {"kind": kind, **given}, "stages": []}))
     )
 
 
 def stage_method(kind: str, args: type[Model]) -> Callable[..., Any]:
     """The method that adds a stage. Its own arguments may be given by position."""
-
-    def add(pipeline: Any, arguments: dict[str, Any]) -> Any:
-        return pipeline._with(stages=[*pipeline._raw()["stages"], {kind: arguments} if arguments else kind])
-
-    return _method(kind, args, [key for key in args.model_fields if key not in StageArgs.model_fields], add)
+    own = [key for key in args.model_fields if key not in StageArgs.model_fields]
+    return _method(kind, args, own, lambda pipeline, given: pipeline._with_stage({kind: given} if given else kind))
 
 
 def section_method(key: str, args: type[Model]) -> Callable[..., Any]:
     """The method that changes settings of a section."""
-
-    def change(pipeline: Any, arguments: dict[str, Any]) -> Any:
-        return pipeline._with_section(key, **arguments)
-
-    return _method(key, args, [], change)
+    return _method(key, args, [], lambda pipeline, given: pipeline._with_section(key, **given))
 
 
 def _method(

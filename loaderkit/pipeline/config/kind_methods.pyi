@@ -32,10 +32,10 @@ class KindMethods:
         label: parent: the class is the index of the file's folder in the sorted folder names
         fields: field -> extensions, as in {image: 'jpg;png'}; default: images are `image`
         limit: only the first N samples of the canonical order
-        s3: for `s3://`; see `source.s3`
-        retry: when the store fails for a while; see `source.retry`
-        cache: of slow stores, on local disk; see `source.cache`
-        read_ahead: of slow stores, into memory; see `source.read_ahead`
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
         """
 
     @classmethod
@@ -57,10 +57,10 @@ class KindMethods:
         include: which archives: globs, and braces such as "shard-{000..099}.tar"
         fields: field -> extensions; default: images are `image`, cls is `label`, others keep their name
         limit: only the first N samples of the canonical order
-        s3: for `s3://`; see `source.s3`
-        retry: when the store fails for a while; see `source.retry`
-        cache: of slow stores, on local disk; see `source.cache`
-        read_ahead: of slow stores, into memory; see `source.read_ahead`
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
         """
 
     @classmethod
@@ -104,10 +104,10 @@ class KindMethods:
             records
         field: its name in the batch
         limit: only the first N samples of the canonical order
-        s3: for `s3://`; see `source.s3`
-        retry: when the store fails for a while; see `source.retry`
-        cache: of slow stores, on local disk; see `source.cache`
-        read_ahead: of slow stores, into memory; see `source.read_ahead`
+        s3: for `s3://`: `source.s3`
+        retry: when the store fails for a while: `source.retry`
+        cache: of slow stores, on local disk: `source.cache`
+        read_ahead: of slow stores, into memory: `source.read_ahead`
         """
 
     @classmethod

@@ -39,8 +39,7 @@ class OrderArgs(Model):
 
     shuffle: Annotated[Literal["global", "block", "none"], BeforeValidator(_shuffle_mode)] = Field(
         "global",
-        description="any sample anywhere (also: true); blocks of neighbours, for few large reads; or the canonical order, "
-        "as for validation (also: false)",
+        description="any sample anywhere (true); blocks of neighbours, for few large reads; or the canonical order (false)",
     )
     seed: NonNegativeInt = Field(0, description="of the order and of every augmentation")
     epochs: PositiveInt | None = Field(None, description="null: no end")

@@ -118,7 +118,8 @@ class ContentionProbe:
         if ticket is not None:
             with self._lock:
                 self._num_at_work -= 1
-        self._num_left -= 1  # workers may race here: the number need not be exact
+        if self._num_left > NUM_CHUNKS:  # one that began before the window takes none of its chunks
+            self._num_left -= 1  # workers may race here: the number need not be exact
         if self._gate.is_solo and self._clock() >= self._solo_until_s:
             with self._lock:
                 self._let_all_in(NUM_CHUNKS)

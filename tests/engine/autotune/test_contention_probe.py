@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import deque
 
 import pytest
 
@@ -103,6 +104,27 @@ def test_what_is_faster_one_at_a_time_stays_so_and_is_tried_again() -> None:
     assert not is_solo(machine), "the other way is looked at again"
     machine.until_tried(0.001, 0.5)
     assert is_solo(machine)
+
+
+def test_chunks_that_began_before_a_window_are_none_of_it() -> None:
+    """Thirty-two workers wait for a server: when a window begins, all are in chunks that are not measured."""
+    machine = Machine()
+    machine.until_tried(0.08, 0.01)
+    while is_solo(machine):
+        machine.overlapping(0.08, 0.01)
+    tickets: deque[Ticket | None] = deque(machine.probe.begin(machine.worker_clock) for _ in range(32))
+    num_ended = 0
+    while not is_solo(machine):
+        machine.advance(0.08 / 32, 0.0)  # one of them ends, and begins with the next
+        machine.probe.end(tickets.popleft(), 10)
+        tickets.append(machine.probe.begin(machine.worker_clock))
+        num_ended += 1
+    assert num_ended >= PATIENCE
+    for ticket in tickets:
+        machine.probe.end(ticket, 10)
+    while is_solo(machine):
+        machine.overlapping(0.08, 0.01)
+    assert machine.probe.trial.alone_share == pytest.approx(1 / 12, rel=0.4), "12 chunks of 32 are seen"
 
 
 def test_one_alone_that_is_faster_by_chance_does_not_stay_so() -> None:

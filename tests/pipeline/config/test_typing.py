@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import loaderkit
 
 PROGRAM = """
 from pathlib import Path
@@ -69,7 +72,8 @@ def test_mypy_knows_every_stage_and_source(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(SETTINGS)
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "program.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    where = {**os.environ, "MYPYPATH": str(Path(loaderkit.__file__).parents[1])}  # mypy knows nothing of editable installs
+    ran = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True)
     errors = [line for line in ran.stdout.splitlines() if ": error: " in line]
     wrong = {n: line.split("# wrong: ")[1] for n, line in enumerate(PROGRAM.splitlines(), 1) if "# wrong: " in line}
     assert {int(line.split(":")[1]) for line in errors} == wrong.keys(), ran.stdout + ran.stderr

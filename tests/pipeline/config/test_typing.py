@@ -72,7 +72,10 @@ def test_mypy_knows_every_stage_and_source(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(SETTINGS)
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "program.py"]
-    where = {**os.environ, "MYPYPATH": str(Path(loaderkit.__file__).parents[1])}  # mypy knows nothing of editable installs
+    where = {
+        **os.environ,
+        "MYPYPATH": str(Path(loaderkit.__file__).parents[1]),
+    }  # mypy knows nothing of editable installs
     ran = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True)
     errors = [line for line in ran.stdout.splitlines() if ": error: " in line]
     wrong = {n: line.split("# wrong: ")[1] for n, line in enumerate(PROGRAM.splitlines(), 1) if "# wrong: " in line}

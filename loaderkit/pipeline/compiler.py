@@ -74,6 +74,11 @@ class CompiledStages:
             specs = specs_of(sample, key, config.batch.ragged, dtype)
         except (OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise StageError(f"batch cannot hold sample {key!r}: {error}", stage="batch", key=key) from error
+        ragged = [name for name in image_names(specs) if specs[name].kind in ("pad", "ragged")]
+        if slots is not None and ragged:
+            raise ConfigError(
+                f"stages.{slots.name}: the images {ragged} differ in shape: name all images in its `fields`"
+            )
         last = None if self.lowering is None else self.lowering.normalize
         if last is not None and not image_names(specs):
             raise StageError(
@@ -167,6 +172,9 @@ def _lower(config: PipelineConfig, stream: Stream | None, num_workers: int) -> D
 
 def _stage_in_slots(config: PipelineConfig, stream: Stream | None) -> StageConfig | None:
     """The stage behind `batch` that can write images into their slots, if the stages between keep values on the CPU."""
+    fields = SOURCES[config.source_kind].fields(config.source)
+    if any(fields is None or fields.get(name) == "image" for name in config.batch.ragged):
+        return None  # these images have no slots
     for stage in config.stages[[stage.kind for stage in config.stages].index("batch") + 1 :]:
         kind = STAGES[stage.kind]
         if kind.slot_dtype(stage.args) is not None:

@@ -65,7 +65,8 @@ def _spec_of(value: Any, key: str, ragged: str | None, image_dtype: str | None) 
     if ragged is not None:
         tensor = as_tensor(value)
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
-        return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), example_key=key, num_bytes=tensor.nbytes)
+        is_image = type(value) is GpuDecoded or (type(value) is Image and not value.mask)
+        return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
     if type(value) is Image:
         height, width, channels = value.pixels.shape
         dtype = "uint8" if value.mask or image_dtype is None else image_dtype

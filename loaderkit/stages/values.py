@@ -11,42 +11,64 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loaderkit._internal.dtypes import type_in_numpy
 from loaderkit.native.fallback import packed
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import GpuDecoded, Image, InPlace
+from loaderkit.stages.image.formats import converted
 
 NUMBER_DTYPES = {int: "int64", float: "float64", bool: "bool"}
+CHANNELS = (1, 3, 4)
 _INT64 = np.iinfo(np.int64)
 
 
 def as_image(value: Any) -> Image | None:
     """`value` as an image if it is one, else None.
 
-    Taken for images: `Image`, torch uint8 [C, H, W] or [H, W], NumPy uint8 [H, W, C] or [H, W] (C = 1 or 3), and
-    Pillow's images. No pixel is copied unless Pillow's. Raises ValueError for one of Pillow's that is damaged.
+    Taken for images: `Image`, Pillow's images, and uint8 arrays and tensors [H, W], [C, H, W] or [H, W, C] with C = 1 or 3; see
+    `channels_last`. No pixel is copied unless Pillow's. Raises ValueError for one of Pillow's that is damaged, and for an array
+    whose channels may be first or last.
     """
     if type(value) is Image:
         return value
-    if isinstance(value, torch.Tensor):
-        if value.dtype != torch.uint8 or value.ndim not in (2, 3) or value.is_cuda:
-            return None
-        value = (value.unsqueeze(0) if value.ndim == 2 else value).permute(1, 2, 0).numpy()
-    elif not isinstance(value, np.ndarray):
-        if not _is_pillow(value):
-            return None
-        try:  # decodes an image that was opened lazily
-            value = np.asarray(value if value.mode in ("L", "RGB") else value.convert("RGB"))
-        except Exception as error:
-            raise ValueError(f"Pillow's image cannot be loaded: {error!r:.200}") from error
-    if value.dtype != np.uint8 or value.ndim not in (2, 3):
+    if is_pillow(value):
+        return converted(value, keeps_grey=True)
+    pixels = channels_last(value)
+    return None if pixels is None or pixels.shape[2] == 4 else Image(pixels)
+
+
+def channels_last(value: Any) -> NDArray[np.uint8] | None:
+    """A uint8 array or tensor [H, W], [C, H, W] or [H, W, C] as [H, W, C], C = 1, 3 or 4; None if it is nothing of the kind.
+
+    The end that is 1, 3 or 4 long is the channels. If both are, a tensor's are the first, as everywhere in torch, and for an
+    array it raises ValueError.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.dtype == torch.uint8 and value.device.type == "cpu" and value.layout is torch.strided:
+        array: NDArray[np.uint8] = value.numpy()
+    elif isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        array = value
+    else:
         return None
-    pixels = value[:, :, None] if value.ndim == 2 else value
-    return Image(pixels) if pixels.shape[2] in (1, 3) else None
+    if array.ndim == 2:
+        return array[:, :, None]
+    if array.ndim != 3:
+        return None
+    is_first, is_last = array.shape[0] in CHANNELS, array.shape[2] in CHANNELS
+    if is_first and is_last and not is_tensor:
+        raise ValueError(
+            f"its {describe(value)} may be [C, H, W] or [H, W, C]: give it as a tensor, which is [C, H, W], or name the images "
+            "in `fields` if it is none"
+        )
+    if is_first:
+        return array.transpose(1, 2, 0)
+    return array if is_last else None
 
 
-def _is_pillow(value: Any) -> bool:
+def is_pillow(value: Any) -> bool:
+    """True for an image of Pillow's."""
     return type(value).__module__.partition(".")[0] == "PIL" and hasattr(value, "convert")
 
 

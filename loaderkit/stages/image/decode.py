@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -40,18 +41,32 @@ from loaderkit.stages.base import (
 )
 from loaderkit.stages.context import CompileContext
 from loaderkit.stages.image.checks import check_decode
-from loaderkit.stages.image.formats import FORMATS, MOST_PIXELS, Format, check_size, decode_picture
+from loaderkit.stages.image.formats import (
+    FORMATS,
+    MOST_PIXELS,
+    Format,
+    check_size,
+    converted,
+    decode_picture,
+    seems_a_picture,
+)
 from loaderkit.stages.image.jpeg import jpeg_size
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
-from loaderkit.stages.values import as_image, describe
+from loaderkit.stages.values import channels_last, describe, is_pillow
 
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
+_DECODED: frozenset[type] = frozenset({Image, FieldGroup, InPlace, GpuDecoded})
 
 
 class DecodeArgs(StageArgs):
     """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
+
+    Of the items of a data set, encoded bytes that begin like an image, Pillow's images and those of Hugging Face's datasets
+    (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its
+    channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
+    is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
 
     An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
     without padding, comes next, no more of a JPEG is made into pixels than it will show.
@@ -139,6 +154,7 @@ class Decoder:
         self._needs = needs
         self._needed = needed
         self._masks = frozenset(args.masks or ())
+        self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._takes_jpegs = "jpeg" in args.formats
         self._is_upright = args.exif_orientation
         self._max_pixels = args.max_pixels
@@ -152,7 +168,7 @@ class Decoder:
             try:
                 if type(value) is Encoded:
                     value = self._encoded(value, field, draws, scratch)
-                elif named is not None and type(value) not in (FieldGroup, InPlace, GpuDecoded):
+                elif type(value) not in self._left:
                     value = self._value(value, field, draws, scratch)
                 if type(value) is PartialImage:
                     partial_images.append(value)
@@ -217,16 +233,33 @@ class Decoder:
         return bytes(data) if reader is None else reader(data)
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
-        """A named field of a source of objects: encoded bytes, or an image."""
-        if value is None:
+        """A field of a source of objects. Unless it is named, what is no image stays as it is."""
+        is_mask = field in self._masks
+        is_named = is_mask or self._args.fields is not None
+        if value is None and is_named:
             raise ValueError("the sample has no such field")
-        if isinstance(value, (bytes, bytearray, memoryview)):
-            data = memoryview(value)
-            return self._image(data, field, draws, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
-        image = as_image(value)
-        if image is None:
-            raise ValueError(f"cannot decode {describe(value)}")
-        return image
+        data, is_picture = value, is_named
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # as Hugging Face's datasets have images
+            data = _bytes_of(value)
+            is_picture = is_named or Path(value["path"] or "").suffix[1:].lower() in IMAGE_EXTENSIONS
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            data = memoryview(data)
+            if is_picture or seems_a_picture(data):
+                return self._image(data, field, draws, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
+            return value
+        if is_pillow(value):
+            check_size(value.height, value.width, self._max_pixels)
+            return converted(value, is_mask=is_mask, upright=self._is_upright)
+        pixels = channels_last(value) if is_named or getattr(value, "ndim", 0) == 3 else None
+        if pixels is None and is_named:
+            raise ValueError(
+                f"cannot decode {describe(value)}: an image is encoded bytes, Pillow's, or uint8 [C, H, W], [H, W, C] or [H, W]"
+            )
+        if pixels is None:
+            return value
+        if is_mask and pixels.shape[2] > 1:
+            raise ValueError(f"a mask has one channel of class numbers, this one is {describe(value)}")
+        return Image(pixels[:, :, :3], is_mask)
 
     def _image(
         self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None, *, is_jpeg: bool
@@ -265,6 +298,19 @@ class Decoder:
             upright=self._is_upright,
             max_pixels=self._max_pixels,
         )
+
+
+def _bytes_of(image: dict[str, Any]) -> Any:
+    """The bytes of an image that Hugging Face's datasets have not decoded."""
+    data, path = image["bytes"], image["path"]
+    if data is not None:
+        return data
+    if not path or "://" in path:
+        raise ValueError(
+            f"an image of Hugging Face's datasets without bytes, whose path {path!r} is no local file: let `datasets` open "
+            "it, by dataset.cast_column(name, datasets.Image())"
+        )
+    return Path(path).read_bytes()
 
 
 def _named(sample: Sample, field: str, error: Exception) -> ValueError:

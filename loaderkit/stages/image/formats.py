@@ -35,9 +35,9 @@ _BEGINNINGS: dict[str, re.Pattern[bytes]] = {
         "png": rb"\x89PNG",
         "webp": rb"RIFF....WEBP",
         "gif": rb"GIF8",
-        "bmp": rb"BM",
+        "bmp": rb"BM.{4}\0{4}",
         "tiff": rb"II[*+]\0|MM\0[*+]",
-        "ppm": rb"P[1-7Ff]\s",
+        "ppm": rb"P[1-7Ff]\s+[\d#]",
         "avif": rb"....ftypavi[fs]",
         "jpeg2000": rb"\xff\x4f\xff\x51|\0\0\0\x0cjP  ",
         "PostScript": rb"%!PS|\xc5\xd0\xd3\xc6",
@@ -87,9 +87,26 @@ def decode_picture(
             raise _damaged(data, kind, size, error) from error
         if kind in ("JPEG", "MPO") and native.is_cut(data):
             raise ValueError(f"truncated {kind} ({len(data)} bytes{size}: it ends early, and the rest would be grey)")
-        if upright:
-            image = _upright(image)
-        return Image(_labels(image) if is_mask else _rgb(image, kind), is_mask)
+        return converted(image, is_mask=is_mask, upright=upright)
+
+
+def converted(image: Pillow.Image, *, is_mask: bool = False, upright: bool = False, keeps_grey: bool = False) -> Image:
+    """A picture of any mode that was opened by Pillow, as RGB or as a mask. Raises ValueError."""
+    kind = image.format or "picture"  # one made in memory has no format
+    try:
+        image.load()
+    except Exception as error:
+        raise ValueError(f"Pillow's image cannot be loaded: {error!r:.200}") from error
+    if upright:
+        image = _upright(image)
+    if keeps_grey and image.mode == "L":
+        return Image(np.array(image)[:, :, None])
+    return Image(_labels(image) if is_mask else _rgb(image, kind), is_mask)
+
+
+def seems_a_picture(data: memoryview) -> bool:
+    """True for the beginning of a picture, also in a format that is not opened."""
+    return _looks_like(data) in (*FORMATS, "HEIC", "JPEG XL", "a Photoshop file")
 
 
 def check_size(height: int, width: int, max_pixels: int) -> None:

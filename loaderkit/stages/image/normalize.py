@@ -23,6 +23,10 @@ from loaderkit.stages.image.ops import Finalizer
 from loaderkit.stages.values import describe
 
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+_NO_IMAGE = (
+    "the batch has no image field: put `decode` before `batch`, which also takes uint8 [C, H, W] for images, or name them in "
+    "`fields`"
+)
 
 Channels = Annotated[
     Annotated[tuple[float, ...], Field(min_length=1)] | Literal["imagenet"],
@@ -96,19 +100,28 @@ def normalize(args: NormalizeArgs) -> Callable[[dict[str, Any], Iterable[str]], 
     """A batch stage `(batch, fields) -> None`; runs where the batch's tensors are."""
     dtype = getattr(torch, args.dtype)
 
+    def normalized(name: str, images: Any, num_dims: int) -> torch.Tensor:
+        if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != num_dims:
+            raise ValueError(
+                f"the field {name!r} is {describe(images)}: only uint8 images [B, C, H, W], or a list of [C, H, W], can be "
+                "normalised"
+            )
+        floats = images.to(torch.float32)
+        scale, shift = (
+            torch.tensor(values, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
+            for values in _factors(args, floats.shape[-3])
+        )
+        return floats.mul_(scale).add_(shift).to(dtype)
+
     def run(batch: dict[str, Any], fields: Iterable[str]) -> None:
         for name in fields:
-            images = batch.get(name)
-            if not isinstance(images, torch.Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
-                actual = describe(images) if name in batch else "missing"
-                raise ValueError(f"the field {name!r} is {actual}: only uint8 images [B, C, H, W] can be normalised")
-            floats = images.to(torch.float32)
-            scale, shift = (
-                torch.tensor(values, dtype=torch.float32, device=floats.device).reshape(-1, 1, 1)
-                for values in _factors(args, floats.shape[1])
-            )
-            floats.mul_(scale).add_(shift)
-            batch[name] = floats.to(dtype)
+            if name not in batch:
+                raise ValueError(f"the batch has no field {name!r}, only {', '.join(batch)}")
+            images = batch[name]
+            if isinstance(images, list):  # images of unequal shape
+                batch[name] = [normalized(name, image, 3) for image in images]
+            else:
+                batch[name] = normalized(name, images, 4)
 
     return run
 
@@ -123,7 +136,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     def run(batch: dict[str, Any], context: BatchContext) -> None:
         names = named or context.images
         if not names:
-            raise ValueError("the batch has no image field")
+            raise ValueError(_NO_IMAGE)
         scale(batch, names)
 
     return stage.ready("batch", run)
@@ -134,7 +147,7 @@ def _naming_batches(name: str, run: Callable[[SampleChunk], None]) -> Callable[[
 
     def checked(chunk: SampleChunk) -> None:
         if not image_names(chunk.work_item.specs):
-            raise batch_error(name, chunk.epoch, chunk.work_item.step, "the batch has no image field")
+            raise batch_error(name, chunk.epoch, chunk.work_item.step, _NO_IMAGE)
         try:
             run(chunk)
         except (RuntimeError, ValueError) as error:

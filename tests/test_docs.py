@@ -48,8 +48,11 @@ def test_examples_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """In this process: to import torch for each takes longer than all of them."""
     monkeypatch.chdir(folder)
     num_run = 0
+    monkeypatch.syspath_prepend(folder)
     for kind, text in FENCE.findall((ROOT / page).read_text()):
-        if kind == "python":
+        if (module := re.match(r"# (\w+\.py)\n", text)) is not None:
+            (folder / module[1]).write_text(text)
+        elif kind == "python":
             exec(compile(text, f"{page}, example {num_run}", "exec"), {"__name__": "example"})
         elif kind == "yaml":
             name = text.splitlines()[0].removeprefix("# ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -14,6 +15,7 @@ from loaderkit.cli.restore import check_checkpoint
 
 if TYPE_CHECKING:
     from loaderkit.engine.metrics.tuning import Tuning
+    from loaderkit.engine.work import Stage
     from loaderkit.pipeline.config.model import PipelineConfig
     from loaderkit.pipeline.execution_plan import ExecutionPlan
 
@@ -48,19 +50,41 @@ def check(
 
 
 def _first_batch(plan: ExecutionPlan) -> dict[str, Any]:
-    """{"fields": [{name, dtype, shape}], "num_bad": ...} of the first batch: shapes are those of one sample."""
+    """{"fields": [{name, dtype, shape}], ...} of the first batch: shapes are those of one sample. `draws_unseeded`: which
+    stages drew from which of the process's generators."""
     from loaderkit.pipeline.bad_samples import BadSamples
+    from loaderkit.pipeline.config.registry import STAGES
     from loaderkit.pipeline.loader import Loader
 
     BadSamples(plan.config.errors)  # raises for a quarantine file that cannot be written ...
     errors = plan.config.errors.model_copy(update={"quarantine": None})  # ... but looking is not to write to it
-    with Loader(replace(plan, config=replace(plan.config, errors=errors))) as loader:
+    plan = replace(plan, config=replace(plan.config, errors=errors))
+    drawn: dict[str, list[str]] = {}
+    for number, stage in enumerate(plan.compiled.stages):
+        if STAGES[stage.kind].runs_user_code or (stage.kind == "read" and plan.connector is None):  # a data set's
+            plan.compiled.stages[number] = _watched(stage, drawn)
+    with Loader(plan) as loader:
         batch = next(iter(loader))
         names = plan.config.output
         fields = batch if isinstance(batch, Mapping) else dict(zip(names or (), batch, strict=True))
         described = [describe_field(name, value) for name, value in fields.items()]
         num_bad = sum(stage.num_failed for stage in loader.stats().stages)
-    return {"fields": described, "num_bad_in_first_batch": num_bad}
+    return {"fields": described, "num_bad_in_first_batch": num_bad, "draws_unseeded": drawn}
+
+
+def _watched(stage: Stage, drawn: dict[str, list[str]]) -> Stage:
+    """The stage, which notes the process's generators that it draws from. No other thread may draw meanwhile."""
+    from loaderkit.sampling.global_generators import global_states
+
+    def run(*args: Any) -> Any:
+        before = {name: pickle.dumps(state) for name, state in global_states().items()}
+        result = stage.run(*args)
+        after = [name for name, state in global_states().items() if pickle.dumps(state) != before[name]]
+        if after:
+            drawn[stage.name] = sorted({*drawn.get(stage.name, ()), *after})
+        return result
+
+    return replace(stage, run=run)
 
 
 def describe_field(name: str, value: Any) -> dict[str, Any]:
@@ -100,6 +124,10 @@ def _tell_check(checked: dict[str, Any]) -> None:
         rows.append(("ignored", f"{checked['num_ignored_members']} tar members: hidden, or without an extension"))
     if checked["num_bad_in_first_batch"]:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
+    for stage, generators in checked["draws_unseeded"].items():
+        remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
+        draws = f"{stage} draws from {' and '.join(generators)} without a seed, so batches differ from run to run"
+        rows.append(("random", f"{draws}: draw in {remedy}"))
     console.tell(f"{checked['pipeline']}: it works")
     for name, value in rows:
         console.tell(f"  {name:<14}{value}")

@@ -122,4 +122,5 @@ class Retries:
 
     def _wait_s(self, number: int) -> float:
         longest_s = min(self.policy.most_wait_s, self.policy.first_wait_s * 2.0 ** (number - 1))
-        return longest_s * (0.5 + 0.5 * random.random())  # noqa: S311 - jitter, so that ranks do not retry together
+        # Jitter, so that ranks do not retry together; not from the generator that the user's functions share.
+        return longest_s * (0.5 + 0.5 * random.SystemRandom().random())

@@ -2,13 +2,15 @@
 
 The function gets a dict (images as torch uint8 [C, H, W], and `__key__`), the arguments of `args`, and, if its signature
 has a parameter `rng`, a `numpy.random.Generator` that depends on (seed, epoch, sample, stage name) alone. It changes the
-dict in place, or returns a dict with the fields that it sets; the others stay. `del sample["field"]` drops one.
+dict in place, or returns a dict with the fields that it sets; the others stay. `del sample["field"]` drops one. With
+`seeded` the global generators are seeded for each call by the same generator.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,9 +23,10 @@ from loaderkit._internal.imports import import_named, is_name
 from loaderkit._internal.settings import Duration
 from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
+from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
 from loaderkit.sources.base import Sample
-from loaderkit.stages.base import BatchContext, Encoded, Image, StageArgs, StageConfig, StageKind
+from loaderkit.stages.base import AddError, BatchContext, Encoded, Image, StageArgs, StageConfig, StageKind
 from loaderkit.stages.context import CompileContext, Stream
 from loaderkit.stages.runner import StageKeys, each_call
 from loaderkit.stages.time_limit import TimeLimit
@@ -45,6 +48,10 @@ class CallArgs(StageArgs):
     args: dict[str, Any] = Field({}, description="keyword arguments for every call")
     timeout: Duration | None = Field(
         None, description="time limit of a call; after it the sample (or batch) fails, and the call is abandoned"
+    )
+    seeded: bool = Field(
+        False,
+        description="seed the global generators of torch, NumPy and Python for every call; needs `executor: process` or inline",
     )
 
     @field_validator("function")
@@ -77,7 +84,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
-    """The function with its arguments bound, and True if it takes `rng`."""
+    """The function with its arguments bound, and True if it needs `rng`: to take it, or to be seeded by it."""
     function = load_function(args.function) if isinstance(args.function, str) else args.function
     try:
         wants_rng = "rng" in inspect.signature(function).parameters
@@ -87,9 +94,10 @@ def bind(args: CallArgs) -> tuple[Callable[..., Any], bool]:
     call = ending_forks(function)
 
     def bound(value: Any, rng: np.random.Generator | None) -> Any:
-        return call(value, rng=rng, **args.args) if wants_rng else call(value, **args.args)
+        with seeded_by(rng) if args.seeded and rng is not None else nullcontext():
+            return call(value, rng=rng, **args.args) if wants_rng else call(value, **args.args)
 
-    return bound, wants_rng
+    return bound, wants_rng or args.seeded
 
 
 def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
@@ -150,7 +158,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 
 
 def _limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None]:
-    """The function, whether it takes `rng`, and its time limit. With a limit it runs in another thread, on the same stream."""
+    """The function, whether it needs `rng`, and its time limit. With a limit it runs in another thread, on the same stream."""
     try:
         function, wants_rng = bind(args)
     except USER_ERRORS as error:
@@ -163,7 +171,7 @@ def _limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable
 
 
 def _on_batches(function: Callable[..., Any], keys: StageKeys | None) -> Callable[[dict[str, Any], BatchContext], None]:
-    """A batch stage from the function; `keys` is given only if it takes `rng`."""
+    """A batch stage from the function; `keys` is given only if it needs `rng`."""
 
     def run(batch: dict[str, Any], context: BatchContext) -> None:
         rng = generator(keys[context.epoch], context.first_position) if keys is not None else None
@@ -175,10 +183,26 @@ def _on_batches(function: Callable[..., Any], keys: StageKeys | None) -> Callabl
     return run
 
 
+def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError) -> None:
+    args = stages[number].args
+    assert isinstance(args, CallArgs)
+    if args.seeded and args.timeout is not None:
+        add_error(
+            number, "not with `timeout`: a call that is abandoned would draw the numbers of the next one", "seeded"
+        )
+    if args.seeded and any(kinds[stage.kind].stream is not None for stage in stages[:number]):
+        add_error(
+            number,
+            "not after `transfer`, in the process that trains: put it before, or let the function take `rng`",
+            "seeded",
+        )
+
+
 CALL = StageKind(
     CallArgs,
     "either",
     compile=_compile,
+    check=_check,
     runs_user_code=True,
     objects=lambda args: {"function": args.function, "args": args.args},
 )

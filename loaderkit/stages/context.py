@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -47,6 +48,7 @@ class CompileContext:
     early_stream: Stream | None  # the same, for stages before `transfer` that have tensors on a GPU
     in_slots: StageConfig | None  # the stage after `batch` that writes slots chunk by chunk
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
+    user_code: threading.Lock = field(default_factory=threading.Lock)  # held while it runs, if any of it is seeded
 
     @property
     def before_batch(self) -> tuple[StageConfig, ...]:
@@ -94,9 +96,20 @@ class CompileContext:
             run = each_sample(kind.make(stage.args), kind.num_draws, keys, failed, reuse=self.may_reuse)
             return stage.ready("sample", run)
         compiled = kind.compile(stage, self)
-        if compiled.scope == "sample":
-            return compiled
-        return replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
+        if compiled.scope == "batch":
+            compiled = replace(compiled, run=_naming_batches(stage.name, compiled.run, self.stream))
+        is_seeded = any(getattr(one.args, "seeded", False) for one in self.stages)
+        if is_seeded and (kind.runs_user_code or (stage.kind == "read" and self.gives == "items")):
+            compiled = replace(compiled, run=_holding(self.user_code, compiled.run))
+        return compiled
+
+
+def _holding(lock: threading.Lock, run: Callable[..., Any]) -> Callable[..., Any]:
+    def run_alone(*args: Any) -> Any:
+        with lock:
+            return run(*args)
+
+    return run_alone
 
 
 def _naming_batches(

@@ -130,7 +130,7 @@ def each_call(
     source: Source,
     failed: FailureNamer,
 ) -> Callable[[SampleChunk], None]:
-    """A chunk stage from a user's function; `keys` is given only if it takes `rng`."""
+    """A chunk stage from a user's function; `keys` is given only if it needs `rng`."""
 
     def run(chunk: SampleChunk) -> None:
         slowest, begin_s = (0.0, 0), perf_counter()

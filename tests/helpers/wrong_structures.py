@@ -332,4 +332,40 @@ stages: [read, batch: {size: 4}]
         "source",
         ["label"],
     ),
+    "seeded in threads": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - call: {function: "config_cases:double", seeded: true}  # <<
+  - batch: {size: 4}
+""",
+        "stages.1.call.seeded",
+        ["prefetch: {executor: process}", "`rng`"],
+    ),
+    "seeded with a timeout": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - call: {function: "config_cases:double", seeded: true, timeout: 1 s}  # <<
+  - batch: {size: 4}
+prefetch: {executor: process}
+""",
+        "stages.1.call.seeded",
+        ["not with `timeout`", "abandoned"],
+    ),
+    "seeded in the process that trains": (
+        """\
+source: {kind: files, url: data}
+stages:
+  - read
+  - batch: {size: 4}
+  - transfer
+  - call: {function: "config_cases:double", seeded: true}  # <<
+prefetch: {executor: process}
+""",
+        "stages.3.call.seeded",
+        ["not after `transfer`", "`rng`"],
+    ),
 }

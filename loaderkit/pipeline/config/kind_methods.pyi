@@ -320,6 +320,7 @@ class KindMethods:
         function: str | Callable[..., Any],
         args: Mapping[str, Any] = ...,
         timeout: float | str | None = None,
+        seeded: bool = False,
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -332,6 +333,8 @@ class KindMethods:
         function: "package.module:function", or in Python the function itself
         args: keyword arguments for every call
         timeout: time limit of a call; after it the sample (or batch) fails, and the call is abandoned
+        seeded: seed the global generators of torch, NumPy and Python for every call; needs `executor:
+            process` or inline
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

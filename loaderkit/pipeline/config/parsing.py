@@ -81,7 +81,7 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
     errors = _parse_section(ErrorsArgs, data, "errors", problems)
     output = _parse_output(data, problems)
     if source is not None and len(stages) == len(data["stages"] if isinstance(data.get("stages"), list) else ()):
-        check_structure(source, stages, order, problems)
+        check_structure(source, stages, order, prefetch, problems)
     problems.raise_problems()
     assert source is not None
     assert order is not None

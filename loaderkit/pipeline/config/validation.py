@@ -6,16 +6,20 @@ from collections.abc import Mapping
 
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.pipeline.config.diagnostics import KeyPath, Problems, nearest
-from loaderkit.pipeline.config.model import OrderArgs
+from loaderkit.pipeline.config.model import OrderArgs, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.sources.base import SourceKind
 from loaderkit.stages.base import AddError, StageConfig
 
 
 def check_structure(
-    source: SourceArgs, stages: tuple[StageConfig, ...], order: OrderArgs | None, problems: Problems
+    source: SourceArgs,
+    stages: tuple[StageConfig, ...],
+    order: OrderArgs | None,
+    prefetch: PrefetchArgs | None,
+    problems: Problems,
 ) -> None:
-    """Add errors for stages that are missing, on the wrong side of `batch`, or fed with what they cannot take."""
+    """Add errors for stages that are missing, misplaced, fed with what they cannot take, or not for this executor."""
     if not stages:
         return
     kinds = [stage.kind for stage in stages]
@@ -35,6 +39,14 @@ def check_structure(
     _check_places(kinds, add_error)
     _check_fields(source_kind, source, stages, add_error)
     check_neighbours(stages, problems)
+    for number, stage in enumerate(stages):
+        if prefetch is not None and prefetch.executor == "thread" and getattr(stage.args, "seeded", False):
+            add_error(
+                number,
+                "threads of the process that trains share its generators: set `prefetch: {executor: process}` (or inline), or "
+                "let the function take `rng` instead",
+                "seeded",
+            )
     if order is not None and order.shuffle == "block" and source_kind.gives == "items":
         problems.error(
             ("order", "shuffle"),

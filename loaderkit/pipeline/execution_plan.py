@@ -30,7 +30,7 @@ from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.inline_rule import why_inline
 from loaderkit.sampling.schedule import BatchSampler, BlockOrder, GlobalOrder, SamplePermutation, SequentialOrder
 from loaderkit.sampling.shard import WHOLE, Shard
-from loaderkit.sources.base import Source
+from loaderkit.sources.base import Source, shortened
 from loaderkit.stages.base import StageConfig
 from loaderkit.stages.slowed import Slowdown
 
@@ -108,6 +108,8 @@ class ExecutionPlan:
         if config.order.shuffle == "block":
             block = config.order.block
             values["order"] = f"block of {block.block} bytes, window {block.window}, lanes {block.lanes}"
+        if source.classes is not None:
+            values["classes"] = shortened(source.classes)
         if named:
             values["fields"] = json.dumps(named, sort_keys=True, default=list)
         for stage in config.stages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,8 +14,18 @@ from numpy.typing import NDArray
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import SourceArgs
 
+_MAX_CLASSES_NAMED = 10
+
 Sample = dict[str, Any]
 """One sample between two stages: field name -> value (bytes, `Encoded`, `Image`, tensor, number, text, ...)."""
+
+
+def shortened(classes: list[str]) -> str:
+    """The names of classes for messages and fingerprints: all if they are few, else the first and a digest of all."""
+    if len(classes) <= _MAX_CLASSES_NAMED:
+        return ", ".join(classes)
+    digest = blake2b("\0".join(classes).encode("utf-8", "surrogateescape"), digest_size=4).hexdigest()
+    return f"{', '.join(classes[:_MAX_CLASSES_NAMED])}, ... {len(classes)} in all, digest {digest}"
 
 
 class FieldRange(NamedTuple):

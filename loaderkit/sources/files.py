@@ -6,21 +6,40 @@ from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, model_validator
 
+from loaderkit._internal.settings import as_tuple
 from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import SourceError
-from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table
+from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table, shortened
 from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields, included_fields
 from loaderkit.sources.listing import Listing, cut_blocks
 from loaderkit.sources.patterns import Patterns
 
 _MAX_COUNTED = 10_000
+
+_Named = TypeVar("_Named", tuple[str, ...], dict[str, int])
+
+
+def _checked_classes(value: _Named) -> _Named:
+    if len(set(value)) < len(value):
+        raise ValueError("distinct names, as each is one class")
+    if isinstance(value, dict) and max(value.values()) >= 1_000_000:
+        raise ValueError("numbers below a million")
+    return value
+
+
+Classes = Annotated[
+    Annotated[tuple[str, ...], Field(min_length=1)] | Annotated[dict[str, NonNegativeInt], Field(min_length=1)],
+    BeforeValidator(as_tuple),
+    AfterValidator(_checked_classes),
+]
+"""The names of classes in the order of their numbers, or name -> number."""
 
 
 class FilesArgs(StoreArgs):
@@ -32,6 +51,11 @@ class FilesArgs(StoreArgs):
     label: Literal["parent", "none"] = Field(
         "none", description="parent: the class is the index of the file's folder in the sorted folder names"
     )
+    classes: Classes | None = Field(
+        None,
+        description="with `label: parent`, the folders' names in the order of their class numbers, or {folder: number}; "
+        "default: all there are, sorted",
+    )
     fields: Fields | None = Field(
         None, description="field -> extensions, as in {image: 'jpg;png'}; default: images are `image`"
     )
@@ -40,15 +64,24 @@ class FilesArgs(StoreArgs):
     def _label_has_one_origin(self) -> FilesArgs:
         if self.label == "parent" and self.fields and "label" in self.fields:
             raise ValueError("`label: parent` and a field named label exclude each other: remove one of them")
+        if self.classes is not None and self.label != "parent":
+            raise ValueError("`classes` numbers the folders of `label: parent`: add that, or remove `classes`")
         return self
+
+    @property
+    def class_numbers(self) -> dict[str, int]:
+        """Folder -> class number, as `classes` has it."""
+        given = self.classes or ()
+        return given if isinstance(given, dict) else {name: number for number, name in enumerate(given)}
 
 
 class FilesSource:
     """The files of `connector` that match, in the order of the UTF-8 bytes of their keys.
 
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
-    folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number. Raises
-    `SourceError` if nothing matches or a file fits no field, and what listing raises.
+    folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number; or those given, by
+    number (folders of one number joined by "/"). Raises `SourceError` if nothing matches, a file fits no field or its folder is
+    no class, and what listing raises.
     """
 
     classes: list[str] | None
@@ -59,7 +92,7 @@ class FilesSource:
         self._patterns = Patterns(args.include)
         self._field_map = FieldMap(args.fields)
         self._num_seen = 0
-        self._folders: dict[str, int] = {}
+        self._folders = dict(args.class_numbers)
         self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), in order of first use
         folder_ids = array("q")
         self._listing = Listing(self._chosen(folder_ids))
@@ -67,10 +100,16 @@ class FilesSource:
             self._fail_empty()
         self.classes = None
         if args.label == "parent":
-            self.classes = sorted(self._folders)
-            class_of = {name: number for number, name in enumerate(self.classes)}
-            renumbered = np.array([class_of[name] for name in self._folders], np.int64)
-            self._labels = renumbered[np.array(folder_ids, np.int64)].astype(np.int32)
+            labels = np.array(folder_ids, np.int64)
+            if args.classes is None:
+                self.classes = sorted(self._folders)
+                class_of = {name: number for number, name in enumerate(self.classes)}
+                labels = np.array([class_of[name] for name in self._folders], np.int64)[labels]
+            else:
+                self.classes = [""] * (1 + max(self._folders.values()))
+                for name, number in sorted(self._folders.items()):
+                    self.classes[number] = f"{self.classes[number]}/{name}" if self.classes[number] else name
+            self._labels = labels.astype(np.int32)
 
     def __len__(self) -> int:
         return len(self._listing)
@@ -125,11 +164,11 @@ class FilesSource:
             if not self._patterns.matches(info.key):
                 continue
             is_sample = self._args.limit is None or num_chosen < self._args.limit
-            if not is_sample and self._args.label == "none":
+            if not is_sample and (self._args.label == "none" or self._args.classes is not None):
                 return
             field_and_extension = self._field_of(info.key)
             if self._args.label == "parent":
-                folder = self._folders.setdefault(self._folder_of(info.key), len(self._folders))
+                folder = self._folder_id(info.key)
                 if is_sample:
                     folder_ids.append(folder)
             if is_sample:
@@ -149,14 +188,22 @@ class FilesSource:
             )
         return field_and_extension
 
-    def _folder_of(self, key: str) -> str:
+    def _folder_id(self, key: str) -> int:
+        """The number of the file's folder: its class if `classes` is given, else counted in order of first use."""
         folder = key.rpartition("/")[0].rpartition("/")[2]
+        if folder in self._folders:
+            return self._folders[folder]
         if not folder:
             raise SourceError(
                 f"{self._connector.describe(key)} lies in no folder below {self._args.url!r}, so `label: parent` gives "
                 "it no class; move it, narrow `include`, or use `label: none`"
             )
-        return folder
+        if self._args.classes is not None:
+            raise SourceError(
+                f"{self._connector.describe(key)} lies in the folder {folder!r}, which is none of `classes` "
+                f"({shortened(list(self._folders))}): add it there, or narrow `include`"
+            )
+        return self._folders.setdefault(folder, len(self._folders))
 
     def _fail_empty(self) -> None:
         keys = [info.key for info in islice(self._connector.list(""), _MAX_COUNTED)]

@@ -40,7 +40,12 @@ class KindMethods:
 
 INSTEAD = {"parse_bytes": "int | str", "parse_seconds": "float | str"}
 """Name of a validator -> the type that it takes, for those that make something else of it."""
-BESIDE = {"as_tuple": "", "_factor_range": "float", "_hue_range": "float", "_as_list": "str", "_shuffle_mode": "bool"}
+BESIDE = {
+    **dict.fromkeys(("as_tuple", "_share_range"), ""),
+    **dict.fromkeys(("_factor_range", "_hue_range", "_angle_range", "_sigma_range"), "float"),
+    "_as_list": "str",
+    "_shuffle_mode": "bool",
+}
 """Name of a validator -> what it takes beside the type it stands before. A list is taken wherever a tuple is."""
 PATHS = ("url", "quarantine")
 

@@ -18,6 +18,7 @@ class KindMethods:
         *,
         include: str | tuple[str, ...] | list[str] = "**/*",
         label: Literal["parent", "none"] = "none",
+        classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
         limit: int | None = None,
         s3: Mapping[str, Any] = ...,
@@ -30,6 +31,8 @@ class KindMethods:
         url: the folder: a path, file:// or memory://
         include: which files, relative to url: globs with **, and braces
         label: parent: the class is the index of the file's folder in the sorted folder names
+        classes: with `label: parent`, the folders' names in the order of their class numbers, or {folder:
+            number}; default: all there are, sorted
         fields: field -> extensions, as in {image: 'jpg;png'}; default: images are `image`
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
@@ -168,6 +171,11 @@ class KindMethods:
     ) -> Self:
         """Decode images to RGB, `cls` to int, `txt` to text, `json` and `npy` to what they hold; the rest stays bytes.
 
+        Of the items of a data set, encoded bytes that begin like an image, Pillow's images and those of Hugging Face's datasets
+        (`{"bytes": ..., "path": ...}`) are decoded like files. A uint8 array or tensor of three dimensions is an image, its
+        channels the end that is 1, 3 or 4 long; if both are, a tensor's are the first, and an array is an error. A fourth channel
+        is dropped, as a PNG's. What `fields` or `masks` name has to be an image, and may be [H, W].
+
         An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
         without padding, comes next, no more of a JPEG is made into pixels than it will show.
 
@@ -293,6 +301,44 @@ class KindMethods:
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
 
+    def random_vertical_flip(
+        self,
+        p: float = 0.5,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Mirror top and bottom with probability `p`.
+
+        p: probability
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_rotation(
+        self,
+        degrees: float | tuple[float, float] | list[float],
+        interpolation: Literal["bilinear", "bicubic", "nearest"] = "nearest",
+        expand: bool = False,
+        fill: int = 0,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Rotate about the middle by a random angle.
+
+        degrees: bounds of the angle, counter-clockwise; x stands for [-x, x]
+        interpolation: the filter; masks always take the nearest pixel
+        expand: enlarge the image so that nothing is cut off
+        fill: the level of pixels from outside the image, in masks as well
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
     def color_jitter(
         self,
         brightness: float | tuple[float, float] | list[float] = ...,
@@ -310,6 +356,62 @@ class KindMethods:
         contrast: likewise
         saturation: likewise
         hue: bounds of the shift, in turns of the colour circle; x stands for [-x, x]
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_grayscale(
+        self,
+        p: float = 0.1,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Take the colours away with probability `p`; the image keeps its three channels.
+
+        p: probability
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def gaussian_blur(
+        self,
+        kernel_size: int,
+        sigma: float | tuple[float, float] | list[float] = ...,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Blur with a Gaussian of random width.
+
+        kernel_size: height and width of the window in pixels, an odd number
+        sigma: bounds of the standard deviation in pixels; x stands for [x, x]
+        fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def random_erasing(
+        self,
+        p: float = 0.5,
+        scale: tuple[float, float] | list[float] = ...,
+        ratio: tuple[float, float] | list[float] = ...,
+        value: int | tuple[int, int, int] | list[int] | Literal["random"] = 0,
+        fields: tuple[str, ...] | list[str] | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Overwrite a random rectangle with probability `p`.
+
+        p: probability
+        scale: bounds of the rectangle's share of the image's area
+        ratio: bounds of height / width
+        value: the level, one for red, green and blue each, or `random`: another for every pixel and channel
         fields: images to act on; default: all of them
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages

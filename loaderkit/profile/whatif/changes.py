@@ -17,9 +17,10 @@ from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
 from loaderkit.stages.base import StageConfig
 
 _MOST_WORKERS = 128
-_BY_PIXEL = frozenset(
-    {"center_crop", "random_crop", "random_horizontal_flip", "color_jitter", "batch", "normalize", "transfer"}
-)
+_BY_PIXEL = frozenset({
+    "center_crop", "random_crop", "random_horizontal_flip", "random_vertical_flip", "random_rotation", "color_jitter",
+    "random_grayscale", "gaussian_blur", "random_erasing", "batch", "normalize", "transfer",
+})  # fmt: skip
 _RESIZING = frozenset({"resize", "random_resized_crop", "center_crop", "random_crop"})
 
 

@@ -24,7 +24,7 @@ def _check_scaled(
     if not getattr(stages[number].args, "scaled", False):
         return
     following = next((stage for stage in stages[number + 1 :] if not kinds[stage.kind].is_pointwise), None)
-    if following is None or "interpolation" not in type(following.args).model_fields:
+    if following is None or "antialias" not in type(following.args).model_fields:
         name = f"`{following.kind}`" if following is not None else "nothing"
         reason = f"`resize` or `random_resized_crop` has to come next, and {name} does"
     elif getattr(following.args, "interpolation", None) != "bilinear" or not getattr(

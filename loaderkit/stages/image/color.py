@@ -1,19 +1,21 @@
-"""`color_jitter`: brightness, contrast, saturation and hue by random factors, in random order.
+"""`color_jitter`, `random_grayscale`, `gaussian_blur`, `random_erasing`: stages that change levels, not places.
 
-Parameters, distributions and arithmetic (truncation to uint8 after every step) are those of
-torchvision.transforms.v2.ColorJitter. Masks are left alone.
+Names, parameters, distributions and arithmetic (truncation to uint8 after every step of colour) are those of
+torchvision.transforms.v2. A sample's images share all draws; masks are left alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
+from loaderkit._internal.settings import PositiveRange, around_zero, as_tuple, ordered
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, StageArgs, StageKind
 from loaderkit.stages.image.ops import LUMA, Adjust, ImageOps
@@ -26,28 +28,31 @@ def _factor_range(value: Any) -> Any:
         if not value >= 0:
             raise ValueError(f"a number of at least 0, or [low, high], not {value!r}")
         return (max(0.0, 1.0 - value), 1.0 + value)
-    return _ordered(value, 0.0, float("inf"))
+    return ordered(value, 0.0, float("inf"))
 
 
 def _hue_range(value: Any) -> Any:
-    """One number x stands for [-x, x]; a turn of the colour circle is 1."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not 0 <= value <= 0.5:
-            raise ValueError(f"a number from 0 to 0.5, or [low, high], not {value!r}")
-        value = (-value, value)
-    return _ordered(value, -0.5, 0.5)
+    """In turns of the colour circle."""
+    return around_zero(value, 0.5)
 
 
-def _ordered(value: Any, low: float, high: float) -> Any:
-    if isinstance(value, (list, tuple)) and len(value) == 2 and all(type(item) in (int, float) for item in value):
-        first, second = float(value[0]), float(value[1])
-        if not low <= first <= second <= high:
-            raise ValueError(f"[low, high] with {low:g} <= low <= high <= {high:g}, not {list(value)}")
-        return (first, second)
-    return tuple(value) if isinstance(value, list) else value
+def _sigma_range(value: Any) -> Any:
+    """One number x stands for [x, x]."""
+    return (value, value) if type(value) in (int, float) else value
+
+
+def _share_range(value: Any) -> Any:
+    return ordered(value, 0.0, 1.0)
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError(f"an odd number, so that a pixel lies in the middle, not {value}")
+    return value
 
 
 Factor = Annotated[tuple[float, float], BeforeValidator(_factor_range)]
+Level = Annotated[int, Field(ge=0, le=255)]
 Hue = Annotated[tuple[float, float], BeforeValidator(_hue_range)]
 
 
@@ -58,6 +63,39 @@ class ColorJitterArgs(StageArgs):
     contrast: Factor = Field((1.0, 1.0), description="likewise")
     saturation: Factor = Field((1.0, 1.0), description="likewise")
     hue: Hue = Field((0.0, 0.0), description="bounds of the shift, in turns of the colour circle; x stands for [-x, x]")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
+
+
+class RandomGrayscaleArgs(StageArgs):
+    """Take the colours away with probability `p`; the image keeps its three channels."""
+
+    p: float = Field(0.1, ge=0, le=1, description="probability")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
+
+
+class GaussianBlurArgs(StageArgs):
+    """Blur with a Gaussian of random width."""
+
+    kernel_size: Annotated[PositiveInt, AfterValidator(_odd)] = Field(
+        description="height and width of the window in pixels, an odd number"
+    )
+    sigma: Annotated[PositiveRange, BeforeValidator(_sigma_range)] = Field(
+        (0.1, 2.0), description="bounds of the standard deviation in pixels; x stands for [x, x]"
+    )
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
+
+
+class RandomErasingArgs(StageArgs):
+    """Overwrite a random rectangle with probability `p`."""
+
+    p: float = Field(0.5, ge=0, le=1, description="probability")
+    scale: Annotated[tuple[float, float], BeforeValidator(_share_range)] = Field(
+        (0.02, 0.33), description="bounds of the rectangle's share of the image's area"
+    )
+    ratio: PositiveRange = Field((0.3, 3.3), description="bounds of height / width")
+    value: Annotated[Level | tuple[Level, Level, Level] | Literal["random"], BeforeValidator(as_tuple)] = Field(
+        0, description="the level, one for red, green and blue each, or `random`: another for every pixel and channel"
+    )
     fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
@@ -168,6 +206,92 @@ def _blend(image: torch.Tensor, other: torch.Tensor, factor: float) -> torch.Ten
     return image.mul(factor).add_(other, alpha=1.0 - factor).clamp_(0, 255).to(torch.uint8)
 
 
+def random_grayscale(args: RandomGrayscaleArgs) -> Callable[..., None]:
+    """One draw: grey if it is below `p`. Grey is the saturation 0."""
+
+    def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> None:
+        for name, image in image_fields(sample, args.fields):
+            sample[name] = image
+            if draws[0] < args.p and not image.mask:
+                pixels = adjust_saturation(to_tensor(image), 0.0)
+                sample[name] = image._replace(pixels=pixels.permute(1, 2, 0).numpy())
+
+    return run
+
+
+def random_grayscale_steps(args: RandomGrayscaleArgs) -> ImageOps:
+    """The same as an `ImageOp`."""
+    return ImageOps(
+        (Adjust,),
+        lambda height, width, draws: (Adjust(image=0.0, grey=1.0) if draws[0] < args.p else Adjust(),),
+        uses_luma=True,
+    )
+
+
+def gaussian_blur(args: GaussianBlurArgs) -> Callable[..., None]:
+    """One draw: the standard deviation. Beyond its border the image is mirrored, and levels are rounded."""
+    from scipy.ndimage import gaussian_filter
+
+    low, high = args.sigma
+
+    def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> None:
+        sigma, radius = low + float(draws[0]) * (high - low), args.kernel_size // 2
+        for name, image in image_fields(sample, args.fields):
+            if not image.mask:
+                levels = gaussian_filter(
+                    image.pixels, sigma, output=np.float32, mode="mirror", radius=radius, axes=(0, 1)
+                )
+                sample[name] = image._replace(pixels=np.rint(levels).astype(np.uint8))
+
+    return run
+
+
+RANDOM_ERASING_DRAWS = 24
+
+
+def random_erasing(args: RandomErasingArgs) -> Callable[..., None]:
+    """24 draws: one for `p`, 22 for the rectangle, and the key of random levels."""
+
+    def run(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> None:
+        is_on = draws[0] < args.p
+        for name, image in image_fields(sample, args.fields):
+            if isinstance(args.value, tuple) and not image.mask and image.pixels.shape[2] != 3:
+                raise ValueError(f"`value` has three levels, and the image {name!r} one channel: give one level")
+            sample[name] = image
+            box = None if image.mask or not is_on else erased_box(*image.size, args.scale, args.ratio, draws[1:23])
+            if box is None:
+                continue
+            top, left, height, width = box
+            pixels = image.pixels.copy()
+            window = pixels[top : top + height, left : left + width]
+            if args.value == "random":
+                words = np.random.Philox(key=int(draws[23] * 2**53)).random_raw(-(-window.size // 8))
+                window[:] = words.view(np.uint8)[: window.size].reshape(window.shape)
+            else:
+                window[:] = args.value
+            sample[name] = image._replace(pixels=pixels)
+
+    return run
+
+
+def erased_box(
+    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], draws: NDArray[np.float64]
+) -> tuple[int, int, int, int] | None:
+    """(top, left, height, width) to erase: torchvision's rule, from draws float64 [22].
+
+    Ten attempts with a random area and a log-uniform aspect ratio; None if none is smaller than the image both ways.
+    """
+    values = draws.tolist()
+    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    for area_draw, ratio_draw in zip(values[:10], values[10:20], strict=True):
+        area = height * width * (scale[0] + area_draw * (scale[1] - scale[0]))
+        aspect = math.exp(log_low + ratio_draw * (log_high - log_low))
+        h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if h < height and w < width:
+            return int(values[20] * (height - h + 1)), int(values[21] * (width - w + 1)), h, w
+    return None
+
+
 COLOR_JITTER = StageKind(
     ColorJitterArgs,
     "sample",
@@ -176,4 +300,17 @@ COLOR_JITTER = StageKind(
     ops=color_jitter_steps,
     needs_images=True,
     is_pointwise=True,
+)
+RANDOM_GRAYSCALE = StageKind(
+    RandomGrayscaleArgs,
+    "sample",
+    random_grayscale,
+    num_draws=1,
+    ops=random_grayscale_steps,
+    needs_images=True,
+    is_pointwise=True,
+)
+GAUSSIAN_BLUR = StageKind(GaussianBlurArgs, "sample", gaussian_blur, num_draws=1, needs_images=True)
+RANDOM_ERASING = StageKind(
+    RandomErasingArgs, "sample", random_erasing, num_draws=RANDOM_ERASING_DRAWS, needs_images=True
 )

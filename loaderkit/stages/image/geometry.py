@@ -1,8 +1,8 @@
-"""`resize`, `center_crop`, `random_crop`, `random_resized_crop`, `random_horizontal_flip`.
+"""`resize`, crops, flips and `random_rotation`.
 
-Names, parameters and distributions are those of torchvision.transforms.v2. All image fields of a sample share one crop
-and one flip, so a mask stays on its image; masks are resized by nearest. A resize is antialiased by default: the filter
-widens with the scale, as Pillow's does.
+Names, parameters and distributions are those of torchvision.transforms.v2. All image fields of a sample share one crop, one
+flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. A resize is antialiased by default:
+the filter widens with the scale, as Pillow's does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from PIL import Image as Pillow
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from loaderkit._internal.settings import as_tuple
+from loaderkit._internal.settings import PositiveRange, Range, around_zero, as_tuple
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
 from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Scale
@@ -32,19 +33,8 @@ are in the sample already."""
 Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(as_tuple)]
 
 
-def _rising(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= value[0] <= value[1]:
-        raise ValueError(f"[low, high] with 0 <= low <= high, not {list(value)}")
-    return value
-
-
-def _positive(value: tuple[float, float]) -> tuple[float, float]:
-    if value[0] <= 0:
-        raise ValueError(f"[low, high] with low above 0, not {list(value)}")
-    return value
-
-
-Range = Annotated[tuple[float, float], BeforeValidator(as_tuple), AfterValidator(_rising)]
+def _angle_range(value: Any) -> Any:
+    return around_zero(value, 360)
 
 
 class ResizeArgs(StageArgs):
@@ -78,7 +68,7 @@ class RandomResizedCropArgs(StageArgs):
 
     size: Size = Field(description="[height, width], or one number for both")
     scale: Range = Field((0.08, 1.0), description="bounds of the crop's share of the image's area")
-    ratio: Annotated[Range, AfterValidator(_positive)] = Field((3 / 4, 4 / 3), description="bounds of width / height")
+    ratio: PositiveRange = Field((3 / 4, 4 / 3), description="bounds of width / height")
     interpolation: Interpolation = Field("bilinear", description="the filter; masks always take the nearest pixel")
     antialias: bool = Field(True, description="widen the filter when shrinking, as Pillow does")
     fields: FieldNames = Field(None, description="images to act on; default: all of them")
@@ -88,6 +78,22 @@ class RandomHorizontalFlipArgs(StageArgs):
     """Mirror left and right with probability `p`."""
 
     p: float = Field(0.5, ge=0, le=1, description="probability")
+    fields: FieldNames = Field(None, description="images to act on; default: all of them")
+
+
+class RandomVerticalFlipArgs(RandomHorizontalFlipArgs):
+    """Mirror top and bottom with probability `p`."""
+
+
+class RandomRotationArgs(StageArgs):
+    """Rotate about the middle by a random angle."""
+
+    degrees: Annotated[tuple[float, float], BeforeValidator(_angle_range)] = Field(
+        description="bounds of the angle, counter-clockwise; x stands for [-x, x]"
+    )
+    interpolation: Interpolation = Field("nearest", description="the filter; masks always take the nearest pixel")
+    expand: bool = Field(False, description="enlarge the image so that nothing is cut off")
+    fill: int = Field(0, ge=0, le=255, description="the level of pixels from outside the image, in masks as well")
     fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
 
@@ -283,6 +289,32 @@ def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> ImageOps:
     return ImageOps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),))
 
 
+def random_vertical_flip(args: RandomVerticalFlipArgs) -> SampleFunction:
+    """One draw: mirrored if it is below `p`, as a view."""
+
+    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
+        for name, image in image_fields(sample, args.fields):
+            sample[name] = Image(image.pixels[::-1] if draws[0] < args.p else image.pixels, image.mask)
+
+    return run
+
+
+def random_rotation(args: RandomRotationArgs) -> SampleFunction:
+    """One draw: the angle. The pixels are Pillow's, as those of torchvision are for Pillow's images."""
+    low, high = args.degrees
+
+    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
+        angle = low + float(draws[0]) * (high - low)
+        for name, image in image_fields(sample, args.fields):
+            method = Pillow.Resampling["NEAREST" if image.mask else args.interpolation.upper()]
+            num_channels = image.pixels.shape[2]
+            picture = Pillow.fromarray(image.pixels if num_channels == 3 else image.pixels[:, :, 0])
+            turned = picture.rotate(angle, method, args.expand, fillcolor=(args.fill,) * num_channels)
+            sample[name] = Image(np.array(turned).reshape(turned.height, turned.width, num_channels), image.mask)
+
+    return run
+
+
 def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
     return None if scratch is None else scratch.setdefault(name, {})
 
@@ -320,3 +352,5 @@ RANDOM_HORIZONTAL_FLIP = StageKind(
     ops=random_horizontal_flip_steps,
     needs_images=True,
 )
+RANDOM_VERTICAL_FLIP = StageKind(RandomVerticalFlipArgs, "sample", random_vertical_flip, num_draws=1, needs_images=True)
+RANDOM_ROTATION = StageKind(RandomRotationArgs, "sample", random_rotation, num_draws=1, needs_images=True)

@@ -68,6 +68,16 @@ KINDS: dict[str, Callable[[Path], Pipeline]] = {
     "records": lambda data: Pipeline.array(str(data / "records.npy")).read().batch(8),
     "a data set": lambda data: numbers(NUM),
     "jitter": lambda data: files(data).color_jitter(brightness=0.5, hue=0.1).resize([20, 24]).batch(8).normalize(),
+    "augmentations": lambda data: (
+        files(data)
+        .resize([20, 24])
+        .random_vertical_flip()
+        .random_rotation(30)
+        .random_grayscale(0.5)
+        .gaussian_blur(3)
+        .random_erasing(value="random")
+        .batch(8)
+    ),
     "a filter that torch has": lambda data: files(data).resize([20, 24], interpolation="bicubic").batch(8),
     "a function of samples": lambda data: files(data).resize([20, 24]).call(brighten).batch(8),
     "a function of batches": lambda data: shards(data).resize([20, 24]).batch(8).call(add_sum),

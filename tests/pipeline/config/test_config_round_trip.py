@@ -114,6 +114,13 @@ STAGES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "random_horizontal_flip": some(p=UNIT, fields=FIELDS, **COMMON),
     "color_jitter": some(brightness=FACTOR, contrast=FACTOR, saturation=FACTOR, hue=st.floats(0, 0.5), fields=FIELDS,
                          **COMMON),
+    "random_vertical_flip": some(p=UNIT, fields=FIELDS, **COMMON),
+    "random_rotation": some({"degrees": st.floats(0, 360) | st.tuples(st.floats(-9, 0), UNIT).map(list)},
+                            interpolation=st.sampled_from(["nearest", "bilinear"]), expand=st.booleans(), **COMMON),
+    "random_grayscale": some(p=UNIT, fields=FIELDS, **COMMON),
+    "gaussian_blur": some({"kernel_size": st.sampled_from([1, 3, 23])}, sigma=POSITIVE | RANGE, fields=FIELDS, **COMMON),
+    "random_erasing": some(p=UNIT, scale=st.tuples(UNIT, UNIT).map(sorted), ratio=RANGE, fields=FIELDS,
+                           value=st.just("random") | st.integers(0, 255) | st.just([0, 128, 255]), **COMMON),
     "call": some({"function": st.just("config_cases:double")}, args=st.dictionaries(TEXTS, JSON, max_size=3), **COMMON),
 }  # fmt: skip
 SOURCES: st.SearchStrategy[dict[str, Any]] = st.one_of(

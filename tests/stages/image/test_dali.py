@@ -47,6 +47,7 @@ CHAINS: dict[str, Chain] = {
     ),
     "brightness alone": lambda p: p.center_crop(32).color_jitter(brightness=0.5).batch(8),
     "hue alone": lambda p: p.center_crop(32).color_jitter(hue=0.5).batch(8),
+    "grey": lambda p: p.random_resized_crop(32).random_grayscale(0.5).random_horizontal_flip().batch(8),
     "no change": lambda p: p.random_resized_crop(32).color_jitter().batch(8),
     "mirrored first": lambda p: p.random_horizontal_flip(p=0.5).random_resized_crop([20, 28]).batch(8),
 }

@@ -79,8 +79,7 @@ def _watched(stage: Stage, drawn: dict[str, list[str]]) -> Stage:
     def run(*args: Any) -> Any:
         before = {name: pickle.dumps(state) for name, state in global_states().items()}
         result = stage.run(*args)
-        after = [name for name, state in global_states().items() if pickle.dumps(state) != before[name]]
-        if after:
+        if after := [name for name, state in global_states().items() if pickle.dumps(state) != before[name]]:
             drawn[stage.name] = sorted({*drawn.get(stage.name, ()), *after})
         return result
 
@@ -126,7 +125,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
     for stage, generators in checked["draws_unseeded"].items():
         remedy = "a `call` with `seeded: true` (and `prefetch.executor: process`), or in one that takes `rng`"
-        draws = f"{stage} draws from {' and '.join(generators)} without a seed, so batches differ from run to run"
+        draws = f"{stage} draws from global generators ({', '.join(generators)}), so batches differ from run to run"
         rows.append(("random", f"{draws}: draw in {remedy}"))
     console.tell(f"{checked['pipeline']}: it works")
     for name, value in rows:

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from loaderkit._internal.settings import as_tuple
-from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.patterns import Patterns, expand_braces
 
 IMAGE_EXTENSIONS = frozenset(
     {"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif", "jp2", "j2k"}
@@ -37,7 +37,7 @@ def _checked_fields(value: dict[str, str]) -> dict[str, str]:
     owner: dict[str, str] = {}
     for name, listed in value.items():
         extensions = _split_extensions(listed)
-        if not name or not all(extensions):
+        if not name or not all(extensions) or _is_pattern(listed):
             raise ValueError(f"extensions separated by ';', such as 'jpg;jpeg', not {name!r}: {listed!r}")
         for extension in extensions:
             if owner.setdefault(extension, name) != name:
@@ -51,6 +51,31 @@ def _split_extensions(listed: str) -> list[str]:
 
 Fields = Annotated[dict[str, str], Field(min_length=1), AfterValidator(_checked_fields)]
 """Name of a field -> its extensions, separated by ";"."""
+
+
+def are_patterns(fields: Mapping[str, str] | None) -> bool:
+    """True if `fields` has a pattern for every field, False if extensions. Raises ValueError if it has both."""
+    if not fields or not any(map(_is_pattern, fields.values())):
+        return False
+    if not all(map(_is_pattern, fields.values())):
+        raise ValueError(f"patterns for all fields, as in 'masks/*.png', or extensions for all, not {fields}")
+    return True
+
+
+def _is_pattern(listed: str) -> bool:
+    return any(wildcard in listed for wildcard in "*?[/")
+
+
+def _checked_fields_or_patterns(value: dict[str, str]) -> dict[str, str]:
+    if not are_patterns(value):
+        return _checked_fields(value)
+    for listed in value.values():
+        _checked_patterns(listed)
+    return value
+
+
+FieldsOrPatterns = Annotated[dict[str, str], Field(min_length=1), AfterValidator(_checked_fields_or_patterns)]
+"""The same, or name of a field -> the pattern of its files."""
 
 
 class FieldMap:
@@ -93,19 +118,30 @@ class FieldMap:
 
 def described_fields(fields: Mapping[str, str]) -> dict[str, str] | None:
     """Field -> its content (image, text, a number, ...) by its extensions; None if only the data can tell."""
-    return _unless_archived({name: _content_of(_split_extensions(listed)) for name, listed in fields.items()})
+    named = {name: _split_extensions(listed) for name, listed in fields.items()}
+    if are_patterns(fields):
+        named = {name: [_last_extension(text) for text in expand_braces(listed)] for name, listed in fields.items()}
+        if not all(extension.isalnum() for extensions in named.values() for extension in extensions):
+            return None
+    return _unless_archived({name: _content_of(extensions) for name, extensions in named.items()})
 
 
 def included_fields(include: str | tuple[str, ...]) -> dict[str, str] | None:
     """The same for the files that patterns include; None if a pattern does not end in one extension."""
     patterns = (include,) if isinstance(include, str) else include
-    extensions = [pattern.rpartition(".")[2].lower() for pattern in patterns if "." in pattern]
-    if len(extensions) != len(patterns) or not all(extension.isalnum() for extension in extensions):
+    extensions = list(map(_last_extension, patterns))
+    if not all(extension.isalnum() for extension in extensions):
         return None
     named = {
         "image" if extension in IMAGE_EXTENSIONS else extension: _content_of([extension]) for extension in extensions
     }
     return _unless_archived(named)
+
+
+def _last_extension(pattern: str) -> str:
+    """The extension that a pattern ends in, in lower case; "" if there is none."""
+    _, dot, extension = pattern.rpartition(".")
+    return extension.lower() if dot else ""
 
 
 _CONTENTS = {

@@ -1,11 +1,11 @@
-"""`kind: files`: each file is a sample, with its folder's name as the class if configured."""
+"""`kind: files`: each file is a sample, or files of several folders together; its folder is the class if configured."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
@@ -17,7 +17,15 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, Ranges
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import SourceError
 from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table, shortened
-from loaderkit.sources.fields import FieldMap, Fields, Include, described_fields, included_fields
+from loaderkit.sources.fields import (
+    FieldMap,
+    FieldsOrPatterns,
+    Include,
+    are_patterns,
+    described_fields,
+    included_fields,
+)
+from loaderkit.sources.joined import join_files
 from loaderkit.sources.listing import Listing, cut_blocks
 from loaderkit.sources.patterns import Patterns
 
@@ -56,8 +64,10 @@ class FilesArgs(StoreArgs):
         description="with `label: parent`, the folders' names in the order of their class numbers, or {folder: number}; "
         "default: all there are, sorted",
     )
-    fields: Fields | None = Field(
-        None, description="field -> extensions, as in {image: 'jpg;png'}; default: images are `image`"
+    fields: FieldsOrPatterns | None = Field(
+        None,
+        description="field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image: images/*.jpg, mask: "
+        "masks/*.png}: files with one stem are one sample; default: images are `image`",
     )
 
     @model_validator(mode="after")
@@ -66,6 +76,12 @@ class FilesArgs(StoreArgs):
             raise ValueError("`label: parent` and a field named label exclude each other: remove one of them")
         if self.classes is not None and self.label != "parent":
             raise ValueError("`classes` numbers the folders of `label: parent`: add that, or remove `classes`")
+        return self
+
+    @model_validator(mode="after")
+    def _patterns_are_given_once(self) -> FilesArgs:
+        if are_patterns(self.fields) and self.include != "**/*":
+            raise ValueError("`include` and patterns in `fields` exclude each other: the patterns say which files")
         return self
 
     @property
@@ -80,8 +96,9 @@ class FilesSource:
 
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
     folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number; or those given, by
-    number (folders of one number joined by "/"). Raises `SourceError` if nothing matches, a file fits no field or its folder is
-    no class, and what listing raises.
+    number (folders of one number joined by "/"). With patterns in `fields` all this is of the first field's files, and the
+    others are their partners. Raises `SourceError` if nothing matches, a file fits no field, has no partner or its folder is no
+    class, and what listing raises.
     """
 
     classes: list[str] | None
@@ -90,14 +107,25 @@ class FilesSource:
         self._connector = connector
         self._args = args
         self._patterns = Patterns(args.include)
-        self._field_map = FieldMap(args.fields)
-        self._num_seen = 0
+        self._first: str | None = None  # the field of the keys' files; None: their extensions tell
+        self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
+        if args.fields is not None and are_patterns(args.fields):
+            self._partners = join_files(connector, args.fields, args.limit)
+            self._first = next(iter(args.fields))
+            self._patterns = Patterns(args.fields[self._first])
+            first = self._partners.pop(self._first)
+            files: Iterable[ObjectInfo] = map(first.__getitem__, range(len(first)))
+        else:
+            files = connector.list(self._patterns.prefix)
+        self._field_map = FieldMap(args.fields if self._first is None else None)
         self._folders = dict(args.class_numbers)
         self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), in order of first use
         folder_ids = array("q")
-        self._listing = Listing(self._chosen(folder_ids))
+        self._listing = Listing(self._chosen(files, folder_ids))
         if not len(self._listing):
             self._fail_empty()
+        for field, partners in self._partners.items():
+            self._extensions |= dict.fromkeys((field, self._field_of(key)[1]) for key in partners.keys)
         self.classes = None
         if args.label == "parent":
             labels = np.array(folder_ids, np.int64)
@@ -123,19 +151,24 @@ class FilesSource:
         return self._listing.keys[index]
 
     def ranges(self, index: int) -> list[FieldRange]:
-        """The whole file, as the field its extension belongs to."""
+        """The whole file, as the field its extension belongs to, and its partners."""
         info = self._listing[index]
-        field, extension = self._field_of(info.key)
-        return [FieldRange(field, extension, ByteRange(info.key, 0, info.size, info.etag))]
+        files = {self._field_of(info.key)[0]: info} | {name: files[index] for name, files in self._partners.items()}
+        return [
+            FieldRange(name, self._field_of(info.key)[1], ByteRange(info.key, 0, info.size, info.etag))
+            for name, info in files.items()
+        ]
 
     def table(self, indices: NDArray[np.int64]) -> Table | None:
-        """The whole files, if all files have one extension."""
-        if len(self._extensions) > 1:
+        """The whole files, if all files of a field have one extension."""
+        listings = [self._listing, *self._partners.values()]
+        if len(self._extensions) > len(listings):
             return None
-        sizes = self._listing.sizes[indices].tolist()
-        etags: list[str | None] = [*self._listing.etags.take(indices)]
+        keys = chain.from_iterable(zip(*(files.keys.take(indices) for files in listings), strict=True))
+        sizes = np.stack([files.sizes[indices] for files in listings], axis=1).ravel().tolist()
+        etags = chain.from_iterable(zip(*(files.etags.take(indices) for files in listings), strict=True))
         constants = {} if self.classes is None else {"label": self._labels[indices].tolist()}
-        return Table(tuple(self._extensions), Ranges(self.keys(indices), [0] * len(sizes), sizes, etags), constants)
+        return Table(tuple(self._extensions), Ranges([*keys], [0] * len(sizes), sizes, [*etags]), constants)
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several files."""
@@ -146,21 +179,23 @@ class FilesSource:
         return {} if self.classes is None else {"label": int(self._labels[index])}
 
     def blocks(self, block_bytes: int) -> NDArray[np.int64]:
-        """Runs of files of about `block_bytes` together: int64 [number of runs + 1]."""
-        return cut_blocks(self._listing.sizes, block_bytes)
+        """Runs of samples of about `block_bytes` together: int64 [number of runs + 1]."""
+        sizes = sum((files.sizes for files in self._partners.values()), start=self._listing.sizes)
+        return cut_blocks(sizes, block_bytes)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits from keys, sizes and classes."""
-        digest = blake2b(self._listing.keys.digest(), digest_size=8)
-        digest.update(self._listing.sizes.astype("<i8").tobytes())
+        digest = blake2b(digest_size=8)
+        for files in (self._listing, *self._partners.values()):
+            digest.update(files.keys.digest())
+            digest.update(files.sizes.astype("<i8").tobytes())
         digest.update("\0".join(self.classes or []).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
-    def _chosen(self, folder_ids: array[int]) -> Iterator[ObjectInfo]:
+    def _chosen(self, files: Iterable[ObjectInfo], folder_ids: array[int]) -> Iterator[ObjectInfo]:
         """The files that are samples; records the folder of every matching file, and those of samples in `folder_ids`."""
         num_chosen = 0
-        for info in self._connector.list(self._patterns.prefix):
-            self._num_seen += 1
+        for info in files:
             if not self._patterns.matches(info.key):
                 continue
             is_sample = self._args.limit is None or num_chosen < self._args.limit
@@ -180,13 +215,13 @@ class FilesSource:
         field_and_extension = self._field_map.split_key(key)
         if field_and_extension is None:
             fields = self._args.fields
-            reason = (
-                f"none of the fields {fields} has its extension" if fields else "it has no extension to name its field"
-            )
-            raise SourceError(
-                f"{self._connector.describe(key)} matches `include`, but {reason}; narrow `include` or widen `fields`"
-            )
-        return field_and_extension
+            reason = "matches `include`, but it has no extension to name its field; narrow `include` or widen `fields`"
+            if self._first is not None:
+                reason = "matches a pattern of `fields`, but it has no extension to name its format: narrow the pattern"
+            elif fields:
+                reason = f"matches `include`, but none of the fields {fields} has its extension; narrow `include` or widen `fields`"
+            raise SourceError(f"{self._connector.describe(key)} {reason}")
+        return field_and_extension if self._first is None else (self._first, field_and_extension[1])
 
     def _folder_id(self, key: str) -> int:
         """The number of the file's folder: its class if `classes` is given, else counted in order of first use."""
@@ -210,7 +245,8 @@ class FilesSource:
         number = f"{len(keys)}" + (" or more" if len(keys) == _MAX_COUNTED else "")
         seen = f"{number} files are there, such as {keys[0]!r}" if keys else "there is no file at all"
         raise SourceError(
-            f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and `include`"
+            f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and "
+            + ("`include`" if self._first is None else "`fields`")
         )
 
 

@@ -96,6 +96,24 @@ class Patterns:
         """True if any pattern matches the whole key."""
         return key in self._literals or any(glob.fullmatch(key) for glob in self._globs.values())
 
+    def stem(self, key: str) -> str | None:
+        """What the wildcards of the first pattern that matches stand for, without an extension; None if none matches.
+
+        `images/**/*.jpg` and `images/*/*.jpg` give "a/007" for images/a/007.jpg, `masks/*_mask.png` gives "007" for
+        masks/007_mask.png, and `images/*` gives "007" for images/007.jpg.
+        """
+        if key in self._literals:
+            return ""
+        for text, glob in self._globs.items():
+            if match := glob.fullmatch(key):
+                texts = [group.strip("/") for group in match.groups()]
+                if text.endswith(".*"):
+                    texts.pop()
+                elif text.endswith("*"):
+                    texts[-1] = texts[-1].rpartition(".")[0] or texts[-1]
+                return "/".join(filter(None, texts))
+        return None
+
     @property
     def names(self) -> list[str] | None:
         """All names that can match, with braces expanded, in the order given; None if there are wildcards."""
@@ -111,23 +129,30 @@ class Patterns:
         ]
 
 
+_WILDCARD = r"[*?]|\[[!^]?\]?[^\]]*\]"
+
+
 def _regex(pattern: str) -> str:
+    """The regular expression of a glob, with a group for every run of wildcards."""
     parts = pattern.split("/")
     regex = ""
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         if part == "**":
-            regex += r"(?:(?!\.)[^/]+/)*" + (r"(?!\.)[^/]+" if is_last else "")
+            regex += r"((?:(?!\.)[^/]+/)*" + (r"(?!\.)[^/]+)" if is_last else ")")
             continue
         regex += "" if part.startswith(".") else r"(?!\.)"
-        for token in re.findall(r"\[[!^]?\]?[^\]]*\]|.", part, re.DOTALL):
-            if token in ("*", "?"):
-                regex += "[^/]" + token.replace("?", "")
-            elif len(token) > 1:
-                negated = token[1] in "!^"
-                body = re.sub(r"[\[\]\\&~|]", r"\\\g<0>", token[2 if negated else 1 : -1])
-                regex += f"(?!/)[{'^' if negated else ''}{body}]"
-            else:
-                regex += re.escape(token)
+        for run in re.findall(f"(?:{_WILDCARD})+|.", part, re.DOTALL):
+            is_wild = run in "*?" or len(run) > 1
+            regex += f"({re.sub(_WILDCARD, _wildcard, run)})" if is_wild else re.escape(run)
         regex += "" if is_last else "/"
     return regex
+
+
+def _wildcard(match: re.Match[str]) -> str:
+    token = match[0]
+    if token in ("*", "?"):
+        return "[^/]" + token.replace("?", "")
+    negated = token[1] in "!^"
+    body = re.sub(r"[\[\]\\&~|]", r"\\\g<0>", token[2 if negated else 1 : -1])
+    return f"(?!/)[{'^' if negated else ''}{body}]"

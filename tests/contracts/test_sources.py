@@ -24,12 +24,18 @@ def opened(**source: Any) -> Opened:
     return parts.source, parts.connector
 
 
-@pytest.fixture(params=["files", "tar", "array", "windows", "dataset"])
+@pytest.fixture(params=["files", "joined", "tar", "array", "windows", "dataset"])
 def make(request: pytest.FixtureRequest, photos: Path, shards: Path, tmp_path: Path) -> Callable[..., Opened]:
     """A function that opens a source of 60 samples; keyword arguments go into its description."""
     np.save(tmp_path / "x.npy", np.arange(60 * 100).reshape(60, 100))
     np.arange(60 + 200 - 1, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    for number, photo in enumerate(sorted(photos.rglob("*.jpg"))):
+        for path, data in ((f"images/{number:02}.jpg", photo.read_bytes()), (f"labels/{number:02}.cls", b"7")):
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_bytes(data)
+    pairs = {"image": "images/*.jpg", "label": "labels/*.cls"}
     described: dict[str, dict[str, Any]] = {
+        "joined": {"kind": "files", "url": str(tmp_path), "fields": pairs},
         "files": {"kind": "files", "url": str(photos), "label": "parent"},
         "tar": {"kind": "tar", "url": str(shards)},
         "array": {"kind": "array", "url": str(tmp_path / "x.npy")},

@@ -33,7 +33,9 @@ class KindMethods:
         label: parent: the class is the index of the file's folder in the sorted folder names
         classes: with `label: parent`, the folders' names in the order of their class numbers, or {folder:
             number}; default: all there are, sorted
-        fields: field -> extensions, as in {image: 'jpg;png'}; default: images are `image`
+        fields: field -> extensions, as in {image: 'jpg;png'}; or field -> pattern, as in {image:
+            images/*.jpg, mask: masks/*.png}: files with one stem are one sample; default: images are
+            `image`
         limit: only the first N samples of the canonical order
         s3: for `s3://`: `source.s3`
         retry: when the store fails for a while: `source.retry`

@@ -1,0 +1,67 @@
+"""Samples of several files: those whose wildcards in the patterns of `fields` stand for the same text belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.errors import SourceError, printable
+from loaderkit.sources.listing import Listing
+from loaderkit.sources.patterns import Patterns
+
+_MAX_NAMED = 3
+
+
+class _Files:
+    """The files of one field, and the number of each by its stem."""
+
+    def __init__(self, connector: Connector, field: str, pattern: str) -> None:
+        self.field = field
+        self.numbers: dict[str, int] = {}
+        self._patterns = Patterns(pattern)
+        self.listing = Listing(self._matching(connector))
+
+    def _matching(self, connector: Connector) -> Iterator[ObjectInfo]:
+        for info in connector.list(self._patterns.prefix):
+            stem = self._patterns.stem(info.key)
+            if stem is None:
+                continue
+            if stem in self.numbers:
+                raise SourceError(
+                    f"two files of the field {self.field!r} ({self._patterns}) have the stem {stem!r}, of which one is "
+                    f"{connector.describe(info.key)}: a sample has one file a field, so narrow the pattern"
+                )
+            self.numbers[stem] = len(self.numbers)
+            yield info
+
+    def without(self, other: _Files) -> str | None:
+        """How many files have no partner in `other`, and the names of the first; None if each has one."""
+        alone = [number for stem, number in self.numbers.items() if stem not in other.numbers]
+        if not alone:
+            return None
+        named = ", ".join(printable(self.listing.keys[number]) for number in alone[:_MAX_NAMED])
+        more = ", ..." if len(alone) > _MAX_NAMED else ""
+        return (
+            f"{len(alone)} of {len(self.numbers)} files of {self.field!r} ({self._patterns}) have no {other.field!r} "
+            f"({other._patterns}): {named}{more}"
+        )
+
+
+def join_files(connector: Connector, fields: Mapping[str, str], limit: int | None) -> dict[str, Listing]:
+    """The files of every field (name -> pattern), sample by sample in the order of the first field's files.
+
+    Those of the first field are all listed, also beyond `limit`. Raises `SourceError` that counts and names the files without
+    a partner, and what listing raises.
+    """
+    first, *others = (_Files(connector, field, pattern) for field, pattern in fields.items())
+    missing = [text for other in others for text in (first.without(other), other.without(first)) if text is not None]
+    if missing:
+        raise SourceError(
+            f"{'; '.join(missing)}. Files belong together where the wildcards of their patterns stand for the same text: "
+            "add the missing files, or narrow the patterns in `fields`"
+        )
+    joined = {first.field: first.listing}
+    for other in others:
+        numbers = [other.numbers[stem] for stem in first.numbers][:limit]
+        joined[other.field] = Listing(map(other.listing.__getitem__, numbers))
+    return joined

@@ -215,12 +215,15 @@ class FilesSource:
         field_and_extension = self._field_map.split_key(key)
         if field_and_extension is None:
             fields = self._args.fields
-            reason = "matches `include`, but it has no extension to name its field; narrow `include` or widen `fields`"
             if self._first is not None:
-                reason = "matches a pattern of `fields`, but it has no extension to name its format: narrow the pattern"
+                text = "a pattern of `fields`, but it has no extension to name its format: narrow the pattern"
             elif fields:
-                reason = f"matches `include`, but none of the fields {fields} has its extension; narrow `include` or widen `fields`"
-            raise SourceError(f"{self._connector.describe(key)} {reason}")
+                text = (
+                    f"`include`, but none of the fields {fields} has its extension; narrow `include` or widen `fields`"
+                )
+            else:
+                text = "`include`, but it has no extension to name its field; narrow `include` or widen `fields`"
+            raise SourceError(f"{self._connector.describe(key)} matches {text}")
         return field_and_extension if self._first is None else (self._first, field_and_extension[1])
 
     def _folder_id(self, key: str) -> int:

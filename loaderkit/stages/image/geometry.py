@@ -273,13 +273,18 @@ def crop_box(
 
 def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
     """One draw: mirrored if it is below `p`, as a view that is read backwards when it is written into its slot."""
+    return _flip(args, np.s_[:, ::-1])
 
-    p, fields = args.p, args.fields
 
+def random_vertical_flip(args: RandomVerticalFlipArgs) -> SampleFunction:
+    """The same from top to bottom."""
+    return _flip(args, np.s_[::-1])
+
+
+def _flip(args: RandomHorizontalFlipArgs, mirrored: Any) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
-        if draws[0] < p:
-            for name, image in image_fields(sample, fields):
-                sample[name] = Image(image.pixels[:, ::-1], image.mask)
+        for name, image in image_fields(sample, args.fields):
+            sample[name] = Image(image.pixels[mirrored] if draws[0] < args.p else image.pixels, image.mask)
 
     return run
 
@@ -287,16 +292,6 @@ def random_horizontal_flip(args: RandomHorizontalFlipArgs) -> SampleFunction:
 def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> ImageOps:
     """The same, described."""
     return ImageOps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),))
-
-
-def random_vertical_flip(args: RandomVerticalFlipArgs) -> SampleFunction:
-    """One draw: mirrored if it is below `p`, as a view."""
-
-    def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
-        for name, image in image_fields(sample, args.fields):
-            sample[name] = Image(image.pixels[::-1] if draws[0] < args.p else image.pixels, image.mask)
-
-    return run
 
 
 def random_rotation(args: RandomRotationArgs) -> SampleFunction:

@@ -406,6 +406,19 @@ def test_a_flipped_picture_is_written_flipped() -> None:
             assert np.array_equal(image.permute(1, 2, 0).numpy(), noise(20, 24, seed=int(number))[::-1])
 
 
+class PillowPictures(Pictures):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": Pillow.fromarray(noise(20, 24, seed=index))}
+
+
+@pytest.mark.parametrize(
+    "kind", ["random_horizontal_flip", "random_vertical_flip", "random_grayscale", "random_erasing"]
+)
+def test_pillows_images_are_images_also_where_nothing_is_done_to_them(kind: str) -> None:
+    pipeline = getattr(Pipeline.dataset(PillowPictures()).read(), kind)(p=0.5).batch(5)
+    assert [tuple(batch["image"].shape[1:]) for batch in all_batches(pipeline)] == 6 * [(3, 20, 24)]
+
+
 EACH: dict[str, Callable[[Pipeline], Pipeline]] = {
     kind: lambda pipeline, kind=kind, args=args: getattr(pipeline, kind)(**args)  # type: ignore[misc]
     for kind, args in ARGS.items()

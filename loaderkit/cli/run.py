@@ -131,10 +131,9 @@ def _try_again(pipeline: Path, quarantine: Path, assignments: list[str] | None, 
 
 
 def plan_passes(plan: ExecutionPlan, loader: Loader, num_epochs: int) -> list[int]:
-    """The batches of each pass over the loader. A state saved at an epoch's end gives an empty pass, which is extra."""
+    """The batches of each pass over the loader; the first may be the rest of an epoch."""
     state = loader.state_dict()
-    num_left = plan.schedule.num_batches(state["position"])
-    passes = [num_left] + [len(loader)] * (num_epochs - (num_left > 0))
+    passes = [plan.schedule.num_batches(state["position"])] + [len(loader)] * (num_epochs - 1)
     last = plan.config.order.epochs
     return passes if last is None else passes[: max(0, last - state["epoch"])]
 

@@ -15,6 +15,7 @@ from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.errors import ClosedError, ConfigError, StallTimeout, WorkerDiedError
 from loaderkit.pipeline.bad_samples import BadSamples
+from loaderkit.pipeline.batch_numbers import BatchesByNumber, BatchNumbers
 from loaderkit.pipeline.config.builder import Pipeline, to_config
 from loaderkit.pipeline.config.checkpoint_source import CheckpointArgs
 from loaderkit.pipeline.config.model import PipelineConfig
@@ -81,19 +82,17 @@ class Loader:
     # ---------------------------------------------------------------------------------------------------- iterating
 
     def __iter__(self) -> _Epoch:
-        """One epoch: the rest of a resumed one, else the next one; its `len` is what is left. Ends an earlier iteration."""
+        """One epoch: the rest of a resumed one, else the next one; its `len` is what is left. Ends an earlier iteration.
+
+        The first `next()` takes the epoch: an iterator that is not used uses up none.
+        """
         self._executors.check_open()
         self._take_ranks()
         if self._executors.steps is not None:
             self._executors.steps.on_epoch()
-        epoch, position = self._next
         self._iteration += 1
-        self._next = (epoch + 1, 0)
-        num_batches = 0
-        if not self._is_over(epoch):
-            self._epoch, self._position = epoch, position
-            num_batches = self._plan.schedule.num_batches(position)
-        return _Epoch(partial(self._next_of, self._iteration), num_batches)
+        self._next = self._or_next_epoch(*self._next)  # of what is left there may be no batch for each rank
+        return _Epoch(partial(self._next_of, self._iteration), self._num_to_come)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch on this rank, also in a resumed one."""
@@ -127,17 +126,28 @@ class Loader:
         last = self._plan.config.order.epochs
         return last is not None and epoch >= last
 
-    def _next_of(self, iteration: int, num_left: int) -> Any:
-        """The next batch for iterator number `iteration`, which has `num_left` batches left."""
+    def _num_to_come(self) -> int:
+        """The number of batches of the epoch that comes next."""
+        epoch, position = self._next
+        return 0 if self._is_over(epoch) else self._plan.schedule.num_batches(position)
+
+    def _next_of(self, iteration: int, num_left: int | None) -> tuple[Any, int]:
+        """The next batch for iterator number `iteration`, which has `num_left` batches left (None: it has not begun), and how
+        many are left then."""
         self._executors.check_open()
         steps = self._executors.steps
         if steps is not None:
             steps.on_request()
         try:
+            if num_left != 0 and iteration != self._iteration:
+                raise ClosedError("this iterator was ended by a newer one, or by load_state_dict")
+            if num_left is None:
+                num_left = self._num_to_come()
+                if num_left:
+                    self._epoch, self._position = self._next
+                    self._next = (self._epoch + 1, 0)
             if num_left == 0:
                 raise StopIteration
-            if iteration != self._iteration:
-                raise ClosedError("this iterator was ended by a newer one, or by load_state_dict")
             batch = self._deliver()
         except BaseException:
             if steps is not None:
@@ -146,7 +156,7 @@ class Loader:
         if steps is not None:
             # A GPU's memory may be short, and costs nothing to drop.
             steps.on_batch(batch if self._stream is None else ())
-        return batch
+        return batch, num_left - 1
 
     def _deliver(self) -> Any:
         """The next batch of the current epoch. An error stops the executor."""
@@ -215,14 +225,16 @@ class Loader:
             self._epoch, self._position = self._next
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count."""
-        return State(self._epoch, self._position, self._plan.config.order.seed, self._fingerprint).to_dict()
+        """The position of the loop as JSON values; takes microseconds, after any batch. Batches read ahead do not count.
+        After an epoch's last batch it is the beginning of the next epoch."""
+        here = self._or_next_epoch(self._epoch, self._position)
+        return State(*here, self._plan.config.order.seed, self._fingerprint).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly behind the batch after which `state` was taken, also with another number of ranks or workers.
 
-        With a state from after the last batch of an epoch the first iteration is empty. Raises StateError if it belongs
-        to another data set or pipeline.
+        With a state from after the last batch of an epoch that is the next epoch. Raises StateError if it belongs to another
+        data set or pipeline.
         """
         self._executors.check_open()
         restored = State.from_dict(dict(state) if isinstance(state, Mapping) else state)
@@ -230,7 +242,11 @@ class Loader:
             seed=self._plan.config.order.seed, fingerprint=self._fingerprint, num_samples=len(self._plan.source)
         )
         self._iteration += 1
-        self._epoch, self._position = self._next = (restored.epoch, restored.position)
+        self._epoch, self._position = self._next = self._or_next_epoch(restored.epoch, restored.position)
+
+    def _or_next_epoch(self, epoch: int, position: int) -> tuple[int, int]:
+        """(epoch, position), or the beginning of the next epoch if no batch comes behind it."""
+        return (epoch, position) if self._plan.schedule.num_batches(position) else (epoch + 1, 0)
 
     def resize(
         self,
@@ -249,6 +265,41 @@ class Loader:
         """
         self._executors.check_open()
         self._executors.settings.set(stage, workers, batches, memory)
+
+    # ------------------------------------------------------------------------------- as a DataLoader, for other loops
+
+    prefetch_factor = None  # of a DataLoader without processes, which the one over `dataset` is
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples of a whole batch on this rank."""
+        return self._plan.schedule.batch_size
+
+    @property
+    def dataset(self) -> BatchesByNumber:
+        """Its `len` is the number of samples. It gives no samples, but batches to the DataLoader that
+        `accelerate.skip_first_batches(loader, num)` makes, also in the Trainer of transformers."""
+        return BatchesByNumber(len(self._plan.source), self._rest_from)
+
+    @property
+    def sampler(self) -> None:
+        """There is none to replace: the loader has its order and its ranks."""
+
+    @property
+    def batch_sampler(self) -> BatchNumbers:
+        """The numbers of an epoch's batches, for that DataLoader; its `set_epoch`, which Lightning calls, is the loader's."""
+        return BatchNumbers(len(self), self.set_epoch)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """The batch: it is whole already."""
+        return batch
+
+    def _rest_from(self, number: int) -> Iterator[Any]:
+        """The next epoch without the first `number` batches, which are not read."""
+        self._take_ranks()
+        self._next = (self._next[0], self._plan.schedule.position_after(0, number))
+        return iter(self)
 
     # ----------------------------------------------------------------------------------------------------- watching
 
@@ -342,21 +393,21 @@ class Loader:
 
 
 class _Epoch(Iterator[Any]):
-    """An iterator over the rest of an epoch; `next_of(num_left)` gives the next batch."""
+    """An iterator over the rest of an epoch; `next_of(num_left)` gives the next batch and how many are left then."""
 
-    def __init__(self, next_of: Callable[[int], Any], num_left: int) -> None:
+    def __init__(self, next_of: Callable[[int | None], tuple[Any, int]], num_to_come: Callable[[], int]) -> None:
         self._next_of = next_of
-        self._num_left = num_left
+        self._num_to_come = num_to_come
+        self._num_left: int | None = None  # None: it has not begun
 
     def __len__(self) -> int:
         """The number of batches left, also of a resumed epoch."""
-        return self._num_left
+        return self._num_to_come() if self._num_left is None else self._num_left
 
     def __next__(self) -> Any:
         try:
-            batch = self._next_of(self._num_left)
+            batch, self._num_left = self._next_of(self._num_left)
         except BaseException:
             self._num_left = 0
             raise
-        self._num_left -= 1
         return batch

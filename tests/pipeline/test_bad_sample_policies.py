@@ -246,7 +246,7 @@ def test_resuming_with_bad_samples(policy: Any, folder: Path) -> None:
         for batch in loader:
             whole.append(digest(batch))
             states.append(json.dumps(loader.state_dict()))
-    for number, state in enumerate(states):
+    for number, state in enumerate(states[:-1]):
         with loaderkit.build(made) as loader:
             loader.load_state_dict(json.loads(state))
             assert [digest(batch) for batch in loader] == whole[number + 1 :]

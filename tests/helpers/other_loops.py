@@ -1,0 +1,128 @@
+"""Training by Lightning, Accelerate and the Trainer of transformers: a program, as users write it.
+
+It writes down what was trained:
+
+python other_loops.py lightning|accelerate|transformers FOLDER
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import loaderkit
+from loaderkit import Pipeline
+
+NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 13, 2, 3
+NUM_BATCHES = 7
+
+
+def built(rank: int | None = None, world_size: int | None = None) -> Any:
+    """A loader of the numbers from 0 on."""
+    pipeline = Pipeline.dataset(list(range(NUM_SAMPLES))).read().batch(BATCH_SIZE).shuffle("global", seed=1)
+    return loaderkit.build(pipeline, rank=rank, world_size=world_size)
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    """Those in each batch."""
+    return [batch["0"].tolist() for batch in batches]
+
+
+def fit(checkpoints: Path, resumed: Path | None, **when: Any) -> list[list[int]]:
+    """Train by Lightning, saving after every step or epoch, or resume; the numbers that the module got."""
+    lightning: Any = importlib.import_module("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+            self.trained: list[Any] = []
+
+        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            self.trained.append(batch)
+            loss: torch.Tensor = self.linear(batch["0"].float()[:, None]).sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(checkpoints, "{step}", save_top_k=-1, **when)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    module = Module()
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=NUM_EPOCHS, callbacks=[saving], **quiet)
+    trainer.fit(module, built(), ckpt_path=resumed)
+    return numbers(module.trained)
+
+
+def by_lightning(folder: Path) -> dict[str, Any]:
+    runs: dict[str, Any] = {"whole": fit(folder / "steps", None, every_n_train_steps=1)}
+    fit(folder / "epochs", None, every_n_epochs=1)
+    runs["resumed"] = [
+        [int(path.stem.partition("=")[2]), fit(folder / "ignored", path)]
+        for path in [*folder.glob("steps/*.ckpt"), *folder.glob("epochs/*.ckpt")]
+    ]
+    return runs
+
+
+def by_transformers(folder: Path) -> dict[str, Any]:
+    transformers: Any = importlib.import_module("transformers")
+
+    class Trainer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            self.trained: list[Any] = []
+            return built()
+
+        def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+            self.trained.append(inputs)
+            loss: torch.Tensor = model(inputs["0"].float()[:, None]).sum()
+            return loss
+
+    def train(resumed: str | None, saving: str) -> list[list[int]]:
+        arguments = transformers.TrainingArguments(
+            str(folder), num_train_epochs=NUM_EPOCHS, save_strategy=saving, save_steps=1, report_to=[], use_cpu=True
+        )
+        trainer = Trainer(model=torch.nn.Linear(1, 1), args=arguments)
+        trainer.train(resume_from_checkpoint=resumed)
+        return numbers(trainer.trained)
+
+    runs: dict[str, Any] = {"whole": train(None, "steps")}
+    runs["resumed"] = [
+        [step, train(str(folder / f"checkpoint-{step}"), "no")] for step in range(1, NUM_EPOCHS * NUM_BATCHES)
+    ]
+    return runs
+
+
+def by_accelerate(folder: Path) -> dict[str, Any]:
+    accelerate: Any = importlib.import_module("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = built()
+    _, prepared = accelerator.prepare(torch.nn.Linear(1, 1), loader)
+    assert prepared is loader
+    accelerator.register_for_checkpointing(loader)
+    whole: list[list[int]] = []
+    for _ in range(NUM_EPOCHS):
+        for batch in loader:
+            whole += numbers([batch])
+            accelerator.save_state(folder / f"{len(whole)}")
+    runs: dict[str, Any] = {"whole": whole, "resumed": []}
+    for step in range(NUM_EPOCHS * NUM_BATCHES):
+        epoch, num_done = divmod(step, NUM_BATCHES)
+        loader.set_epoch(epoch)
+        trained = numbers(accelerate.skip_first_batches(loader, num_done))
+        runs["resumed"].append([step, trained + [one for _ in range(epoch + 1, NUM_EPOCHS) for one in numbers(loader)]])
+        if step:
+            accelerator.load_state(folder / f"{step}")
+            loaded = [one for _ in range(loader.epoch, NUM_EPOCHS) for one in numbers(loader)]
+            runs["resumed"].append([step, loaded])
+    return runs
+
+
+if __name__ == "__main__":
+    library, place = sys.argv[1], Path(sys.argv[2])
+    made = {"lightning": by_lightning, "transformers": by_transformers, "accelerate": by_accelerate}[library](place)
+    (place / "runs.json").write_text(json.dumps(made))

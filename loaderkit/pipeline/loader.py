@@ -268,8 +268,6 @@ class Loader:
 
     # ------------------------------------------------------------------------------- as a DataLoader, for other loops
 
-    prefetch_factor = None  # of a DataLoader without processes, which the one over `dataset` is
-
     @property
     def batch_size(self) -> int:
         """The number of samples of a whole batch on this rank."""
@@ -289,6 +287,10 @@ class Loader:
     def batch_sampler(self) -> BatchNumbers:
         """The numbers of an epoch's batches, for that DataLoader; its `set_epoch`, which Lightning calls, is the loader's."""
         return BatchNumbers(len(self), self.set_epoch)
+
+    @property
+    def prefetch_factor(self) -> None:
+        """That of a DataLoader without processes, as the one over `dataset` is."""
 
     @staticmethod
     def collate_fn(batch: Any) -> Any:

@@ -31,6 +31,7 @@ from loaderkit.sources.patterns import Patterns
 
 _MAX_COUNTED = 10_000
 
+_Value = TypeVar("_Value")
 _Named = TypeVar("_Named", tuple[str, ...], dict[str, int])
 
 
@@ -164,11 +165,11 @@ class FilesSource:
         listings = [self._listing, *self._partners.values()]
         if len(self._extensions) > len(listings):
             return None
-        keys = chain.from_iterable(zip(*(files.keys.take(indices) for files in listings), strict=True))
-        sizes = np.stack([files.sizes[indices] for files in listings], axis=1).ravel().tolist()
-        etags = chain.from_iterable(zip(*(files.etags.take(indices) for files in listings), strict=True))
+        keys = _by_sample([files.keys.take(indices) for files in listings])
+        sizes = _by_sample([files.sizes[indices].tolist() for files in listings])
+        etags: list[str | None] = [*_by_sample([files.etags.take(indices) for files in listings])]
         constants = {} if self.classes is None else {"label": self._labels[indices].tolist()}
-        return Table(tuple(self._extensions), Ranges([*keys], [0] * len(sizes), sizes, [*etags]), constants)
+        return Table(tuple(self._extensions), Ranges(keys, [0] * len(sizes), sizes, etags), constants)
 
     def keys(self, indices: NDArray[np.int64]) -> list[str]:
         """The keys of several files."""
@@ -251,6 +252,11 @@ class FilesSource:
             f"no file below {self._args.url!r} matches {self._patterns}: {seen}; check `url` and "
             + ("`include`" if self._first is None else "`fields`")
         )
+
+
+def _by_sample(columns: list[list[_Value]]) -> list[_Value]:
+    """The values of several fields, sample by sample."""
+    return columns[0] if len(columns) == 1 else [*chain.from_iterable(zip(*columns, strict=True))]
 
 
 def _fields_of(args: FilesArgs) -> dict[str, str] | None:

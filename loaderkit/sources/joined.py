@@ -13,18 +13,22 @@ _MAX_NAMED = 3
 
 
 class _Files:
-    """The files of one field, and the number of each by its stem."""
+    """The files of one field, and the number of each by its stem.
 
-    def __init__(self, connector: Connector, field: str, pattern: str) -> None:
+    A file belongs to the pattern that gives it the shortest stem: 7_mask.png to *_mask.png, not to *.png.
+    """
+
+    def __init__(self, connector: Connector, field: str, patterns: Mapping[str, Patterns]) -> None:
         self.field = field
         self.numbers: dict[str, int] = {}
-        self._patterns = Patterns(pattern)
+        self._patterns = patterns[field]
+        self._others = [other for name, other in patterns.items() if name != field]
         self.listing = Listing(self._matching(connector))
 
     def _matching(self, connector: Connector) -> Iterator[ObjectInfo]:
         for info in connector.list(self._patterns.prefix):
             stem = self._patterns.stem(info.key)
-            if stem is None:
+            if stem is None or any(len(other) < len(stem) for other in self._stems_elsewhere(info.key)):
                 continue
             if stem in self.numbers:
                 raise SourceError(
@@ -33,6 +37,10 @@ class _Files:
                 )
             self.numbers[stem] = len(self.numbers)
             yield info
+
+    def _stems_elsewhere(self, key: str) -> list[str]:
+        stems = [other.stem(key) for other in self._others]
+        return [stem for stem in stems if stem is not None]
 
     def without(self, other: _Files) -> str | None:
         """How many files have no partner in `other`, and the names of the first; None if each has one."""
@@ -53,7 +61,8 @@ def join_files(connector: Connector, fields: Mapping[str, str], limit: int | Non
     Those of the first field are all listed, also beyond `limit`. Raises `SourceError` that counts and names the files without
     a partner, and what listing raises.
     """
-    first, *others = (_Files(connector, field, pattern) for field, pattern in fields.items())
+    patterns = {field: Patterns(pattern) for field, pattern in fields.items()}
+    first, *others = (_Files(connector, field, patterns) for field in fields)
     missing = [text for other in others for text in (first.without(other), other.without(first)) if text is not None]
     if missing:
         raise SourceError(

@@ -77,6 +77,16 @@ def test_what_belongs_together(fields: dict[str, str], pair: tuple[str, str]) ->
     assert [files_of(source, index) for index in range(len(source))] == [dict(zip(fields, pair, strict=True))]
 
 
+def test_both_in_one_folder_with_one_extension() -> None:
+    fields = {"image": "*.png", "mask": "*_mask.png"}
+    source = source_of(["a.png", "a_mask.png", "b.png", "b_mask.png"], fields)
+    assert [files_of(source, index) for index in range(len(source))] == [
+        {"image": f"{name}.png", "mask": f"{name}_mask.png"} for name in "ab"
+    ]
+    with pytest.raises(SourceError, match=r"1 of 1 files of 'mask' .*: c_mask\.png"):
+        source_of(["c_mask.png"], fields)
+
+
 def test_pairs_whatever_the_order_of_the_partners_and_their_extensions() -> None:
     keys = ["i/a.jpg", "i/a-b.png", "i/b.jpg", "m/a.png", "m/a-b.png", "m/b.bmp", "d/a.npy", "d/a-b.npy", "d/b.npy"]
     source = source_of(keys, {"image": "i/*", "mask": "m/*", "depth": "d/*.npy"}, label="parent")

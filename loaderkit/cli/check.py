@@ -41,6 +41,7 @@ def check(
         "classes": plan.source.classes,
         "first_sample": _first_sample(plan),
         "num_ignored_members": getattr(plan.source, "num_ignored", 0),
+        "left_out": dict(getattr(plan.source, "left_out", {})),
         **_first_batch(plan),
     }
     if as_json:
@@ -121,6 +122,12 @@ def _tell_check(checked: dict[str, Any]) -> None:
         rows.append(("field", f"{field['name']}: {field['dtype']}{shape}"))
     if checked["num_ignored_members"]:
         rows.append(("ignored", f"{checked['num_ignored_members']} tar members: hidden, or without an extension"))
+    if left_out := checked["left_out"]:
+        from loaderkit.sources.files import said_counts
+
+        rows.append(
+            ("left out", f"{sum(left_out.values())} files that `include` does not take: {said_counts(left_out)}")
+        )
     if checked["num_bad_in_first_batch"]:
         rows.append(("bad", f"{checked['num_bad_in_first_batch']} samples tried for the first batch"))
     for stage, generators in checked["draws_unseeded"].items():

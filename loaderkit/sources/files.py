@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Annotated, Literal, TypeVar
@@ -18,6 +19,7 @@ from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import SourceError
 from loaderkit.sources.base import FieldRange, Sample, SourceKind, Table, shortened
 from loaderkit.sources.fields import (
+    IMAGE_EXTENSIONS,
     FieldMap,
     FieldsOrPatterns,
     Include,
@@ -30,6 +32,7 @@ from loaderkit.sources.listing import Listing, cut_blocks
 from loaderkit.sources.patterns import Patterns
 
 _MAX_COUNTED = 10_000
+_MAX_EXTENSIONS = 6
 
 _Value = TypeVar("_Value")
 _Named = TypeVar("_Named", tuple[str, ...], dict[str, int])
@@ -56,7 +59,11 @@ class FilesArgs(StoreArgs):
 
     kind: Literal["files"] = "files"
     url: Annotated[str, Field(min_length=1, description="the folder: a path, file:// or memory://")]
-    include: Include = Field("**/*", description="which files, relative to url: globs with **, and braces")
+    include: Include | None = Field(
+        None,
+        description="which files, relative to url: globs with **, and braces; default: images, or all files if none of the "
+        "first 10,000 is an image",
+    )
     label: Literal["parent", "none"] = Field(
         "none", description="parent: the class is the index of the file's folder in the sorted folder names"
     )
@@ -81,7 +88,7 @@ class FilesArgs(StoreArgs):
 
     @model_validator(mode="after")
     def _patterns_are_given_once(self) -> FilesArgs:
-        if are_patterns(self.fields) and self.include != "**/*":
+        if are_patterns(self.fields) and self.include is not None:
             raise ValueError("`include` and patterns in `fields` exclude each other: the patterns say which files")
         return self
 
@@ -98,8 +105,9 @@ class FilesSource:
     A key is the path relative to `url` with its extension. With `label: parent`, `classes` are the sorted names of all
     folders that hold a matching file, also of those beyond `limit`, so that a class keeps its number; or those given, by
     number (folders of one number joined by "/"). With patterns in `fields` all this is of the first field's files, and the
-    others are their partners. Raises `SourceError` if nothing matches, a file fits no field, has no partner or its folder is no
-    class, and what listing raises.
+    others are their partners. `left_out` counts, by extension, the images that `include` does not match; without `include`
+    the files beside the images. Raises `SourceError` if nothing matches, a file fits no field, has no partner or its folder is
+    no class, and what listing raises.
     """
 
     classes: list[str] | None
@@ -107,7 +115,7 @@ class FilesSource:
     def __init__(self, connector: Connector, args: FilesArgs) -> None:
         self._connector = connector
         self._args = args
-        self._patterns = Patterns(args.include)
+        self._patterns = Patterns(args.include or "**/*")
         self._first: str | None = None  # the field of the keys' files; None: their extensions tell
         self._partners: dict[str, Listing] = {}  # of the other fields, one file a sample
         if args.fields is not None and are_patterns(args.fields):
@@ -119,6 +127,8 @@ class FilesSource:
         else:
             files = connector.list(self._patterns.prefix)
         self._field_map = FieldMap(args.fields if self._first is None else None)
+        self.left_out: Counter[str] = Counter()
+        self._takes_images = args.include is None and args.fields is None and self._has_image()
         self._folders = dict(args.class_numbers)
         self._extensions: dict[tuple[str, str], None] = {}  # (field, extension), in order of first use
         folder_ids = array("q")
@@ -127,6 +137,11 @@ class FilesSource:
             self._fail_empty()
         for field, partners in self._partners.items():
             self._extensions |= dict.fromkeys((field, self._field_of(key)[1]) for key in partners.keys)
+        if self._takes_images and args.limit is None and self.left_out.total() >= len(self._listing):
+            raise SourceError(
+                f"{args.url!r} holds {len(self._listing)} images and {self.left_out.total()} other files "
+                f"({said_counts(self.left_out)}): say in `include` which are the samples, as in '**/*.jpg', or '**/*' for all"
+            )
         self.classes = None
         if args.label == "parent":
             labels = np.array(folder_ids, np.int64)
@@ -197,8 +212,13 @@ class FilesSource:
         """The files that are samples; records the folder of every matching file, and those of samples in `folder_ids`."""
         num_chosen = 0
         for info in files:
-            if not self._patterns.matches(info.key):
-                continue
+            matches = self._patterns.matches(info.key)
+            if not matches or self._takes_images:
+                is_image = _extension(info.key).lower() in IMAGE_EXTENSIONS
+                if not matches or not is_image:
+                    if (is_image or self._takes_images) and "/." not in f"/{info.key}":
+                        self.left_out[_extension(info.key)] += 1
+                    continue
             is_sample = self._args.limit is None or num_chosen < self._args.limit
             if not is_sample and (self._args.label == "none" or self._args.classes is not None):
                 return
@@ -211,6 +231,12 @@ class FilesSource:
                 num_chosen += 1
                 self._extensions.setdefault(field_and_extension)
                 yield info
+
+    def _has_image(self) -> bool:
+        first = islice(self._connector.list(""), _MAX_COUNTED)
+        return any(
+            _extension(info.key).lower() in IMAGE_EXTENSIONS and self._patterns.matches(info.key) for info in first
+        )
 
     def _field_of(self, key: str) -> tuple[str, str]:
         field_and_extension = self._field_map.split_key(key)
@@ -259,8 +285,22 @@ def _by_sample(columns: list[list[_Value]]) -> list[_Value]:
     return columns[0] if len(columns) == 1 else [*chain.from_iterable(zip(*columns, strict=True))]
 
 
+def _extension(key: str) -> str:
+    """As it is written; "" without one."""
+    base = key[key.rfind("/") + 1 :]
+    return base[base.rfind(".") + 1 :] if "." in base else ""
+
+
+def said_counts(by_extension: Mapping[str, int]) -> str:
+    """Numbers of files by extension, in words: "480 .JPG, 2 .txt, 1 without extension"."""
+    most = sorted(by_extension.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{num} .{name}" if name else f"{num} without extension" for name, num in most[:_MAX_EXTENSIONS]]
+    rest = sum(num for _, num in most[_MAX_EXTENSIONS:])
+    return ", ".join([*named, *([f"{rest} others"] if rest else [])])
+
+
 def _fields_of(args: FilesArgs) -> dict[str, str] | None:
-    fields = included_fields(args.include) if args.fields is None else described_fields(args.fields)
+    fields = included_fields(args.include or "**/*") if args.fields is None else described_fields(args.fields)
     if fields is not None and args.label == "parent":
         fields["label"] = "a number"
     return fields

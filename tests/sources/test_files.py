@@ -43,7 +43,7 @@ def test_samples_classes_and_ranges() -> None:
 
 
 def test_without_labels() -> None:
-    source = source_of({"a.jpg": b"1", "b/c.json": b"2"})
+    source = source_of({"a.jpg": b"1", "b/c.json": b"2"}, include="**/*")
     assert source.classes is None
     assert source.constants(0) == {}
     assert [source.ranges(i)[0].field for i in range(2)] == ["image", "json"]
@@ -103,7 +103,7 @@ def test_files_that_do_not_fit() -> None:
     with pytest.raises(SourceError, match=r"memory://a\.jpg lies in no folder.*label: none"):
         source_of({"a.jpg": b"", "x/b.jpg": b""}, label="parent")
     with pytest.raises(SourceError, match=r"memory://x/README.*no extension"):
-        source_of({"x/README": b"", "x/b.jpg": b""})
+        source_of({"x/README": b"", "x/b.jpg": b""}, include="**/*")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class KindMethods:
         cls,
         url: str | os.PathLike[str],
         *,
-        include: str | tuple[str, ...] | list[str] = "**/*",
+        include: str | tuple[str, ...] | list[str] | None = None,
         label: Literal["parent", "none"] = "none",
         classes: tuple[str, ...] | list[str] | Mapping[str, int] | None = None,
         fields: Mapping[str, str] | None = None,
@@ -29,7 +29,8 @@ class KindMethods:
         """Every matching file below `url` is a sample.
 
         url: the folder: a path, file:// or memory://
-        include: which files, relative to url: globs with **, and braces
+        include: which files, relative to url: globs with **, and braces; default: images, or all files if
+            none of the first 10,000 is an image
         label: parent: the class is the index of the file's folder in the sorted folder names
         classes: with `label: parent`, the folders' names in the order of their class numbers, or {folder:
             number}; default: all there are, sorted

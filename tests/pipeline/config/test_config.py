@@ -27,7 +27,8 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
     assert config.source.model_dump() == {
         "kind": "files",
         "url": str(tmp_path / "data"),
-        "include": "**/*",
+        "include": None,
+        "classes": None,
         "label": "none",
         "fields": None,
         "limit": None,

@@ -32,7 +32,6 @@ def test_the_defaults_are_those_of_the_design(write: Callable[[str], Path], tmp_
         "label": "none",
         "fields": None,
         "limit": None,
-        "classes": None,
         "s3": {
             "region": None,
             "endpoint": None,

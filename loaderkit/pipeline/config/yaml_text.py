@@ -43,11 +43,11 @@ class _Resolver(VersionedResolver):
 
 
 class _Representer(SafeRepresenter):
-    """Writes in double quotes a text with a line end of Unicode, which YAML folds anywhere else, and one with a question mark
-    first, which in a list would begin a key."""
+    """Writes in double quotes a text with a line end of Unicode, which YAML folds anywhere else, and one that begins with a
+    question mark or colon, which in a list or mapping on one line would begin a key or value."""
 
     def represent_str(self, data: str) -> Any:
-        is_quoted = data.startswith("?") or _LINE_ENDS.search(data)
+        is_quoted = data.startswith(("?", ":")) or _LINE_ENDS.search(data)
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if is_quoted else None)
 
 

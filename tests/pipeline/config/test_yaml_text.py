@@ -150,6 +150,7 @@ def test_values_as_yaml_1_2_has_them_and_yes_and_no() -> None:
     assert from_yaml(to_yaml(dict.fromkeys(words, words))) == dict.fromkeys(words, words)
 
 
-@pytest.mark.parametrize("text", ["?0", "? x", "?"])
-def test_a_question_mark_begins_no_key_in_a_list(text: str) -> None:
-    assert from_yaml(to_yaml({"a": [text], text: text})) == {"a": [text], text: text}
+@pytest.mark.parametrize("text", ["?0", "? x", "?", ":0", ":"])
+def test_a_question_mark_or_colon_begins_no_key_or_value(text: str) -> None:
+    value = {"a": [text], text: text, "b": [{"c": {"d": {text: text}}}]}
+    assert from_yaml(to_yaml(value)) == value

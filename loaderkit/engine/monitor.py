@@ -73,13 +73,13 @@ class Monitor:
 
     def start(self) -> None:
         """Start the thread. Where the system has none, there is no time series and no tuning."""
-        thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
+        # Set before it runs: it asks at once whether it is itself.
+        self._thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:
+            self._thread = None
             logger.warning("loading runs without a tuner and without a time series: %s", error)
-        else:
-            self._thread = thread
 
     def stop(self) -> None:
         """End the thread; from any thread, and without waiting for a lock."""

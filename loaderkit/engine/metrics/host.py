@@ -141,7 +141,11 @@ def _native_s() -> float:
     """CPU time so far of the threads that Python did not start; 10 us each."""
     started = {str(thread.native_id) for thread in threading.enumerate()}
     total_ns = 0
-    for thread in os.listdir("/proc/self/task"):
+    try:
+        threads = os.listdir("/proc/self/task")
+    except OSError:  # no such folder, or no descriptor left
+        return 0.0
+    for thread in threads:
         if thread not in started and (words := _content(f"/proc/self/task/{thread}/schedstat").split()):
             total_ns += int(words[0])
     return total_ns * 1e-9

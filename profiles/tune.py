@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import loaderkit
-from loaderkit.profile.experiments.decide import GAIN, Comparison, num_lost, num_won
+from loaderkit.profile.experiments.decide import GAIN, PairedGains, num_lost, num_won
 from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.search import tune
 from profiles.mistuned import KINDS, Case
@@ -53,7 +53,7 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
             Variant(stack.enter_context(make(overrides, None)), case.step) for overrides in ({}, settings, case.right)
         )
         interleave([old, new, right], rounds=_CHECK_ROUNDS, window_s=0.3, most_s=10.0)
-    checked = Comparison.of(new.windows, old.windows)
+    checked = PairedGains.of(new.windows, old.windows)
     speedup = ratio_of(new, old)[0]
     return {
         "wrong": case.wrong,

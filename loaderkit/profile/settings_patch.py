@@ -53,7 +53,7 @@ def _more_memory(case: Interval, verdict: Verdict, config: PipelineConfig) -> li
 
 
 def _memory_of(wanted: int, case: Interval, config: PipelineConfig) -> list[Setting]:
-    """A budget of so many bytes; nothing where the machine has no memory for it."""
+    """`prefetch.memory` of `wanted` bytes; empty if the machine has no memory for it."""
     budget = _set(config, "prefetch.memory", format_bytes(-(-wanted // _PAGE) * _PAGE))
     return [budget] if case.has_memory_for(wanted) else []
 

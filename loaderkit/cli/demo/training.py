@@ -17,7 +17,7 @@ ANSWER_S = 0.08
 
 
 def ask_server(sample: dict[str, Any]) -> None:
-    """What was left in by mistake. The wait stands for a server's answer about the sample, which nobody uses."""
+    """Stands for a request to a server, left in by mistake: its answer is not used."""
     time.sleep(ANSWER_S)
 
 

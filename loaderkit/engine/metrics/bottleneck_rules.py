@@ -134,7 +134,7 @@ def oversubscription(facts: Facts) -> Verdict | None:
     if native_s <= _NATIVE * max(interval.stats.host.cpu_s, stage.cpu_s):
         return None
     if interval.num_idle_cpus is not None and interval.num_idle_cpus > num_cpus / 2:
-        return None  # they are in nobody's way
+        return None  # these threads delay no worker
     evidence = (
         f"threads that Python did not start (pools of BLAS, OpenMP or torch) used {native_s / interval.counted_s:.1f} CPUs, "
         f"the workers {interval.cpus_used:.1f}"

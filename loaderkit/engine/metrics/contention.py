@@ -36,7 +36,7 @@ _MAY_WAIT = frozenset({"read", "transfer", "call"})
 """Stages that may wait for something else than the GIL while another worker holds it."""
 
 
-class StageTime(Protocol):
+class StageLoad(Protocol):
     """Of one stage's workers, in s: `delayed_s` of `busy_s` ready to run, and no CPU was free."""
 
     name: str
@@ -47,7 +47,7 @@ class StageTime(Protocol):
 
 
 def charged_to_holders(
-    waits_s: Mapping[str, float], stages: Sequence[StageTime], trials: Iterable[ContentionResult]
+    waits_s: Mapping[str, float], stages: Sequence[StageLoad], trials: Iterable[ContentionResult]
 ) -> dict[str, float]:
     """The loop's waits by stage, with what a chunk waited for a CPU or for the GIL charged to the stages that used them, in
     proportion to their CPU time. The sum stays.

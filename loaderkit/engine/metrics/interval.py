@@ -231,7 +231,7 @@ class StageFacts:
     serial_slowdown: float  # a slowdown above it: items pass one at a time; below: each worker at its own pace
     is_as_fast_alone: bool | None  # its throughput is nearer to that of all than to one worker's share
     is_serial: bool  # workers block one another
-    is_held_up: bool  # an item takes plainly longer side by side, whoever is in the way
+    is_held_up: bool  # an item takes plainly longer side by side, for whatever reason
 
 
 class Facts(NamedTuple):

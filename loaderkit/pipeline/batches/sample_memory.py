@@ -25,7 +25,7 @@ _MOST_SPARE = 1.5  # times the most memory in use lately: what is free beyond th
 _FORGET = 0.999  # of the most memory in use lately remains after each sample
 
 
-class Ranges:
+class AddressRanges:
     """Disjoint half-open ranges of integers, in order; neighbours are joined."""
 
     def __init__(self, bounds: list[int]) -> None:
@@ -59,9 +59,9 @@ class Ranges:
         """The parts of the ranges in [begin, end)."""
         return [(max(begin, low), min(end, high)) for low, high in self if low < end and begin < high]
 
-    def without(self, others: Ranges) -> Ranges:
+    def without(self, others: AddressRanges) -> AddressRanges:
         """The ranges without those of `others`."""
-        left = Ranges(self._bounds.copy())
+        left = AddressRanges(self._bounds.copy())
         for begin, end in others:
             left.remove(begin, end)
         return left
@@ -94,8 +94,8 @@ class SampleMemory:
         self._arena = PrivateArena() if shared is None else shared
         begin, end = 0 if shared is None else shared.middle, len(self._arena.memory)
         self._size = end - begin
-        self._free = Ranges([begin, end])
-        self._bare = Ranges([begin, end])  # those of the free ones that have no memory
+        self._free = AddressRanges([begin, end])
+        self._bare = AddressRanges([begin, end])  # those of the free ones that have no memory
         self._most_live = 0.0  # bytes in use, lately
         self._ended: SimpleQueue[tuple[int, int, Bytes]] = SimpleQueue()
         self._leases: dict[int, tuple[int, ref[Lease]]] = {}  # begin -> end, lease
@@ -161,4 +161,4 @@ class SampleMemory:
             self._collect()
             for begin, end in self._free.without(self._bare):
                 self._arena.discard(begin, end)
-            self._size, self._free, self._bare = 0, Ranges([]), Ranges([])
+            self._size, self._free, self._bare = 0, AddressRanges([]), AddressRanges([])

@@ -21,14 +21,14 @@ MOST_WRONG = 0.05  # of settings that are no better, the share that is called su
 _LIKELY = 2 / 3  # of the pairs are won
 
 
-class Comparison(NamedTuple):
+class PairedGains(NamedTuple):
     """The gains of one variant over another, one a pair."""
 
     speed: Sequence[float]  # log ratios
     waiting: Sequence[float]  # shares of the time that it waits less
 
     @classmethod
-    def of(cls, new: Sequence[RateWindow], old: Sequence[RateWindow]) -> Comparison:
+    def of(cls, new: Sequence[RateWindow], old: Sequence[RateWindow]) -> PairedGains:
         pairs = [*zip(new, old, strict=True)]
         speed = [math.log(max(one.rate, 1e-9) / max(other.rate, 1e-9)) for one, other in pairs]
         return cls(speed, [other.stalled - one.stalled for one, other in pairs])

@@ -20,7 +20,7 @@ from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.profile.experiments.decide import MOST_WRONG, Comparison, Outcome, num_won
+from loaderkit.profile.experiments.decide import MOST_WRONG, Outcome, PairedGains, num_won
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Part, Rate, Setting
@@ -101,7 +101,7 @@ def tune(
     left_s = max(begin_s + seconds - time.perf_counter(), seconds * _COMPARE)  # trials may take longer than planned
     left_s = left_s if best else trial_s
     old, new = search.interleaved({}, best, left_s, _NUM_WINDOWS, MOST_WRONG)
-    comparison = Comparison.of(new.windows, old.windows)
+    comparison = PairedGains.of(new.windows, old.windows)
     settings = [Setting(key=key, before=value_of(config, key), value=value) for key, value in best.items()]
     settings = [one for one in settings if one.before != one.value]
     outcome = comparison.outcome() if settings else "no better"
@@ -197,7 +197,7 @@ class _Search:
             old, new = self.interleaved(self.best, other, seconds, _TRIAL_WINDOWS, _TRIAL_WRONG)
         except LoaderkitError as error:  # a function that cannot be sent to a process, say
             return TuneTrial(settings=change, speedup=None, interval=None, kept=False, note=str(error))
-        kept = Comparison.of(new.windows, old.windows).outcome(_TRIAL_WRONG) != "no better"
+        kept = PairedGains.of(new.windows, old.windows).outcome(_TRIAL_WRONG) != "no better"
         if kept:
             self.best = other
         speedup, interval = ratio_of(new, old)
@@ -211,7 +211,7 @@ class _Search:
             old, new = Variant(as_is, self._step), Variant(changed, self._step)
 
             def is_clear() -> bool:
-                return Comparison.of(new.windows, old.windows).is_clear(most_wrong)
+                return PairedGains.of(new.windows, old.windows).is_clear(most_wrong)
 
             interleave([old, new], window_s=seconds / num_windows, most_s=seconds, is_enough=is_clear)
         return old, new

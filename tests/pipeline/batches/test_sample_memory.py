@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from loaderkit.engine.process.shared_memory import Allocator, SharedArena
 from loaderkit.pipeline.batches import sample_memory
-from loaderkit.pipeline.batches.sample_memory import PrivateArena, Ranges, SampleMemory
+from loaderkit.pipeline.batches.sample_memory import AddressRanges, PrivateArena, SampleMemory
 
 PAGE = mmap.PAGESIZE
 
@@ -33,7 +33,7 @@ def arena() -> Iterator[SharedArena]:
 class TestRanges:
     @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 20)), max_size=30))
     def test_as_sets_of_integers(self, steps: list[tuple[bool, int, int]]) -> None:
-        ranges, wanted = Ranges([]), set[int]()
+        ranges, wanted = AddressRanges([]), set[int]()
         for is_in, begin, length in steps:
             if is_in:
                 ranges.add(begin, begin + length)

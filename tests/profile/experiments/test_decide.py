@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loaderkit.profile.experiments.decide import MOST_WRONG, Comparison
+from loaderkit.profile.experiments.decide import MOST_WRONG, PairedGains
 from loaderkit.profile.experiments.interleave import RateWindow
 from loaderkit.profile.statistics import evidence_of, median_of
 
@@ -27,15 +27,15 @@ def window(rate: float, stalled: float = 1.0) -> RateWindow:
     return RateWindow(num_samples=round(1e6 * rate), seconds=1.0, stall_s=stalled, num_batches=8)
 
 
-def experiment(factor: float, noise: Callable[[random.Random], float], draw: random.Random) -> Comparison:
+def experiment(factor: float, noise: Callable[[random.Random], float], draw: random.Random) -> PairedGains:
     """Up to twenty pairs with a loop that is the limit from a rate of 2 on, and a look after each but the first two."""
     new: list[RateWindow] = []
     old: list[RateWindow] = []
-    while len(new) < 20 and (len(new) < 3 or not Comparison.of(new, old).is_clear()):
+    while len(new) < 20 and (len(new) < 3 or not PairedGains.of(new, old).is_clear()):
         for windows, speed in ((new, factor), (old, 1.0)):
             rate = speed * math.exp(max(-9.0, min(9.0, noise(draw))))
             windows.append(window(rate, max(0.0, 1 - rate / 2)))
-    return Comparison.of(new, old)
+    return PairedGains.of(new, old)
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -61,10 +61,10 @@ odd = st.floats(1e-6, 1e6)
 @given(st.lists(gains, min_size=11, max_size=20), st.data())
 def test_one_disturbed_window_changes_nothing(ratios: list[float], data: st.DataObject) -> None:
     new, old = [window(math.exp(gain)) for gain in ratios], [window(1.0) for _ in ratios]
-    assert Comparison.of(new, old).outcome() == "sure"
+    assert PairedGains.of(new, old).outcome() == "sure"
     side, place = data.draw(st.sampled_from([new, old])), data.draw(st.integers(0, len(ratios) - 1))
     side[place] = window(data.draw(odd), data.draw(st.floats(0, 1)))
-    disturbed = Comparison.of(new, old)
+    disturbed = PairedGains.of(new, old)
     assert disturbed.outcome() == "sure"
     assert 0.99 * min(ratios) <= median(disturbed.speed) <= 1.01 * max(ratios)
 
@@ -77,7 +77,7 @@ def test_less_waiting_makes_sure_of_a_gain_in_speed_and_is_none_by_itself(shares
 
     def outcome(factor: float) -> str:
         new = [window(factor * speed, 0.5 - share) for speed, share in zip(speeds, shares, strict=True)]
-        return Comparison.of(new, old).outcome()
+        return PairedGains.of(new, old).outcome()
 
     assert evidence_of(sum(speed > 1 for speed in speeds), sum(speed < 1 for speed in speeds)) < 40
     assert [outcome(1.0), outcome(0.92), outcome(0.8)] == ["sure", "no better", "no better"]
@@ -87,8 +87,8 @@ def test_seen_once_and_thrown_away() -> None:
     """54 % of the time waiting became none, in four pairs of which one was disturbed: better, but not for sure."""
     new, old = [window(637, 0.0) for _ in range(4)], [window(315, 0.54) for _ in range(4)]
     old[1] = window(80, 0.9)
-    assert Comparison.of(new, old).outcome() == "likely"
-    assert Comparison.of(new * 2, old * 2).outcome() == "sure"
+    assert PairedGains.of(new, old).outcome() == "likely"
+    assert PairedGains.of(new * 2, old * 2).outcome() == "sure"
 
 
 def test_the_evidence_of_pairs() -> None:

@@ -68,18 +68,19 @@ class Monitor:
         # Not an Event: its lock could be held when the garbage collector calls `stop`, in this thread or in a fork's child.
         self._end: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ident: int | None = None  # the thread's
         self._has_failed = False
         self.lateness = Histogram()
 
     def start(self) -> None:
         """Start the thread. Where the system has none, there is no time series and no tuning."""
-        # Set before it runs: it asks at once whether it is itself.
-        self._thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
+        thread = threading.Thread(target=self._run, name="loaderkit-monitor", daemon=True)
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError as error:
-            self._thread = None
             logger.warning("loading runs without a tuner and without a time series: %s", error)
+        else:
+            self._thread = thread
 
     def stop(self) -> None:
         """End the thread; from any thread, and without waiting for a lock."""
@@ -92,9 +93,10 @@ class Monitor:
 
     def is_this_thread(self) -> bool:
         """True in the monitor's own thread."""
-        return self._thread is not None and self._thread.ident == threading.get_ident()
+        return self._ident == threading.get_ident()
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()  # `start` may not have returned when the first look asks for it
         try:
             while True:
                 self._try_to_look()

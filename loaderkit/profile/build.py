@@ -78,10 +78,11 @@ def make_report(facts: ReportFacts) -> Report:
     if facts.first is not None and not facts.begin.num_batches and end.num_batches > facts.first.num_batches:
         later = end.since(facts.first) if facts.first.run == end.run else end
         later_s = sum(later.waits_s.values())
-        ran_s = waited_s - passed.waits_s.get(START, 0.0) - later_s + later.waits_s.get(START, 0.0)
-        # Nothing can be read ahead of the first batch: all of its wait is the start. `first_batch` says what it was for.
-        start_s = later.waits_s.get(START, 0.0) + max(0.0, waited_s - later_s)
-        passed = replace(passed, waits_s={**later.waits_s, START: start_s}, started_s=max(0.0, ran_s))
+        if end.tuning.executor != "inline":  # which reads nothing ahead: its first batch is made as any other is
+            ran_s = waited_s - passed.waits_s.get(START, 0.0) - later_s + later.waits_s.get(START, 0.0)
+            # Nothing can be read ahead of the first batch: all of its wait is the start. `first_batch` says what it was for.
+            start_s = later.waits_s.get(START, 0.0) + max(0.0, waited_s - later_s)
+            passed = replace(passed, waits_s={**later.waits_s, START: start_s}, started_s=max(0.0, ran_s))
         later_s += log.release_s
         after_start_percent = min(100.0, 100.0 * later_s / max(loop_s - (log.first_wait_s or 0.0), 1e-9))
     if log.release_s:

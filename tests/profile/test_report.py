@@ -280,3 +280,14 @@ def test_the_gpu_is_only_offered_to_what_can_go_there(
     assert model is not None
     offered = {change.name for change in changes(model, report.result, pipeline.config)}
     assert ("decoding on the GPU" in offered) is is_offered
+
+
+def test_inline_the_first_batch_is_made_as_any_other_is(photos: Path) -> None:
+    with loaderkit.build(pictures(photos), overrides={"prefetch.executor": "inline"}) as loader:
+        with loader.profile() as report:
+            for batch in loader:
+                batch["image"].float().sum()
+        waits_s = loader.stats().stall_s
+    by_stage = report.result.stall.by_stage
+    assert by_stage.get("start", 0.0) == pytest.approx(waits_s.get("start", 0.0))
+    assert by_stage["decode"] == pytest.approx(waits_s["decode"])

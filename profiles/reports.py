@@ -1,6 +1,6 @@
 """Stall reports of the shipped pipelines, as `loaderkit profile` makes them here; docs/reading-a-report.md reads some of them.
 
-    python -m profiles.reports --images FOLDER      runs them: in FOLDER are train/, as `loaderkit demo` makes it, and shards/
+    python -m profiles.reports --images FOLDER      runs them: in FOLDER is train/, as `loaderkit demo` makes it
     python -m profiles.reports --render             only writes texts and the page's excerpts again, from the JSON
 
 In profiles/results/reports/: NAME.json, and NAME.txt, which is what the terminal shows. The store of `imagenet-s3` is SeaweedFS
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import safetensors.torch
 import torch
+from webdataset.writer import TarWriter
 
 from loaderkit.checkpoint import write_manifest
 from loaderkit.profile.render.terminal import to_text
@@ -35,6 +36,7 @@ FOLDER = ROOT / "profiles" / "results" / "reports"
 PAGE = ROOT / "docs" / "reading-a-report.md"
 _EXCERPT = re.compile(r"<!-- ([\w-]+): ([^>]*?) -->\n```text\n(.*?)```\n", re.DOTALL)
 _LATENCY_S = 0.02
+_PER_SHARD = 250  # images
 # As reports name them.
 _IMAGES, _CACHE, _CHECKPOINT = (Path("/tmp") / name for name in ("imagenet", "imagenet-cache", "step-1000"))
 
@@ -70,7 +72,7 @@ class Table:
 
 
 RUNS = (
-    Run("imagenet-files", "imagenet-files", False, ("--step-time", "40ms", "--cold", "--what-if", "--verify")),
+    Run("imagenet-files", "imagenet-files", False, ("--step-time", "25ms", "--cold", "--what-if", "--verify")),
     Run("imagenet-files-waits-for-nothing", "imagenet-files", False, ("--step-time", "600ms", "--steps", "20")),
     Run("imagenet-tar", "imagenet-tar", False, ("--step-time", "40ms", "--cold")),
     Run("imagenet-dali", "imagenet-dali", False, ("--step-time", "40ms")),
@@ -93,9 +95,25 @@ def _checkpoint() -> Path:
     return _CHECKPOINT
 
 
+def _write_shards(images: Path) -> None:
+    """The same images as WebDataset's shards in shards/, unless they are there."""
+    folder = images / "shards"
+    if folder.exists():
+        return
+    folder.mkdir()
+    paths = sorted((images / "train").rglob("*.jpg"))
+    labels = {name: number for number, name in enumerate(sorted({path.parent.name for path in paths}))}
+    for begin in range(0, len(paths), _PER_SHARD):
+        with TarWriter(str(folder / f"shard-{begin // _PER_SHARD:03}.tar")) as writer:
+            for path in paths[begin : begin + _PER_SHARD]:
+                label = path.parent.name
+                writer.write({"__key__": f"{label}_{path.stem}", "jpg": path.read_bytes(), "cls": labels[label]})
+
+
 def make(images: Path, names: list[str]) -> None:
     """Run them, one after the other."""
     FOLDER.mkdir(exist_ok=True)
+    _write_shards(images)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         link = _IMAGES

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 60
 _MOST_S = 45.0  # for the steps, if their number is not given
-_HEADSPACE_S = 3.0  # for each rate
+_HEADROOM_S = 3.0  # for each rate
 _CHECK_S = 12.0
 _VERIFY_S = 45.0
 
@@ -222,8 +222,8 @@ def _record(
 
 
 def _subset(plan: ExecutionPlan) -> Any:
-    """The samples that headspace is measured on."""
-    from loaderkit.profile.experiments.headspace import MOST_BATCHES, Subset, files_of
+    """The samples that headroom is measured on."""
+    from loaderkit.profile.experiments.headroom import MOST_BATCHES, Subset, files_of
 
     schedule, source = plan.schedule, plan.source
     num_batches = min(MOST_BATCHES, schedule.num_batches())
@@ -238,12 +238,12 @@ def _subset(plan: ExecutionPlan) -> Any:
 def _measure(additions: dict[str, Any], report: Report, make: Make, step: Step | None, wanted: Wanted) -> None:
     """Add the parts of the report that were asked for, one after the other, so that an error keeps those before it."""
     from loaderkit.profile.experiments.causal import check_verdict
-    from loaderkit.profile.experiments.headspace import measure_headspace
+    from loaderkit.profile.experiments.headroom import measure_headroom
     from loaderkit.profile.whatif.table import verify, what_if
 
     loop = step or sleep_step(0.0)
-    with progress("headspace"):
-        additions["headspace"] = measure_headspace(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADSPACE_S)
+    with progress("headroom"):
+        additions["headspace"] = measure_headroom(make, step, wanted.subset, cold=wanted.cold, seconds=_HEADROOM_S)
     if wanted.what_if:
         additions["what_if"], additions["model_error_percent"] = what_if(report, wanted.config)
     if wanted.verify:

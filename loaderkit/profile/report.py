@@ -13,7 +13,7 @@ from pydantic import Field
 from loaderkit.profile.report_parts import (
     Comparison,
     FirstBatch,
-    Headspace,
+    Headroom,
     Machine,
     ObjectRow,
     Part,
@@ -75,7 +75,7 @@ class Report(_Document):
     slowest: list[SlowItem] = Field(description="at most ten, the slowest first")
     first_batch: FirstBatch | None = Field(description="null: batches had come before the report began")
     utilisation: Utilisation | None
-    headspace: Headspace | None = None
+    headspace: Headroom | None = Field(None, description="what texts call headroom")
     what_if: list[WhatIf] = Field([])
     model_error_percent: float | None = Field(
         None, description="how far the model's throughput of the pipeline as it is lies from the measured one"

@@ -205,7 +205,7 @@ class Rate(Part):
     num_batches: int
 
 
-class Headspace(Part):
+class Headroom(Part):
     """How far training is from never waiting: the speed of each side alone."""
 
     consumer: Rate | None = Field(description="the training step alone, on batches that are ready; null: not given")

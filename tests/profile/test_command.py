@@ -30,7 +30,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.syspath_prepend(str(HELPERS))
-    monkeypatch.setattr("loaderkit.cli.profile._HEADSPACE_S", 0.5)  # enough to see that there are rates
+    monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.5)  # enough to see that there are rates
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_the_verdict_comes_first_and_fits_80_columns(pipeline: Path, capsys: pyt
     assert lines[0].startswith("small: the loop waited ")
     assert all(len(line) <= 80 for line in lines)
     assert "\x1b" not in captured.out
-    for title in ("Where the time goes", "Slowest samples", "The first batch", "Headspace"):
+    for title in ("Where the time goes", "Slowest samples", "The first batch", "Headroom"):
         assert title in lines
     assert captured.err == ""
 
@@ -176,11 +176,11 @@ def test_an_unwritable_folder_is_known_before_the_run(pipeline: Path, capsys: py
 
 def test_a_consumer_is_called_with_every_batch(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(waiting), "--steps", "8", "--consumer", "profiled_pipelines:step", "--json", "-"]) == 0
-    headspace = Report.from_json(capsys.readouterr().out).headspace
-    assert headspace is not None
-    assert headspace.consumer is not None
-    assert headspace.factor is not None
-    assert headspace.factor < 1
+    headroom = Report.from_json(capsys.readouterr().out).headspace
+    assert headroom is not None
+    assert headroom.consumer is not None
+    assert headroom.factor is not None
+    assert headroom.factor < 1
 
 
 def test_a_consumer_that_fails_leaves_a_report(
@@ -196,9 +196,9 @@ def test_a_consumer_may_take_its_batch_apart(waiting: Path, capsys: pytest.Captu
     assert (
         main(["profile", str(waiting), "--steps", "8", "--consumer", "profiled_pipelines:popping", "--json", "-"]) == 0
     )
-    headspace = Report.from_json(capsys.readouterr().out).headspace
-    assert headspace is not None
-    assert headspace.consumer is not None
+    headroom = Report.from_json(capsys.readouterr().out).headspace
+    assert headroom is not None
+    assert headroom.consumer is not None
 
 
 def test_ctrl_c_after_the_loop_keeps_what_was_measured(
@@ -222,11 +222,11 @@ def test_ctrl_c_after_the_loop_keeps_what_was_measured(
 def test_epochs_of_one_batch_have_rates(photos: Path, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--set", "stages.batch.size=60", "--steps", "4", "--step-time", "1ms"]
     assert main(["profile", str(pipeline), *options, "--json", "-"]) == 0
-    headspace = Report.from_json(capsys.readouterr().out).headspace
-    assert headspace is not None
-    assert headspace.warm is not None
-    assert headspace.warm.num_batches > 0
-    assert headspace.warm.samples_per_s > 0
+    headroom = Report.from_json(capsys.readouterr().out).headspace
+    assert headroom is not None
+    assert headroom.warm is not None
+    assert headroom.warm.num_batches > 0
+    assert headroom.warm.samples_per_s > 0
 
 
 INTERRUPTING = """
@@ -259,20 +259,20 @@ def test_ctrl_c_writes_what_was_seen(waiting: Path, tmp_path: Path) -> None:
 
 def test_cold_files_are_measured(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(pipeline), "--steps", "8", "--cold", "--json", "-"]) == 0
-    headspace = Report.from_json(capsys.readouterr().out).headspace
-    assert headspace is not None
-    assert headspace.warm is not None
-    assert headspace.cold is not None
-    assert headspace.fetch_percent is not None
-    assert headspace.preprocess_percent == pytest.approx(100 - headspace.fetch_percent)
+    headroom = Report.from_json(capsys.readouterr().out).headspace
+    assert headroom is not None
+    assert headroom.warm is not None
+    assert headroom.cold is not None
+    assert headroom.fetch_percent is not None
+    assert headroom.preprocess_percent == pytest.approx(100 - headroom.fetch_percent)
 
 
 def test_cold_says_why_it_cannot(waiting: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(waiting), "--steps", "8", "--cold", "--json", "-"]) == 0
-    headspace = Report.from_json(capsys.readouterr().out).headspace
-    assert headspace is not None
-    assert headspace.cold is None
-    assert "data set of Python objects" in headspace.cold_note
+    headroom = Report.from_json(capsys.readouterr().out).headspace
+    assert headroom is not None
+    assert headroom.cold is None
+    assert "data set of Python objects" in headroom.cold_note
 
 
 def test_predictions_and_the_verdict_are_checked(

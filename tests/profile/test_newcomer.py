@@ -22,7 +22,7 @@ def test_the_readme_leads_from_a_slow_pipeline_to_a_faster_one(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("loaderkit.cli.profile._HEADSPACE_S", 0.5)
+    monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.5)
     match = re.search(r"^```yaml\n(# slow\.yaml\n.*?)^```$", README, re.MULTILINE | re.DOTALL)
     assert match is not None
     (tmp_path / "data").mkdir()

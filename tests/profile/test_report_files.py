@@ -19,7 +19,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("loaderkit.cli.profile._HEADSPACE_S", 0.2)
+    monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.2)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled, tuning_table
 from loaderkit.profile.render.tables import comparison
 from loaderkit.profile.report import Report, RestoreReport
-from loaderkit.profile.report_parts import Headspace, Rate, SlowItem, StageRow, WhatIf
+from loaderkit.profile.report_parts import Headroom, Rate, SlowItem, StageRow, WhatIf
 
 _BAR = 20
 _WORTH_TELLING = 5.0  # percent of the time
@@ -39,7 +39,7 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.first_batch is not None:
         yield from titled("The first batch", _first_batch(report))
     if report.headspace is not None:
-        yield from titled("Headspace", _headspace(report.headspace))
+        yield from titled("Headroom", _headroom(report.headspace))
     if report.what_if:
         title = "What if"
         if report.model_error_percent is not None:
@@ -157,18 +157,18 @@ def _first_batch(report: Report) -> RenderableType:
     return rows
 
 
-def _headspace(headspace: Headspace) -> RenderableType:
+def _headroom(headroom: Headroom) -> RenderableType:
     rows = facts_table()
     for name, rate in (
-        ("training alone", headspace.consumer),
-        ("data warm", headspace.warm),
-        ("data cold", headspace.cold),
+        ("training alone", headroom.consumer),
+        ("data warm", headroom.warm),
+        ("data cold", headroom.cold),
     ):
         if rate is not None:
             rows.add_row(name, say_rate(rate))
-    if headspace.cold_note:
-        rows.add_row("", headspace.cold_note)
-    rows.add_row("", headspace.summary)
+    if headroom.cold_note:
+        rows.add_row("", headroom.cold_note)
+    rows.add_row("", headroom.summary)
     return rows
 
 

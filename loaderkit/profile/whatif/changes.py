@@ -55,9 +55,9 @@ def _workers(model: PipelineModel, report: Report, config: PipelineConfig) -> It
             if not model.processes <= workers <= _MOST_WORKERS:
                 continue
             settings = workers_settings(config, stage, pool.workers, workers, report.tuning)
-            name = f"{stage}: {workers} workers instead of {pool.workers}"
-            if len(model.pools) == 1:
-                name = f"{workers} workers instead of {pool.workers}"
+            name = f"{workers} {'worker' if workers == 1 else 'workers'} instead of {pool.workers}"
+            if len(model.pools) > 1:
+                name = f"{stage}: {name}"
             yield Change(name, _with_pool(model, number, replace(pool, workers=workers)), tuple(settings))
 
 
@@ -69,7 +69,9 @@ def _depth(model: PipelineModel, report: Report, config: PipelineConfig) -> Iter
         if wanted >= max(1, model.processes):
             changed = replace(model, batches_ahead=float(wanted))
             setting = Setting(key="prefetch.batches", before=value_of(config, "prefetch.batches"), value=wanted)
-            yield Change(f"{wanted} batches ahead instead of {batches}", changed, (setting,))
+            yield Change(
+                f"{wanted} {'batch' if wanted == 1 else 'batches'} ahead instead of {batches}", changed, (setting,)
+            )
     if model.batches_in_memory < batches:
         memory = format_bytes(-(-batches * int(report.memory["batch_bytes"]) // 2**20) * 2**20)
         setting = Setting(key="prefetch.memory", before=value_of(config, "prefetch.memory"), value=memory)

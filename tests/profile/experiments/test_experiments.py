@@ -15,7 +15,7 @@ import pytest
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import ConfigError
-from loaderkit.profile.experiments.headspace import Subset, conclude, measure_headspace
+from loaderkit.profile.experiments.headroom import Subset, conclude, measure_headroom
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
 from loaderkit.profile.experiments.loops import sleep_step
 from loaderkit.profile.experiments.search import tune
@@ -103,7 +103,7 @@ class AllAtOnce:
 def test_an_epoch_that_is_there_with_its_first_batch_has_a_rate() -> None:
     pipeline = Pipeline.dataset(list(range(3))).read().batch(1).prefetch(batches=4, concurrency=1)
     with loaderkit.build(pipeline) as loader:
-        found = measure_headspace(
+        found = measure_headroom(
             lambda _overrides, _slowdown: contextlib.nullcontext(AllAtOnce(loader)),
             None,
             Subset(3, None),

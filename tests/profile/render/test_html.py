@@ -18,7 +18,7 @@ from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts
 from loaderkit.profile.render.html import to_html, why_no_html
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import Headspace, Measured, Rate, WhatIf
+from loaderkit.profile.report_parts import Headroom, Measured, Rate, WhatIf
 
 pytestmark = pytest.mark.matrix(1)
 
@@ -54,13 +54,13 @@ def report(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Report:
         for _ in range(3):
             for _ in loader:
                 pass
-    headspace = Headspace(
+    headroom = Headroom(
         consumer=rate(900), warm=rate(500), cold=None, cold_note="no <cold> rate", fetch_percent=None,
         preprocess_percent=None, factor=0.56, summary="the pipeline makes 0.56 times what training takes",
     )  # fmt: skip
     found: Report = profile.result
     return found.model_copy(
-        update={"name": "<i>name</i>", "headspace": headspace, "what_if": changes(), "model_error_percent": 2.0}
+        update={"name": "<i>name</i>", "headspace": headroom, "what_if": changes(), "model_error_percent": 2.0}
     )
 
 

@@ -20,7 +20,7 @@ from loaderkit.connectors.page_cache import evict
 from loaderkit.engine.metrics import Stats
 from loaderkit.profile.experiments.interleave import ExperimentLoader, Make, RateWindow, rate_of
 from loaderkit.profile.experiments.loops import Step, endless
-from loaderkit.profile.report_parts import Headspace, Rate
+from loaderkit.profile.report_parts import Headroom, Rate
 from loaderkit.sources.base import Source
 
 _NUM_WINDOWS = 4
@@ -49,7 +49,7 @@ def files_of(source: Source, connector: Connector | None, indices: Iterable[int]
     return paths if all(os.path.isfile(path) for path in paths) else None
 
 
-def measure_headspace(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headspace:
+def measure_headroom(make: Make, step: Step | None, subset: Subset, *, cold: bool, seconds: float) -> Headroom:
     """The three rates, in about `seconds` each. `step` None: there is no training step to compare with."""
     with make({}, None) as loader:
         ready = _pass(loader, subset, seconds, num_kept=4).batches  # in memory now, if they fit
@@ -158,7 +158,7 @@ def _say_factor(factor: float, unsure: float, pipeline: str) -> str:
     return f"{made}, +- {100 * unsure:.0f} %: too noisy to say whether training has to wait"
 
 
-def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headspace:
+def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) -> Headroom:
     """The conclusion from the rates."""
     fetch_percent = None
     if cold is not None:
@@ -171,7 +171,7 @@ def conclude(consumer: Rate | None, warm: Rate, cold: Rate | None, note: str) ->
         parts.append(_say_factor(factor, unsure, "with cold data the pipeline" if cold is not None else "the pipeline"))
     if fetch_percent is not None:
         parts.append(f"of a cold sample's time {fetch_percent:.0f} % is fetching, the rest preprocessing")
-    return Headspace(
+    return Headroom(
         consumer=consumer,
         warm=warm,
         cold=cold,

@@ -172,14 +172,13 @@ class _Search:
                 key = f"stages.{stage.name}.workers"
                 yield from ({key: other} for other in _neighbours(self._value(key)))
         batches, workers = self._size("prefetch.batches"), self._size("prefetch.concurrency")
-        yield {"prefetch.batches": 4 * max(batches, self.sizes["prefetch.batches"])}
         several = {"prefetch.processes": processes, "prefetch.batches": max(batches, 2 * processes)}
-        if self._value("prefetch.executor") == "thread":
-            yield {"prefetch.executor": "process", **several}
+        is_thread = self._value("prefetch.executor") == "thread"
+        yield {"prefetch.executor": "process", **several} if is_thread else several
+        yield {"prefetch.batches": 4 * max(batches, self.sizes["prefetch.batches"])}
+        if is_thread:
             yield {"prefetch.executor": "process", "prefetch.processes": 1}
             yield {"prefetch.executor": "inline"}
-        else:
-            yield several
         yield from ({"prefetch.concurrency": other} for other in _neighbours(workers))
 
     def _value(self, key: str) -> Any:

@@ -13,6 +13,7 @@ import datetime
 import json
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ _STAYS_HERE = frozenset(
 
 class Unsteady(MemoryConnector):
     """Objects that take 2 ms each, and some of them longer: one in 40 takes 60 ms, or of 120 ten in a row take 15 ms each, or
-    every 0.4 s nothing comes for 100 ms."""
+    once in every 0.4 s, at random, nothing comes for 100 ms: in step with windows, one variant would have all the pauses."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(photographs(64))
@@ -65,7 +66,8 @@ class Unsteady(MemoryConnector):
         elif self._kind == "slow runs":
             time.sleep(0.015 if number % 120 < 10 else 2e-3)
         else:
-            time.sleep(2e-3 + max(0.0, 0.1 - now % 0.4))
+            end = random.Random(int(now / 0.4)).uniform(0.1, 0.4)
+            time.sleep(2e-3 + (max(0.0, end - now % 0.4) if end - now % 0.4 < 0.1 else 0.0))
 
 
 @dataclass(frozen=True)
@@ -319,7 +321,9 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all eighty cases, not a dozen of them")
     parser.add_argument("--varied", action="store_true", help="pipelines whose times vary, and only what is predicted")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each change")
+    parser.add_argument(
+        "--seconds", type=float, help="for each change; 4, with --varied 16, as windows have to see the rare"
+    )
     parser.add_argument("--no-what-if", action="store_true", help="only verdicts, and what they suggest")
     parser.add_argument("--no-checks", action="store_true", help="no causal checks")
     options = parser.parse_args()
@@ -327,7 +331,7 @@ def main() -> None:
         varied = []
         for one in VARIED:
             if options.only in one.name:
-                varied.append(look_at_varied(one, seconds=options.seconds))
+                varied.append(look_at_varied(one, seconds=options.seconds or 16.0))
                 print(varied_table(varied[-1:]).partition("| pipeline")[2], flush=True)
         print(varied_table(varied))
         record(options.out, "what-if", results=varied)
@@ -342,7 +346,9 @@ def main() -> None:
     for case in CASES if options.all or options.only else DOZEN:
         if options.only in case.name:
             found.append(
-                look_at(case, seconds=options.seconds, what_ifs=not options.no_what_if, checks=not options.no_checks)
+                look_at(
+                    case, seconds=options.seconds or 4.0, what_ifs=not options.no_what_if, checks=not options.no_checks
+                )
             )
             print(table(found[-1:]).partition("| pipeline")[2], flush=True)
             if partial is not None:

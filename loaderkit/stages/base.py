@@ -88,7 +88,8 @@ class StageKind:
     check: Callable[[Sequence[StageConfig], int, Mapping[str, StageKind], AddError], None] | None = None
     """(all stages, this one's index, the kinds, `add_error`): reports what does not fit the other stages."""
     num_draws: int = 0  # uniform random numbers per sample
-    ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for a preceding `decode`
+    ops: Callable[[Any], ImageOps] | None = None  # its effect on an image as `ImageOp`s, for `decode` and boxes
+    runs_in_dali: bool = True  # if it has `ops`
     needs_images: bool = False
     is_single: bool = False  # at most one in a pipeline
     decodes: bool = False  # fields after it are no longer encoded bytes

@@ -14,6 +14,8 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, LoaderkitError, StageError
 from loaderkit.sources.base import Source
 from loaderkit.stages.base import BatchContext, SampleChunk, StageConfig, StageKind
+from loaderkit.stages.image.boxes import Annotations, annotations_of, following
+from loaderkit.stages.image.ops import MOVES_PIXELS
 from loaderkit.stages.runner import FailureNamer, StageKeys, each_sample
 
 
@@ -71,6 +73,11 @@ class CompileContext:
         """False if a user's function sees samples before `batch`, as it may keep what it is given."""
         return not any(self.kind_of(stage).runs_user_code for stage in self.before_batch)
 
+    @property
+    def annotations(self) -> Annotations:
+        """The fields that `decode` names as boxes and keypoints."""
+        return annotations_of(self.stages, self.kinds)
+
     def keys(self, stage: StageConfig) -> StageKeys:
         """The key of its random numbers in each epoch."""
         return StageKeys(self.seed, stage.name)
@@ -93,7 +100,10 @@ class CompileContext:
         if kind.compile is None:
             assert kind.make is not None
             keys, failed = self.keys(stage), self.failed(stage)
-            run = each_sample(kind.make(stage.args), kind.num_draws, keys, failed, reuse=self.may_reuse)
+            function, ops = kind.make(stage.args), None if kind.ops is None else kind.ops(stage.args)
+            if ops is not None and self.annotations and not MOVES_PIXELS.isdisjoint(ops.kinds):
+                function = following(function, ops, getattr(stage.args, "fields", None), self.annotations)
+            run = each_sample(function, kind.num_draws, keys, failed, reuse=self.may_reuse)
             return stage.ready("sample", run)
         compiled = kind.compile(stage, self)
         if compiled.scope == "batch":

@@ -252,7 +252,7 @@ def _direct_read(connector: Connector, context: CompileContext) -> DirectRead | 
     if decode is None or not context.may_reuse or None in named:
         return None
     decoded = getattr(decode, "fields", None)
-    touched = frozenset(name for names in named for name in names or ())
+    touched = context.annotations.names.union(*(names or () for names in named))
     return DirectRead(connector, None if decoded is None else frozenset(decoded), touched)
 
 

@@ -168,6 +168,8 @@ class KindMethods:
         formats: Sequence[Literal["jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "avif", "jpeg2000"]] = ...,
         exif_orientation: bool = False,
         max_pixels: int = 178956970,
+        boxes: Mapping[str, Literal["xyxy", "xywh", "cxcywh"]] = ...,
+        keypoints: tuple[str, ...] | list[str] | None = None,
         *,
         name: str | None = None,
         workers: int | Literal["auto"] = "auto",
@@ -181,6 +183,10 @@ class KindMethods:
 
         An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
         without padding, comes next, no more of a JPEG is made into pixels than it will show.
+
+        What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
+        becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
+        are not. A `call` behind `decode` may make these fields, too.
 
         Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
         program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -202,6 +208,9 @@ class KindMethods:
         exif_orientation: turn images upright as their EXIF tag says; TIFF always is, and EXIF that cannot
             be read says nothing
         max_pixels: refuse larger images (decompression bombs); Pillow allows no more
+        boxes: fields that are boxes [N, 4], each with its format, as in {boxes: xyxy} (or xywh, cxcywh)
+        keypoints: fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it
+            is
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """
@@ -338,6 +347,27 @@ class KindMethods:
         expand: enlarge the image so that nothing is cut off
         fill: the level of pixels from outside the image, in masks as well
         fields: images to act on; default: all of them
+        name: default: its kind; a second stage of a kind is kind-2
+        workers: dedicated threads, or auto: share the automatic pool with adjacent stages
+        """
+
+    def sanitize_boxes(
+        self,
+        labels: tuple[str, ...] | list[str],
+        min_size: float = 1.0,
+        min_area: float = 1.0,
+        boxes: str | None = None,
+        *,
+        name: str | None = None,
+        workers: int | Literal["auto"] = "auto",
+    ) -> Self:
+        """Clip boxes to the image, and drop those that are too small, together with what belongs to them.
+
+        labels: fields with one entry for each box (classes, keypoints, ...), of which the same ones are
+            dropped; [] if there are none
+        min_size: the least width and height, in pixels
+        min_area: the least width x height
+        boxes: the field of boxes; default: the one that `decode` names
         name: default: its kind; a second stage of a kind is kind-2
         workers: dedicated threads, or auto: share the automatic pool with adjacent stages
         """

@@ -14,7 +14,7 @@ from loaderkit.sources.tar import TAR
 from loaderkit.stages.base import StageKind
 from loaderkit.stages.batch import BATCH
 from loaderkit.stages.call import CALL
-from loaderkit.stages.image import color, geometry
+from loaderkit.stages.image import boxes, color, geometry
 from loaderkit.stages.image.decode import DECODE
 from loaderkit.stages.image.normalize import NORMALIZE
 from loaderkit.stages.read import READ
@@ -35,6 +35,7 @@ STAGES: Mapping[str, StageKind] = MappingProxyType(
         "random_horizontal_flip": geometry.RANDOM_HORIZONTAL_FLIP,
         "random_vertical_flip": geometry.RANDOM_VERTICAL_FLIP,
         "random_rotation": geometry.RANDOM_ROTATION,
+        "sanitize_boxes": boxes.SANITIZE_BOXES,
         "color_jitter": color.COLOR_JITTER,
         "random_grayscale": color.RANDOM_GRAYSCALE,
         "gaussian_blur": color.GAUSSIAN_BLUR,

@@ -12,8 +12,14 @@ def check_decode(
     stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError
 ) -> None:
     """Add errors for what `decode`, the stage at `number`, cannot do with the stages behind it."""
+    decode = stages[number].args
+    names = [name for key in ("masks", "boxes", "keypoints") for name in {*(getattr(decode, key, None) or ())}]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        add_error(
+            number, f"{name!r} is named more than once in `masks`, `boxes` and `keypoints`: a field is one of them"
+        )
     _check_scaled(stages, number, kinds, add_error)
-    if getattr(stages[number].args, "device", "cpu") != "cpu":
+    if getattr(decode, "device", "cpu") != "cpu":
         _check_dali(stages, number, kinds, add_error)
 
 
@@ -43,7 +49,7 @@ def _check_dali(
 ) -> None:
     """DALI must support the stages up to `batch`."""
     decode = stages[number].args
-    for name in ("scaled", "masks", "exif_orientation"):
+    for name in ("scaled", "masks", "boxes", "keypoints", "exif_orientation"):
         if getattr(decode, name):
             add_error(number, f"not with `device: {getattr(decode, 'device', None)}`: use `device: cpu`", name)
     is_whole = True
@@ -58,7 +64,7 @@ def _check_dali(
                 "use `decode: {device: cpu}`",
             )
         is_whole = is_whole and not kind.shrinks
-        if kind.ops is None:
+        if kind.ops is None or not kind.runs_in_dali:
             hint = "put it after `batch`, or " if kind.scope == "either" else ""
             add_error(later, f"`{stage.kind}` cannot run inside DALI: {hint}use `decode: {{device: cpu}}`")
             continue

@@ -9,7 +9,7 @@ picture whole are not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
@@ -40,6 +40,7 @@ from loaderkit.stages.base import (
     StageKind,
 )
 from loaderkit.stages.context import CompileContext
+from loaderkit.stages.image.boxes import Annotations, BoxFormat
 from loaderkit.stages.image.checks import check_decode
 from loaderkit.stages.image.formats import (
     FORMATS,
@@ -70,6 +71,10 @@ class DecodeArgs(StageArgs):
 
     An `npz` becomes one field for every array in it, named as in the archive. If a `random_resized_crop`, or a `random_crop`
     without padding, comes next, no more of a JPEG is made into pixels than it will show.
+
+    What `boxes` and `keypoints` name, in pixels of the decoded image, follows it through every stage that moves its pixels, and
+    becomes float32. Boxes are clipped to the image (`sanitize_boxes` drops those of which nothing is left), keypoints (x, y)
+    are not. A `call` behind `decode` may make these fields, too.
 
     Which format an image has is told by its bytes, not by its name, and only `formats` are opened: nothing that starts a
     program, as PostScript does, or reads another file. Of several pictures in a file (GIF, TIFF, MPO, animations) the first
@@ -110,6 +115,17 @@ class DecodeArgs(StageArgs):
         le=MOST_PIXELS,
         description="refuse larger images (decompression bombs); Pillow allows no more",
     )
+    boxes: Mapping[str, BoxFormat] = Field(
+        {}, description="fields that are boxes [N, 4], each with its format, as in {boxes: xyxy} (or xywh, cxcywh)"
+    )
+    keypoints: FieldNames = Field(
+        None, description="fields that are keypoints [N, 2], [N, K, 2] or [N, K, 3], whose third number stays as it is"
+    )
+
+    @property
+    def annotations(self) -> Annotations:
+        """The fields that are boxes and keypoints."""
+        return Annotations(self.boxes, self.keypoints or ())
 
 
 def decode(args: DecodeArgs) -> Callable[..., Any]:
@@ -154,6 +170,7 @@ class Decoder:
         self._needs = needs
         self._needed = needed
         self._masks = frozenset(args.masks or ())
+        self._annotations = args.annotations
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
         self._takes_jpegs = "jpeg" in args.formats
         self._is_upright = args.exif_orientation
@@ -178,6 +195,7 @@ class Decoder:
                     _unpack(sample, field, value, scratch)
             except ValueError as error:
                 raise _named(sample, field, error) from error
+        self._annotations.convert(sample)
         return partial_images
 
     def finish(
@@ -234,6 +252,8 @@ class Decoder:
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
         """A field of a source of objects. Unless it is named, what is no image stays as it is."""
+        if field in self._annotations.names:
+            return value
         is_mask = field in self._masks
         is_named = is_mask or self._args.fields is not None
         if value is None and is_named:

@@ -1,7 +1,8 @@
 """`resize`, crops, flips and `random_rotation`.
 
 Names, parameters and distributions are those of torchvision.transforms.v2. All image fields of a sample share one crop, one
-flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. A resize is antialiased by default:
+flip and one angle, so a mask stays on its image; masks are resized and rotated by nearest. Boxes and keypoints follow
+(`boxes.py`), by the stage's `ImageOps`. A resize is antialiased by default:
 the filter widens with the scale, as Pillow's does.
 """
 
@@ -19,7 +20,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from loaderkit._internal.settings import PositiveRange, Range, around_zero, as_tuple
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import FieldNames, Image, StageArgs, StageKind
-from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Scale
+from loaderkit.stages.image.ops import Crop, Flip, ImageOps, Rotate, Scale, VerticalFlip
 from loaderkit.stages.image.resize import Interpolation, ResampleJob, cut, resized
 from loaderkit.stages.values import image_fields
 
@@ -294,12 +295,16 @@ def random_horizontal_flip_steps(args: RandomHorizontalFlipArgs) -> ImageOps:
     return ImageOps((Flip,), lambda height, width, draws: (Flip(bool(draws[0] < args.p)),))
 
 
+def random_vertical_flip_steps(args: RandomVerticalFlipArgs) -> ImageOps:
+    """The same, described."""
+    return ImageOps((VerticalFlip,), lambda height, width, draws: (VerticalFlip(bool(draws[0] < args.p)),))
+
+
 def random_rotation(args: RandomRotationArgs) -> SampleFunction:
     """One draw: the angle. The pixels are Pillow's, as those of torchvision are for Pillow's images."""
-    low, high = args.degrees
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
-        angle = low + float(draws[0]) * (high - low)
+        angle = _angle(args, draws)
         for name, image in image_fields(sample, args.fields):
             method = Pillow.Resampling["NEAREST" if image.mask else args.interpolation.upper()]
             num_channels = image.pixels.shape[2]
@@ -308,6 +313,16 @@ def random_rotation(args: RandomRotationArgs) -> SampleFunction:
             sample[name] = Image(np.array(turned).reshape(turned.height, turned.width, num_channels), image.mask)
 
     return run
+
+
+def random_rotation_steps(args: RandomRotationArgs) -> ImageOps:
+    """The same, described."""
+    return ImageOps((Rotate,), lambda height, width, draws: (Rotate(_angle(args, draws)),), args.interpolation)
+
+
+def _angle(args: RandomRotationArgs, draws: Draws) -> float:
+    low, high = args.degrees
+    return low + float(draws[0]) * (high - low)
 
 
 def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
@@ -347,5 +362,21 @@ RANDOM_HORIZONTAL_FLIP = StageKind(
     ops=random_horizontal_flip_steps,
     needs_images=True,
 )
-RANDOM_VERTICAL_FLIP = StageKind(RandomVerticalFlipArgs, "sample", random_vertical_flip, num_draws=1, needs_images=True)
-RANDOM_ROTATION = StageKind(RandomRotationArgs, "sample", random_rotation, num_draws=1, needs_images=True)
+RANDOM_VERTICAL_FLIP = StageKind(
+    RandomVerticalFlipArgs,
+    "sample",
+    random_vertical_flip,
+    num_draws=1,
+    ops=random_vertical_flip_steps,
+    runs_in_dali=False,
+    needs_images=True,
+)
+RANDOM_ROTATION = StageKind(
+    RandomRotationArgs,
+    "sample",
+    random_rotation,
+    num_draws=1,
+    ops=random_rotation_steps,
+    runs_in_dali=False,
+    needs_images=True,
+)

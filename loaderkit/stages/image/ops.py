@@ -37,6 +37,18 @@ class Flip(NamedTuple):
     is_on: bool
 
 
+class VerticalFlip(NamedTuple):
+    """Mirror top and bottom if `is_on`."""
+
+    is_on: bool
+
+
+class Rotate(NamedTuple):
+    """Rotate about the middle, counter-clockwise. The size may change; see `random_rotation`."""
+
+    degrees: float
+
+
 LUMA = (0.2989, 0.587, 0.114)
 """The luma weights of red, green and blue."""
 
@@ -52,7 +64,8 @@ class Adjust(NamedTuple):
     probe: bool = False
 
 
-ImageOp = Crop | Scale | Flip | Adjust
+ImageOp = Crop | Scale | Flip | VerticalFlip | Rotate | Adjust
+MOVES_PIXELS: frozenset[type[ImageOp]] = frozenset({Crop, Scale, Flip, VerticalFlip, Rotate})
 
 
 @dataclass(frozen=True)

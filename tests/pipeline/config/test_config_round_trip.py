@@ -121,6 +121,8 @@ STAGES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "gaussian_blur": some({"kernel_size": st.sampled_from([1, 3, 23])}, sigma=POSITIVE | RANGE, fields=FIELDS, **COMMON),
     "random_erasing": some(p=UNIT, scale=st.tuples(UNIT, UNIT).map(sorted), ratio=RANGE, fields=FIELDS,
                            value=st.just("random") | st.integers(0, 255) | st.just([0, 128, 255]), **COMMON),
+    "sanitize_boxes": some({"labels": st.just([]) | st.lists(TEXTS, max_size=2)}, min_size=POSITIVE, min_area=POSITIVE,
+                           boxes=st.just("#"), **COMMON),
     "call": some({"function": st.just("config_cases:double")}, args=st.dictionaries(TEXTS, JSON, max_size=3), **COMMON),
 }  # fmt: skip
 SOURCES: st.SearchStrategy[dict[str, Any]] = st.one_of(
@@ -145,6 +147,8 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
                 "decode": draw(
                     some(
                         masks=FIELDS,
+                        boxes=st.just({"corners: é": "xyxy", "#": "cxcywh"}),
+                        keypoints=st.just(["- eyes", "ears"]),
                         fields=FIELDS,
                         exif_orientation=st.booleans(),
                         max_pixels=st.integers(1, 10**8),

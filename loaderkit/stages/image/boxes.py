@@ -1,0 +1,282 @@
+"""Boxes and keypoints: fields of coordinates that follow their image through each stage that moves its pixels; and
+`sanitize_boxes`.
+
+`decode` names them. The pixel in column x and row y covers [x, x + 1) x [y, y + 1) of the image's plane, in which boxes lie; a
+keypoint names a pixel, whose middle is half a pixel further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field
+
+from loaderkit._internal.settings import as_tuple
+from loaderkit.engine.work import Stage
+from loaderkit.sources.base import Sample
+from loaderkit.stages.base import AddError, StageArgs, StageConfig, StageKind
+from loaderkit.stages.image.ops import Crop, Flip, ImageOp, ImageOps, Rotate, Scale, VerticalFlip, size_after
+from loaderkit.stages.runner import each_sample
+from loaderkit.stages.values import describe, image_fields
+
+if TYPE_CHECKING:
+    from loaderkit.stages.context import CompileContext
+
+Coordinates = NDArray[np.float64]
+Size = tuple[int, int]
+"""(height, width)."""
+
+BoxFormat = Literal["xyxy", "xywh", "cxcywh"]
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The fields of samples that are boxes, each with its format, and those that are keypoints."""
+
+    boxes: Mapping[str, BoxFormat]
+    keypoints: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.boxes or self.keypoints)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All of these fields."""
+        return frozenset((*self.boxes, *self.keypoints))
+
+    def convert(self, sample: Sample) -> None:
+        """Make float32 tensors of those that the sample has. Raises ValueError for one that is no such thing."""
+        for name, box_format in self.boxes.items():
+            if name in sample:
+                sample[name] = as_boxes(corners_of(sample, name, box_format), box_format)
+        for name in self.keypoints:
+            if name in sample:
+                sample[name] = _as_tensor(_keypoints_of(sample, name))
+
+    def move(self, sample: Sample, matrix: Coordinates, size: Size) -> None:
+        """Move all of them by `matrix` [2, 3] into an image of `size`, to which boxes are clipped. Raises ValueError."""
+        for name, box_format in self.boxes.items():
+            corners = corners_of(sample, name, box_format)
+            around = _moved(corners[:, [[0, 1], [2, 1], [2, 3], [0, 3]]], matrix)  # [N, 4 corners, (x, y)]
+            corners = np.concatenate([around.min(1), around.max(1)], 1)
+            sample[name] = as_boxes(clipped(corners, size), box_format)
+        for name in self.keypoints:
+            keypoints = _keypoints_of(sample, name)
+            keypoints[..., :2] = _moved(keypoints[..., :2] + 0.5, matrix) - 0.5
+            sample[name] = _as_tensor(keypoints)
+
+
+def annotations_of(stages: Iterable[StageConfig], kinds: Mapping[str, StageKind]) -> Annotations:
+    """Those that the `decode` among the stages names."""
+    decoding = (stage.args for stage in stages if kinds[stage.kind].decodes)
+    found: Annotations = getattr(next(decoding, None), "annotations", Annotations({}, ()))
+    return found
+
+
+def corners_of(sample: Sample, name: str, box_format: BoxFormat) -> Coordinates:
+    """The boxes of a field as (left, top, right, bottom), float64 [N, 4]. Raises ValueError."""
+    boxes = _numbers(sample, name)
+    if boxes is not None and boxes.shape == (0,):  # an empty list
+        boxes = boxes.reshape(0, 4)
+    if boxes is None or boxes.ndim != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"its field {name!r} is {describe(sample[name])}, not boxes [N, 4] ({box_format})")
+    first, second = boxes[:, :2], boxes[:, 2:]
+    if box_format == "cxcywh":
+        first = first - second / 2
+    corners = np.concatenate([first, second if box_format == "xyxy" else first + second], 1)
+    is_box = np.isfinite(corners).all(1) & (corners[:, 2:] >= corners[:, :2]).all(1)
+    if not is_box.all():
+        number = int(is_box.argmin())
+        raise ValueError(
+            f"box {number} of its field {name!r} is {boxes[number].tolist()}, which as {box_format} is no box (edges out of "
+            f"order, or not finite): `decode: {{boxes: {{{name}: ...}}}}` says which format it is, xyxy, xywh or cxcywh"
+        )
+    return corners
+
+
+def as_boxes(corners: Coordinates, box_format: BoxFormat) -> torch.Tensor:
+    """Boxes in a format, from their corners."""
+    first, second = corners[:, :2], corners[:, 2:]
+    if box_format == "cxcywh":
+        first, second = (first + second) / 2, second - first
+    elif box_format == "xywh":
+        second = second - first
+    return _as_tensor(np.concatenate([first, second], 1))
+
+
+def clipped(corners: Coordinates, size: Size) -> Coordinates:
+    """Boxes without what lies outside the image."""
+    height, width = size
+    return corners.clip(0, [width, height, width, height])
+
+
+def _keypoints_of(sample: Sample, name: str) -> Coordinates:
+    keypoints = _numbers(sample, name)
+    if keypoints is not None and keypoints.shape == (0,):
+        keypoints = keypoints.reshape(0, 2)
+    sides = (2,) if keypoints is None or keypoints.ndim == 2 else (2, 3)
+    if keypoints is None or keypoints.ndim not in (2, 3) or keypoints.shape[-1] not in sides:
+        raise ValueError(
+            f"its field {name!r} is {describe(sample[name])}, not keypoints [N, 2], [N, K, 2] or [N, K, 3] (x, y, visibility)"
+        )
+    return keypoints
+
+
+def _numbers(sample: Sample, name: str) -> Coordinates | None:
+    """A copy of a field's numbers; None if it holds something else. Raises ValueError if the sample has no such field."""
+    if name not in sample:
+        raise ValueError(
+            f"it has no field {name!r}, which `decode` names as boxes or keypoints, only {', '.join(sample)}"
+        )
+    value = sample[name]
+    try:
+        return np.array(value.numpy() if isinstance(value, torch.Tensor) else value, np.float64)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _as_tensor(coordinates: Coordinates) -> torch.Tensor:
+    return torch.from_numpy(coordinates.astype(np.float32))
+
+
+def _moved(points: Coordinates, matrix: Coordinates) -> Coordinates:
+    moved: Coordinates = points @ matrix[:, :2].T + matrix[:, 2]
+    return moved
+
+
+def following(
+    run: Callable[..., Any], ops: ImageOps, fields: tuple[str, ...] | None, annotations: Annotations
+) -> Callable[..., Any]:
+    """A stage's function of one sample, which also moves the sample's boxes and keypoints as it moves the images' pixels."""
+
+    def follow(sample: Sample, draws: NDArray[np.float64], scratch: dict[str, Any] | None = None) -> Any:
+        canvas = canvas_of(sample, fields)
+        jobs = run(sample, draws, scratch)
+        if canvas is not None:
+            name, size = canvas
+            target = sample[name].size
+            annotations.move(sample, _matrix(ops.of(*size, draws), size, target), target)
+        return jobs
+
+    return follow
+
+
+def canvas_of(sample: Sample, fields: tuple[str, ...] | None = None) -> tuple[str, Size] | None:
+    """The image that boxes lie in, and its size; None if `fields` name only others.
+
+    Masks count only where there is nothing else. Raises ValueError where several images leave open which it is.
+    """
+    images = image_fields(sample, None)
+    sizes = {name: image.size for name, image in images if not image.mask} or {
+        name: image.size for name, image in images
+    }
+    acted_on = [name for name in sizes if fields is None or name in fields]
+    if not acted_on:
+        return None
+    if len(acted_on) < len(sizes) or len({*sizes.values()}) > 1:
+        listed = ", ".join(f"{name} {width} x {height}" for name, (height, width) in sizes.items())
+        raise ValueError(
+            f"it has several images ({listed}), and its boxes and keypoints belong to one: images have to be of one size, and "
+            "a stage acts on all or none of them; `decode: {fields: ...}` leaves the others encoded"
+        )
+    return acted_on[0], sizes[acted_on[0]]
+
+
+def _matrix(ops: tuple[ImageOp, ...], size: Size, target: Size) -> Coordinates:
+    """The matrix [2, 3] that takes a point (x, y, 1) of an image of `size` to its place after the operations."""
+    matrix = np.eye(3)
+    for op in ops:
+        matrix = _step(op, size, target) @ matrix
+        size = size_after((op,), *size)
+    return matrix[:2]
+
+
+def _step(op: ImageOp, size: Size, target: Size) -> Coordinates:
+    height, width = size
+    step = np.eye(3)
+    if isinstance(op, Crop):
+        step[:2, 2] = -op.left, -op.top
+    elif isinstance(op, Scale):
+        step[0, 0], step[1, 1] = op.width / width, op.height / height
+    elif isinstance(op, Flip) and op.is_on:
+        step[0] = -1, 0, width
+    elif isinstance(op, VerticalFlip) and op.is_on:
+        step[1] = 0, -1, height
+    elif isinstance(op, Rotate):  # about the middle, which stays the middle
+        cos, sin = math.cos(math.radians(op.degrees)), math.sin(math.radians(op.degrees))
+        step[:2, :2] = [[cos, sin], [-sin, cos]]
+        step[:2, 2] = np.array(target[::-1]) / 2 - step[:2, :2] @ np.array(size[::-1]) / 2
+    return step
+
+
+class SanitizeBoxesArgs(StageArgs):
+    """Clip boxes to the image, and drop those that are too small, together with what belongs to them."""
+
+    labels: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
+        description="fields with one entry for each box (classes, keypoints, ...), of which the same ones are dropped; [] if "
+        "there are none"
+    )
+    min_size: float = Field(1.0, gt=0, description="the least width and height, in pixels")
+    min_area: float = Field(1.0, gt=0, description="the least width x height")
+    boxes: str | None = Field(None, description="the field of boxes; default: the one that `decode` names")
+
+
+def sanitize_boxes(args: SanitizeBoxesArgs, name: str, box_format: BoxFormat) -> Callable[..., None]:
+    """A function of one sample. A box is dropped if a side or its area is too small once it is clipped."""
+
+    def run(sample: Sample, draws: Any = None, scratch: Any = None) -> None:
+        canvas = canvas_of(sample)
+        assert canvas is not None
+        corners = clipped(corners_of(sample, name, box_format), canvas[1])
+        sides = corners[:, 2:] - corners[:, :2]
+        is_kept = (sides >= args.min_size).all(1) & (sides.prod(1) >= args.min_area)
+        chosen = {label: _chosen(sample, label, is_kept) for label in args.labels}
+        sample.update(chosen)
+        sample[name] = as_boxes(corners[is_kept], box_format)
+
+    return run
+
+
+def _chosen(sample: Sample, name: str, is_kept: NDArray[np.bool_]) -> Any:
+    """The entries of a field whose boxes are kept. Raises ValueError unless it has one for each box."""
+    if name not in sample:
+        raise ValueError(f"it has no field {name!r}, which `labels` names, only {', '.join(sample)}")
+    value = sample[name]
+    is_list = isinstance(value, (list, tuple))
+    if not is_list and not (isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim):
+        raise ValueError(f"its field {name!r} is {describe(value)}, which has no entries for boxes: `labels` names it")
+    if len(value) != len(is_kept):
+        raise ValueError(f"its field {name!r} has {len(value)} entries for {len(is_kept)} boxes: `labels` names it")
+    if is_list:
+        return [item for item, keeps in zip(value, is_kept, strict=True) if keeps]
+    return value[is_kept] if isinstance(value, np.ndarray) else value[torch.from_numpy(is_kept)]
+
+
+def _compile(stage: StageConfig, context: CompileContext) -> Stage:
+    args, boxes = stage.args, context.annotations.boxes
+    assert isinstance(args, SanitizeBoxesArgs)
+    name = args.boxes or next(iter(boxes))
+    run = sanitize_boxes(args, name, boxes[name])
+    return stage.ready("sample", each_sample(run, 0, context.keys(stage), context.failed(stage), reuse=False))
+
+
+def _check(stages: Sequence[StageConfig], number: int, kinds: Mapping[str, StageKind], add_error: AddError) -> None:
+    args = stages[number].args
+    assert isinstance(args, SanitizeBoxesArgs)
+    boxes = annotations_of(stages[:number], kinds).boxes
+    if not boxes:
+        add_error(number, "no `decode` before it names boxes, as in `decode: {boxes: {boxes: xyxy}}`")
+    elif args.boxes is None and len(boxes) > 1:
+        add_error(number, f"`decode` names several fields of boxes ({', '.join(boxes)}): set `boxes` to one of them")
+    elif args.boxes is not None and args.boxes not in boxes:
+        add_error(number, f"`decode` names the boxes {', '.join(boxes)}, not {args.boxes!r}", "boxes")
+
+
+SANITIZE_BOXES = StageKind(SanitizeBoxesArgs, "sample", compile=_compile, check=_check)

@@ -90,7 +90,7 @@ def lower(config: PipelineConfig, decode: StageConfig, device: torch.device | No
     args, stages = decode.args, config.stages
     assert isinstance(args, DecodeArgs)
     if args.device == "gpu":
-        _check_gpu(config, device)
+        _check_gpu(device)
     border = [stage.kind for stage in stages].index("batch")
     between = stages[stages.index(decode) + 1 : border]
     is_elsewhere = device is not None and config.prefetch.executor == "process"
@@ -123,7 +123,7 @@ def _num_threads(config: PipelineConfig, decode: StageConfig, num_workers: int) 
     return max(1, num_threads // min(workers, config.prefetch.first_batches))
 
 
-def _check_gpu(config: PipelineConfig, device: torch.device | None) -> None:
+def _check_gpu(device: torch.device | None) -> None:
     prefix = "stages.decode.device: gpu"
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -133,5 +133,3 @@ def _check_gpu(config: PipelineConfig, device: torch.device | None) -> None:
         )
     if device is None:
         raise ConfigError(f"{prefix}: batches stay on the CPU: put `transfer: {{device: auto}}` behind `batch`")
-    if config.prefetch.executor == "process":
-        raise ConfigError(f"{prefix}: another process cannot hand over tensors on a GPU: use prefetch.executor: thread")

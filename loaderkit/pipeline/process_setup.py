@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from loaderkit._internal.dtypes import Bytes
+from loaderkit.connectors.base import Connector
 from loaderkit.engine.metrics.tuning import PoolTuning
 from loaderkit.engine.metrics.worker_clock import Clock
 from loaderkit.engine.process.executor import ProcessEngine
@@ -15,6 +16,7 @@ from loaderkit.engine.process.messages import pack
 from loaderkit.engine.process.worker_process import WorkerSpec
 from loaderkit.engine.threaded import ThreadEngine
 from loaderkit.errors import ConfigError
+from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
 from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.engine_factory import make_worker_engine
 from loaderkit.pipeline.execution_plan import ExecutionPlan
@@ -63,24 +65,32 @@ def pools_of_processes(plan: ExecutionPlan) -> tuple[PoolTuning, ...]:
 
 
 def check_processes(plan: ExecutionPlan, clock: Clock) -> None:
-    """Raise ConfigError if worker processes cannot run the plan, or if an object in it cannot be pickled."""
+    """Raise ConfigError if worker processes cannot run the plan."""
     if clock is not time.perf_counter:
         raise ConfigError(
             "build(clock=...) and prefetch.executor: process: another process cannot read that clock; use executor: thread"
         )
-    prefetch = plan.config.prefetch
+    check_depth(plan.config.prefetch)
+    check_sendable(plan.for_workers.config, plan.connector)
+
+
+def check_depth(prefetch: PrefetchArgs) -> None:
+    """Raise ConfigError if there are fewer batches than processes."""
     if prefetch.first_batches < prefetch.processes:
         raise ConfigError(
             f"prefetch.batches: {prefetch.batches} cannot be shared out to prefetch.processes: {prefetch.processes}, which "
             f"make a batch each at a time: allow at least {prefetch.processes} batches"
         )
-    config = plan.for_workers.config
+
+
+def check_sendable(config: PipelineConfig, connector: Connector | None = None) -> None:
+    """Raise ConfigError if an object in the config cannot be pickled."""
     objects = SOURCES[config.source_kind].objects(config.source)
     sent = {f"source.{key}": value for key, value in objects.items()}
     for stage in config.stages:
         objects = STAGES[stage.kind].objects(stage.args)
         sent |= {f"stages.{stage.name}.{key}": value for key, value in objects.items()}
-    sent["the connector"] = plan.connector
+    sent["the connector"] = connector
     for where, value in sent.items():
         try:
             pack(value)

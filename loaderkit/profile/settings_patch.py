@@ -15,8 +15,11 @@ from loaderkit._internal.cgroups import num_cpus
 from loaderkit._internal.units import format_bytes
 from loaderkit.engine.metrics import Stats, Verdict
 from loaderkit.engine.metrics.interval import Interval
-from loaderkit.pipeline.config.model import PipelineConfig
+from loaderkit.pipeline.config.diagnostics import Problems
+from loaderkit.pipeline.config.model import PipelineConfig, PrefetchArgs
+from loaderkit.pipeline.config.validation import check_structure
 from loaderkit.pipeline.config.yaml_text import to_yaml
+from loaderkit.pipeline.process_setup import check_depth, check_sendable
 from loaderkit.profile.report_parts import Setting, VerdictPart
 
 _MOST_PROCESSES = 8  # each imports all that the functions need, and several ranks may share the machine
@@ -35,7 +38,30 @@ def verdict_part(stats: Stats, config: PipelineConfig) -> VerdictPart:
 def settings_for(verdict: Verdict, stats: Stats, config: PipelineConfig) -> list[Setting]:
     """The settings of the verdict's change; empty where it is not a matter of settings."""
     make = _CHANGES.get(verdict.kind)
-    return [] if make is None else make(Interval.of(stats), verdict, config)
+    settings = [] if make is None else make(Interval.of(stats), verdict, config)
+    return settings if settings and is_accepted(config, {one.key: one.value for one in settings}) else []
+
+
+def is_accepted(config: PipelineConfig, settings: Mapping[str, Any]) -> bool:
+    """True if `build` would take the pipeline with these values by dotted key. Nothing else is suggested."""
+    given = {key.removeprefix("prefetch."): value for key, value in settings.items() if key.startswith("prefetch.")}
+    problems = Problems(None)
+    try:
+        changed = replace(config, prefetch=PrefetchArgs.model_validate({**dict(config.prefetch), **given}))
+        check_structure(changed.source, changed.stages, changed.order, changed.prefetch, problems)
+        problems.raise_problems()
+        if changed.prefetch.executor == "process":
+            check_depth(changed.prefetch)
+            if config.prefetch.executor != "process":
+                check_sendable(changed)
+    except ValueError:  # of the model, or a ConfigError
+        return False
+    return True
+
+
+def executor_with_workers(config: PipelineConfig) -> str:
+    """The executor to have workers with, in the place of `inline`."""
+    return "thread" if is_accepted(config, {"prefetch.executor": "thread"}) else "process"
 
 
 def _more_batches(case: Interval, verdict: Verdict, config: PipelineConfig) -> list[Setting]:
@@ -66,7 +92,7 @@ def _more_at_once(case: Interval, verdict: Verdict, config: PipelineConfig) -> l
     if case.is_inline_by_rule:  # what computes would take longer with workers
         return [] if verdict.kind == "computing" else [_set(config, "prefetch.concurrency", case.num_cpus)]
     if case.is_inline:
-        return [_set(config, "prefetch.executor", "thread")]
+        return [_set(config, "prefetch.executor", executor_with_workers(config))]
     if verdict.stage is None or (verdict.kind == "computing" and case.is_short_of_cpus):
         return []
     return _more_workers(case, verdict.stage, config)

@@ -47,6 +47,13 @@ def check_structure(
                 "let the function take `rng` instead",
                 "seeded",
             )
+        is_on_gpu = stage.kind == "decode" and getattr(stage.args, "device", None) == "gpu"
+        if prefetch is not None and prefetch.executor == "process" and is_on_gpu:
+            add_error(
+                number,
+                "another process cannot hand over tensors on a GPU: set `prefetch: {executor: thread}`",
+                "device",
+            )
     if order is not None and order.shuffle == "block" and source_kind.gives == "items":
         problems.error(
             ("order", "shuffle"),

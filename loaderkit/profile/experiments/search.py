@@ -18,13 +18,20 @@ from pydantic import Field
 from loaderkit._internal.cgroups import num_cpus
 from loaderkit.engine.autotune.tuned_setting import LADDER
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.stalls import START
 from loaderkit.errors import LoaderkitError
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.profile.experiments.decide import MOST_WRONG, Outcome, PairedGains, num_won
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Make, Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless, run_steps
 from loaderkit.profile.report_parts import Part, Rate, Setting
-from loaderkit.profile.settings_patch import num_processes, value_of, verdict_part
+from loaderkit.profile.settings_patch import (
+    executor_with_workers,
+    is_accepted,
+    num_processes,
+    value_of,
+    verdict_part,
+)
 
 _SEARCH, _REFINE, _COMPARE = 0.3, 0.3, 0.4
 _TRIAL_S, _LEAST_TRIALS = 4.0, 5  # s for a change against the best so far; less where so many would not fit
@@ -83,7 +90,8 @@ def tune(
     stats = search.run_tuner(seconds * _SEARCH)
     say(f"the tuner came to {_say(search.sizes)}")
     trial_s = min(_TRIAL_S, seconds * _REFINE / _LEAST_TRIALS)
-    least_s = LEAST_BATCHES * stats.wall_s / max(stats.num_batches, 1)  # for any comparison of two loaders
+    making_s = stats.wall_s - stats.stall_s.get(START, 0.0)
+    least_s = LEAST_BATCHES * making_s / max(stats.num_batches, 1)  # for any comparison of two loaders
     # Where the tuner's loader took long to start, trials have their time nevertheless; not where batches are slow.
     until_s = max(begin_s + seconds * _SEARCH, time.perf_counter()) + min(
         seconds * _REFINE, seconds * (1 - _SEARCH) - least_s
@@ -139,9 +147,10 @@ class _Search:
         """Let the tuner find sizes while the loop runs; the stats of that run."""
         given: Overrides = {"prefetch.concurrency": "auto", "prefetch.batches": "auto"}
         if self._config.prefetch.executor == "inline":
-            given["prefetch.executor"] = "thread"
+            given["prefetch.executor"] = executor_with_workers(self._config)
         with self._make(given, None) as loader:
             batches, looks, num_settled = endless(loader), [loader.stats()], 0
+            run_steps(batches, self._step, num_steps=1)  # starting up is no part of it
             until_s = time.perf_counter() + seconds
             while num_settled < _NUM_SETTLED and (left_s := until_s - time.perf_counter()) > 0:
                 run_steps(batches, self._step, seconds=min(_SLICE_S, left_s))
@@ -160,7 +169,8 @@ class _Search:
             new = {key: value for key, value in change.items() if self._value(key) != value}
             if new and new not in self._tried:
                 self._tried += [new, {key: self._value(key) for key in new}]  # and the way back
-                return new
+                if is_accepted(self._config, {**self.best, **new}):
+                    return new
         return None
 
     def _changes(self, processes: int) -> Iterator[Overrides]:

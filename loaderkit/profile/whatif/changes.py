@@ -12,7 +12,13 @@ from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.config.validation import check_neighbours
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Setting
-from loaderkit.profile.settings_patch import num_processes, value_of, workers_settings
+from loaderkit.profile.settings_patch import (
+    executor_with_workers,
+    is_accepted,
+    num_processes,
+    value_of,
+    workers_settings,
+)
 from loaderkit.profile.whatif.demands import Demand, PipelineModel, PoolModel
 from loaderkit.stages.base import StageConfig
 
@@ -35,14 +41,19 @@ class Change:
 
 
 def changes(model: PipelineModel, report: Report, config: PipelineConfig) -> list[Change]:
-    """Every change that the model knows for this pipeline."""
-    return [
+    """Every change that the model knows for this pipeline, and that `build` takes."""
+    found = [
         *_workers(model, report, config),
         *_depth(model, report, config),
         *_executors(model, config, int(report.memory.get("batch_bytes", 0))),
         *_machine(model),
         *_store(model, report),
         *_images(model, config),
+    ]
+    return [
+        change
+        for change in found
+        if not change.settings or is_accepted(config, {one.key: one.value for one in change.settings})
     ]
 
 
@@ -93,9 +104,9 @@ def _executors(model: PipelineModel, config: PipelineConfig, batch_bytes: int) -
     if executor != "inline":
         yield Change("executor: inline", replace(model, is_inline=True), (now.model_copy(update={"value": "inline"}),))
     if executor == "inline":
-        pool = PoolModel(num_cpus(), model.stages)
+        pool, wanted = PoolModel(num_cpus(), model.stages), executor_with_workers(config)
         changed = replace(model, is_inline=False, pools=(pool,))
-        yield Change("executor: thread", changed, (now.model_copy(update={"value": "thread"}),))
+        yield Change(f"executor: {wanted}", changed, (now.model_copy(update={"value": wanted}),))
 
 
 def _machine(model: PipelineModel) -> Iterator[Change]:

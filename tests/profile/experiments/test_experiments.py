@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.metrics import Stats
 from loaderkit.errors import ConfigError
 from loaderkit.profile.experiments.headroom import Subset, conclude, measure_headroom
 from loaderkit.profile.experiments.interleave import LEAST_BATCHES, Variant, interleave
@@ -83,6 +85,37 @@ def test_tune_compares_with_the_file_last(prefetch: dict[str, Any], tmp_path: Pa
     assert tuned.num_pairs >= 3
     assert len({repr(trial.settings) for trial in tuned.trials}) == len(tuned.trials)
     assert not any(trial.kept for trial in tuned.trials if trial.speedup is None)
+
+
+class LateStart:
+    """A loader whose start took hours."""
+
+    def __init__(self, loader: loaderkit.Loader) -> None:
+        self.loader = loader
+        self.set_epoch = loader.set_epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def stats(self) -> Stats:
+        stats = self.loader.stats()
+        return replace(stats, wall_s=stats.wall_s + 1e4, waits_s={**stats.waits_s, "start": 1e4})
+
+
+def test_tune_has_time_for_trials_after_a_long_start() -> None:
+    pipeline = Pipeline.dataset(list(range(64))).read().batch(4)
+
+    @contextlib.contextmanager
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> Iterator[LateStart]:
+        if overrides.get("prefetch.executor") == "process":
+            raise ConfigError("it would take long to start, too")
+        with loaderkit.build(pipeline, overrides=overrides) as loader:
+            yield LateStart(loader)
+
+    assert tune(make, lambda batch: None, pipeline.config, seconds=0.5).trials
 
 
 class AllAtOnce:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from loaderkit import __version__
-from loaderkit._internal.cgroups import num_cpus
+from loaderkit._internal.cgroups import num_cpus, numa_conflict
 from loaderkit.engine.metrics import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.interval import Interval
@@ -111,7 +111,11 @@ def make_report(facts: ReportFacts) -> Report:
         patch=settings_yaml(verdict.settings),
         series=series,
         memory=values["memory"],
-        host={**values["host"], "others_cpus": Interval.of(passed).others_cpus},
+        host={
+            **values["host"],
+            "others_cpus": Interval.of(passed).others_cpus,
+            "numa": numa_conflict(_gpu_address()),
+        },
         tuning=values["tuning"],
         store=values["store"],
         config=described(facts.config_now),
@@ -142,6 +146,15 @@ def machine() -> Machine:
         loaderkit=__version__,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     )
+
+
+def _gpu_address() -> str | None:
+    """On the PCI bus, as the kernel writes it; None without a GPU, or if torch does not tell."""
+    if not torch.cuda.is_available():
+        return None
+    found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
 
 
 # ------------------------------------------------------------------------------------------------------ the loop

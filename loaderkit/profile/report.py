@@ -89,7 +89,8 @@ class Report(_Document):
     )
     memory: dict[str, Any]
     host: dict[str, Any] = Field(
-        description="as in loader.stats(), and others_cpus: how many CPUs other programs used; null: not known"
+        description="as in loader.stats(); others_cpus: how many CPUs other programs used, null: not known; numa: why what it "
+        "may use lies on different nodes, null: it does not"
     )
     tuning: dict[str, Any]
     store: dict[str, Any]

@@ -142,6 +142,13 @@ def look_at_varied(case: Varied, *, seconds: float) -> dict[str, Any]:
     }
 
 
+def is_within(row: Mapping[str, Any]) -> bool:
+    """True if what was predicted and what was measured agree by their intervals."""
+    measured = row["measured"]
+    said, found = row["speedup"] * row["interval_percent"], measured["speedup"] * measured["interval_percent"]
+    return bool(abs(row["speedup"] - measured["speedup"]) <= math.hypot(said, found) / 100)
+
+
 def varied_table(found: Sequence[dict[str, Any]]) -> str:
     """The predictions as Markdown."""
     pairs = [(one, row) for one in found for row in one["what_if"]]
@@ -151,14 +158,19 @@ def varied_table(found: Sequence[dict[str, Any]]) -> str:
         f"On {os.cpu_count()} CPUs; made by `python -m profiles.predictions --varied`.",
         "",
     ]
-    for name, most in (("all", math.inf), (f"measured to {_CLEAR:.0f} %", _CLEAR)):
-        chosen = [row for _, row in pairs if row["measured"]["interval_percent"] <= most]
+    clear = [row for _, row in pairs if row["measured"]["interval_percent"] <= _CLEAR]
+    for name, chosen in (
+        ("all", [row for _, row in pairs]),
+        (f"measured to {_CLEAR:.0f} %", clear),
+        (f"measured and predicted to {_CLEAR:.0f} %", [row for row in clear if row["interval_percent"] <= _CLEAR]),
+    ):
         for what, rows in ((name, chosen), (f"{name}, depth", [row for row in chosen if "ahead" in row["name"]])):
             errors = [abs(row["measured"]["error_percent"]) for row in rows]
             if len(errors) > 1:
                 middle, high = statistics.median(errors), statistics.quantiles(errors, n=20)[-1]
                 lines.append(
-                    f"- {what}: {len(errors)} changes, error {middle:.1f} % in the median, {high:.0f} % for one in 20."
+                    f"- {what}: {len(errors)} changes, error {middle:.1f} % in the median, {high:.0f} % for one in 20; "
+                    f"{sum(map(is_within, rows))} within their intervals."
                 )
     off = [abs(one["model_error_percent"]) for one in found]
     lines += [
@@ -171,12 +183,13 @@ def varied_table(found: Sequence[dict[str, Any]]) -> str:
     ]
     for one, row in pairs:
         measured = row["measured"]
+        predicted = f"{row['speedup']:.2f}x +- {row['interval_percent']:.0f} %"
         speedup = f"{measured['speedup']:.2f}x +- {measured['interval_percent']:.0f} %"
         others = f"{one['others_cpus']:.1f}, {row['others_cpus']:.1f}"
         cells = (
             one["case"],
             row["name"],
-            f"{row['speedup']:.2f}x",
+            predicted,
             speedup,
             f"{measured['error_percent']:+.0f} %",
             others,

@@ -41,7 +41,7 @@ class VerdictPart(Part):
     )
     kind: str = Field(
         description="training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting, memory, depth, "
-        "start, wakeup or unknown"
+        "start, wakeup, quota or unknown"
     )
     percent: float = Field(description="of the time lost to it; for null: of the time not lost to loading")
     confidence: float = Field(description="from 0 to 1")
@@ -236,6 +236,11 @@ class WhatIf(Part):
     samples_per_s: float
     stall_percent: float
     speedup: float = Field(description="over what the model says of the pipeline as it is")
+    interval_percent: float | None = Field(
+        None,
+        description="half the width of its 95 % interval, of that: how the speed of the run varied, and what the model was off "
+        "for the pipeline as it is; null: too few steps to tell",
+    )
     limit: str = Field(description="what the limit would be then: a stage, cpus, gil, or training")
     note: str = ""
     can_run: bool = Field(description="whether --verify can try it here")

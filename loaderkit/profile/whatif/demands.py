@@ -6,9 +6,11 @@ Computing Surveys 10(3), 1978): demand D = busy time B / completions C, over an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from loaderkit.engine.autotune.chunk_sizer import CHUNK_TARGET_S, ChunkSizer
 from loaderkit.engine.metrics.stalls import WAKEUP
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import StageRow
@@ -67,7 +69,7 @@ class PipelineModel:
     serial_stage: str | None = None  # a stage of which only one worker gets on at a time
     serial_s: float = 0.0
     batch: float = 1.0  # samples of one
-    chunk: float = 0.0  # samples of one; 0: not known
+    chunk: float = 0.0  # samples of one that workers and batches ahead let be so long; 0: not known
     batches_ahead: float = float("inf")
     batches_in_memory: float = float("inf")
     steps: tuple[float, ...] = (1.0,)  # of the loop, one after the other, relative to their mean
@@ -123,7 +125,7 @@ def model_of(report: Report) -> PipelineModel | None:
         serial_stage=serial,
         serial_s=serial_s if serial else 0.0,
         batch=batch,
-        chunk=max((row.chunk or 0.0 for row in rows if row.kind != "transfer"), default=0.0),
+        chunk=_chunk(report, pools, batch, processes),
         batches_ahead=float(tuning.get("batches") or 1),
         batches_in_memory=_batches_in_memory(report),
         steps=_steps(report),
@@ -131,6 +133,28 @@ def model_of(report: Report) -> PipelineModel | None:
         wake_s=report.stall.by_stage.get(WAKEUP, 0.0) / report.num_batches,
         is_inline=tuning.get("executor") == "inline",
     )
+
+
+def _chunk(report: Report, pools: Sequence[PoolModel], batch: float, processes: int) -> float:
+    """Samples of a chunk as they were, or by their time where workers and batches ahead allowed for no more."""
+    tuning = report.tuning
+    if tuning.get("graph"):
+        return math.inf  # DALI makes whole batches
+    chunk = max((row.chunk or 0.0 for row in report.stages if row.kind != "transfer"), default=0.0)
+    by_time = CHUNK_TARGET_S / max(sum(stage.usual_s for pool in pools for stage in pool.stages), 1e-9)
+    workers = sum(max(1, pool.workers // processes) for pool in pools)
+    room = max(1, int(min(tuning.get("batches") or 1, _batches_in_memory(report))) // processes)
+    most = chunk_length(by_time, max(1, round(batch)), workers, room)
+    return max(chunk, by_time) if chunk >= most else chunk
+
+
+def chunk_length(wanted: float, batch: int, workers: int, num_open: int) -> int:
+    """Samples of a chunk, by the engine's rule, where samples take so long that `wanted` of them would make one."""
+    if math.isinf(wanted):
+        return batch
+    chunk_sizer = ChunkSizer()
+    chunk_sizer.landed(CHUNK_TARGET_S / (wanted + 0.5), 1)
+    return chunk_sizer.chunk_size(batch, workers, num_open)
 
 
 def _solo(row: StageRow, report: Report) -> float:

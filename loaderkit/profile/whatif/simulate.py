@@ -14,12 +14,11 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from loaderkit.engine.autotune.chunk_sizer import CHUNK_TARGET_S
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.engine.scheduler import Scheduler
 from loaderkit.engine.work import Chunk, WorkItem
-from loaderkit.profile.whatif.demands import PipelineModel
+from loaderkit.profile.whatif.demands import PipelineModel, chunk_length
 from loaderkit.profile.whatif.times import Draws
 
 _NUM_SAMPLES, _MOST_SAMPLES, _NUM_BATCHES, _NUM_SLOW = 2000, 6000, 64, 30
@@ -143,7 +142,7 @@ class Simulation:
         states = WorkerStates(1)
         self._clock = WorkerClock(states, self._time, first_state=0)
         self._plans = [
-            _Plan(self._batch, self._chunk(), room, range(process, self.num_batches, num)) for process in range(num)
+            _Plan(self._batch, self._chunk(room), room, range(process, self.num_batches, num)) for process in range(num)
         ]
         self._schedulers = [
             Scheduler(cast("Plan", plan), states, self._time, num_workers=sum(self._workers), is_whole=False)
@@ -156,13 +155,10 @@ class Simulation:
         self._is_waiting = True
         self.taken_s: list[float] = []
 
-    def _chunk(self) -> int:
-        """As long as they were, but for other workers; 0: by the scheduler, from the beginning."""
-        model, most = self._model, -(-self._batch // sum(self._workers))
-        if not 0 < model.chunk < self._batch:
-            return round(model.chunk)
-        by_time = CHUNK_TARGET_S / max(sum(stage.usual_s for stage in model.stages), 1e-9)
-        return max(1, min(most, int(max(model.chunk, by_time))))
+    def _chunk(self, room: int) -> int:
+        """As long as they were, but for other workers and batches ahead; 0: by the scheduler, from the beginning."""
+        chunk = self._model.chunk
+        return chunk_length(chunk, self._batch, sum(self._workers), room) if chunk else 0
 
     def _time(self) -> float:
         return self._now

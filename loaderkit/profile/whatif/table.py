@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 from loaderkit.errors import LoaderkitError
@@ -13,6 +15,7 @@ from loaderkit.profile.experiments.interleave import Make, Variant, interleave, 
 from loaderkit.profile.experiments.loops import Step
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Measured, WhatIf
+from loaderkit.profile.statistics import NUM_WINDOWS, paired, steady, windows
 from loaderkit.profile.whatif.bounds import bounds
 from loaderkit.profile.whatif.changes import changes
 from loaderkit.profile.whatif.demands import PipelineModel, model_of
@@ -23,6 +26,7 @@ _NEAR = 0.9
 _NOTICED = 0.05
 _NOTHING = 0.01
 _LEAST_S = 2.0  # for one change, both sides together
+_LEAST_WAIT = 0.05  # share of the time; of shorter waits a ratio says nothing
 
 
 class Prediction(NamedTuple):
@@ -39,10 +43,11 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
     model = model_of(report)
     if model is None:
         return [], None
-    measured, simulated = steady_rate(report), rate_of(model)
+    measured, simulated, varied = steady_rate(report), rate_of(model), _varied(report)
     rows = []
     for change in changes(model, report, config):
         predicted = predict(change.model, measured / simulated)
+        off = _off(predicted.samples_per_s, simulated, measured, model.compute_s)
         rows.append(
             WhatIf(
                 name=change.name,
@@ -50,6 +55,7 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
                 samples_per_s=predicted.samples_per_s,
                 stall_percent=predicted.stall_percent,
                 speedup=predicted.samples_per_s / measured,
+                interval_percent=None if varied is None else 100.0 * math.hypot(math.sqrt(2) * varied, off),
                 limit=predicted.limit,
                 note=change.note,
                 can_run=bool(change.settings),
@@ -58,6 +64,28 @@ def what_if(report: Report, config: PipelineConfig) -> tuple[list[WhatIf], float
     rows = [row for row in rows if row.can_run or abs(row.speedup - 1) > _NOTHING]
     rows.sort(key=lambda row: -row.speedup)
     return rows, 100.0 * (simulated / measured - 1.0)
+
+
+def _varied(report: Report) -> float | None:
+    """How the run's own speed varied: half the width of the 95 % interval of its steps' mean, as a share. None: too few."""
+    times = [step.compute_s + step.stall_s for step in steady(report.steps.steps)]
+    means = [[fmean(one) for one in windows(times, number)] for number in NUM_WINDOWS]
+    if len(means[-1]) < 2:
+        return None
+    found = [paired(one) for one in means]
+    return max((one.high - one.mean) / max(one.mean, 1e-12) for one in found)
+
+
+def _off(predicted: float, simulated: float, measured: float, compute_s: float) -> float:
+    """What is not known of a prediction because the model is off for the pipeline as it is, as a share. The prediction takes it
+    to be off by a factor of the speed. This compares it with a factor of the waiting."""
+
+    def wait_s(rate: float) -> float:
+        return max(1.0 / rate - compute_s, _LEAST_WAIT / measured)
+
+    by_waits = wait_s(predicted * simulated / measured) * wait_s(measured) / wait_s(simulated)
+    by_speed = wait_s(predicted)
+    return abs(by_waits - by_speed) / (compute_s + by_speed)
 
 
 def rate_of(model: PipelineModel) -> float:

@@ -80,6 +80,12 @@ class TestClosedForms:
         model = replace(model, pools=(*model.pools, PoolModel(1, (copying,))))
         assert Simulation(model).run() == pytest.approx(100, rel=0.01)
 
+    @pytest.mark.parametrize(("workers", "depth", "expected"), [(4, 1, 4 * 1000), (8, 1, 8 * 1000), (4, 4, 4 * 1000)])
+    def test_workers_share_a_batch_where_few_are_open(self, workers: int, depth: int, expected: float) -> None:
+        """Of samples so short that one worker would make a whole batch otherwise: with one batch ahead all the others rest."""
+        model = model_of(workers, waiting(0.001), compute_s=1e-7, batch=8, chunk=9, batches_ahead=depth)
+        assert Simulation(model).run() == pytest.approx(expected, rel=0.01)
+
     def test_while_a_pause_lasts_nothing_comes(self) -> None:
         """Half of the time, so one batch ahead waits half of the time; enough of them wait no more."""
         times = Times(slow_wait=0.0, sizes=(1.0,), gaps=(1.0,), every=100.0, pause=50.0, pause_every_s=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from executors import EXECUTORS
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.profile.report import Report
-from loaderkit.profile.report_parts import SlowTime
+from loaderkit.profile.report_parts import SlowTime, Step
 from loaderkit.profile.whatif.demands import model_of
 from loaderkit.profile.whatif.table import what_if
 
@@ -85,3 +86,34 @@ def test_others_want_more_cpus_than_they_get(photos: Path) -> None:
     read, decode = model.stages
     assert decode.wait_s == pytest.approx(0.0, abs=1e-9)
     assert read.wait_s == pytest.approx(0.2 / reading.num_items)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_what_build_refuses_is_not_shown(photos: Path, executor: str) -> None:
+    """Threads share the generators that a seeded function draws from, and a function without a name stays in its process."""
+    files = Pipeline.files(photos, include="**/*.jpg").read().decode().center_crop(8)
+    report = report_of(photos, executor)
+    seeded = files.call(abs, seeded=True).batch(4).with_overrides({"prefetch.executor": "inline"})
+    nameless = files.call(lambda sample: sample).batch(4)
+    for pipeline in (pipeline_of(photos), seeded, nameless):
+        for row in what_if(report, pipeline.config)[0]:
+            overrides = {one.key: one.value for one in row.settings}
+            assert pipeline is not nameless or overrides.get("prefetch.executor") != "process"
+            if overrides and pipeline is not nameless:  # whose description no file can hold, nor be changed by key
+                loaderkit.build(pipeline, overrides=overrides).close()
+
+
+def test_a_prediction_is_as_sure_as_the_run_was_steady(photos: Path) -> None:
+    report, config = report_of(photos), pipeline_of(photos).config
+
+    def halves(stalls_s: Sequence[float]) -> set[float | None]:
+        steps = [Step(at_s=float(n), compute_s=0.01, stall_s=stall_s) for n, stall_s in enumerate(stalls_s)]
+        rows, _ = what_if(report.model_copy(update={"steps": report.steps.model_copy(update={"steps": steps})}), config)
+        return {row.interval_percent for row in rows}
+
+    assert halves([0.01] * 3) == {None}
+    steady, varied = halves([0.01] * 100), halves([0.01, 0.02, 0.04, 0.01, 0.05] * 20)
+    slow_at_times = halves([0.01] * 40 + [0.05] * 20 + [0.01] * 40)
+    least = [min(one or 0.0 for one in found) for found in (steady, varied, slow_at_times)]
+    assert least == sorted(least)
+    assert least[0] < 1 < least[2]

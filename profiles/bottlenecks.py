@@ -27,6 +27,7 @@ from loaderkit import Loader, Pipeline
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import ExecutionPlan, compile_pipeline
 from loaderkit.profile.render.html import to_html
@@ -367,6 +368,13 @@ def contradictions(found: Mapping[str, Any]) -> list[str]:
         problems.append(f"evidence: {said[0]!r}, but the loop waited {stall['percent']} %")
     elif said[2] is not None and (said[3] != stage or abs(float(said[2]) - percent) > 0.06):
         problems.append(f"evidence: {said[0]!r}, but {percent} % for {stage}")
+    later = re.search(_AFTER_START, verdict["evidence"])
+    if later is not None:
+        causes = {cause: seconds for cause, seconds in by_stage.items() if cause != "start"}
+        expected = [(later[1], sum(causes.values())), (later[3] or later[1], causes[later[2]])]
+        wrong = [said for said, seconds in expected if abs(float(said) - min(100.0, 100 * seconds / wall_s)) > 0.06]
+        if wrong or causes[later[2]] < max(causes.values()):
+            problems.append(f"evidence: {later[0]!r}, but {by_stage} of {wall_s} s")
     others, used = (re.search(rf"{words} ([\d.]+)(?: CPUs)? of ([\d.]+)", verdict["evidence"]) for words in _CPUS)
     others_cpus = found.get("host", {}).get("others_cpus")
     if others is not None and others_cpus is not None and abs(float(others[1]) - others_cpus) > 0.051:
@@ -378,15 +386,19 @@ def contradictions(found: Mapping[str, Any]) -> list[str]:
 
 _CPUS = ("other programs used", "the workers use")
 _PERCENT = r"([\d.]+) %"
+_AFTER_START = rf"after the start {_PERCENT}(?:, most of it)? for ([^;:()]+?)(?: \({_PERCENT}\))?(?=[;:]|$)"
 
 
 def text_contradictions(report: Report) -> list[str]:
     """The same of what a reader sees, as text and as a page: one percentage of waiting, and rows that sum to it."""
     waited, problems = report.stall.percent, []
+    head = f"{headline(report.verdict.stage, report.verdict.kind)} ({100 * report.verdict.confidence:.0f} % sure)"
     page = re.sub(
         r"\s+", " ", re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", " ", to_html(report), flags=re.DOTALL)
     )
     text = to_text(report, width=1000)
+    if text.splitlines()[1] != head:
+        problems.append(f"{text.splitlines()[1]}, but {head}")
     for words, where in (("the loop waited", text), ("The loop waited for data", page), ("Waiting for data", page)):
         said = re.search(rf"{words} {_PERCENT}", where)
         if said is None or abs(float(said[1]) - waited) > 0.051:

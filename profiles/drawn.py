@@ -71,6 +71,9 @@ def right(case: Drawn, report: Report) -> tuple[bool, bool]:
             kinds.add("wakeup")
         elif "gil" in kinds:
             kinds.add("computing")
+    if case.stage is None and verdict.kind == "quota":  # which only a quota brings about
+        stages.add("wakeup")
+        kinds.add("quota")
     return verdict.stage in stages, verdict.kind in kinds
 
 

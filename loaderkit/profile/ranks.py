@@ -136,4 +136,6 @@ def _summary(rows: Sequence[RankRow], missing: Sequence[int]) -> str:
 
 
 def _limit(verdict: VerdictPart) -> str:
-    return "training is its limit" if verdict.stage is None else f"{verdict.stage} is its limit, {verdict.kind}"
+    if verdict.stage is None:
+        return "training is its limit"
+    return f"{verdict.stage} is its limit{'' if verdict.kind == verdict.stage else f', {verdict.kind}'}"

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from loaderkit import Pipeline
 from loaderkit.engine.metrics import Stats
+from loaderkit.engine.metrics.contention import ContentionResult
+from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.interval import Interval
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
@@ -38,6 +40,17 @@ loops = st.fixed_dictionaries(
         "cpu": st.tuples(*[st.floats(0, 3)] * len(STAGES)),
         "idle": st.floats(0, 1),
         "is_later": st.booleans(),
+        # What tells kinds apart: a quota, threads of libraries, one worker alone against all, slow items.
+        "quota": st.sampled_from([None, None, 0.5]),
+        "native": st.sampled_from([0.0, 0.0, 2.0]),
+        "trial": st.builds(
+            ContentionResult,
+            st.one_of(st.none(), st.floats(0, 3)),
+            st.one_of(st.none(), st.floats(0, 1)),
+            st.one_of(st.none(), st.floats(0, 1)),
+            slowdowns=st.dictionaries(st.sampled_from(STAGES), st.floats(0.5, 4)),
+        ),
+        "services": st.sampled_from([{}, {0.01: 100}, {0.01: 90, 0.3: 10}]),
     }
 )
 
@@ -67,7 +80,7 @@ class Loop:
         rows = [
             StageStats(
                 name, 2, num_items=self._num_batches, busy_s=2 * wall_s * cpu / 3, cpu_s=wall_s * cpu / 2, kind=name,
-                blocked_s=2 * wall_s * (1 - cpu / 3),
+                blocked_s=2 * wall_s * (1 - cpu / 3), services=self._services(),
             )
             for name, cpu in zip(STAGES, self._drawn["cpu"], strict=True)
         ]  # fmt: skip
@@ -79,9 +92,22 @@ class Loop:
             wall_s=wall_s,
             num_batches=self._num_batches,
             waits_s=dict(self._waits_s),
-            host=replace(empty.host, idle_s=idle_s, others_s=(4 * wall_s - idle_s) / 2),
+            host=replace(
+                empty.host,
+                idle_s=idle_s,
+                others_s=(4 * wall_s - idle_s) / 2,
+                native_s=wall_s * self._drawn.get("native", 0.0),
+                quota_cpus=self._drawn.get("quota"),
+            ),
+            trials={STAGES[0]: self._drawn.get("trial", ContentionResult())},
             tuning=Tuning(self._drawn["executor"], 4, cpus=4, pools=(PoolTuning(STAGES, 2),)),
         )
+
+    def _services(self) -> Histogram:
+        found = Histogram()
+        for seconds, count in self._drawn.get("services", {}).items():
+            found.add(seconds, count * self._num_batches)
+        return found
 
     def report(self) -> Report:
         config = (Pipeline.dataset([1]).read().call(str).batch(1)).config

@@ -1,7 +1,8 @@
 """The verdict: the bottleneck, the confidence, the evidence and what to change, from the counters alone.
 
     the loop hardly waited ──> training is the limit
-    else ──> the stage, or start, memory, wakeup, release, that the loop waited for longest; for a stage:
+    else ──> the stage, or start, memory, wakeup, release, that the loop waited for longest; a wakeup that a CPU quota delays
+    is its fault; for a stage:
         libraries compute in threads of their own ──> oversubscription
         the GIL is held, and no more than one CPU is used ──> gil
         no CPU is free ──> computing

@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     the limit.
     `percent` of the interval's wall time were lost to it (for None: not lost to loading). `confidence` is from 0 to 1. `kind`
     says in one word how it limits: training, computing, gil, oversubscription, lock, latency, bandwidth, stragglers, waiting,
-    memory, depth, start, wakeup, unknown.
+    memory, depth, start, wakeup, quota, unknown.
     """
 
     stage: str | None
@@ -76,7 +76,8 @@ def start(interval: Interval) -> Verdict:
     change = (
         "call loader.start() before the model is built; for the steady state, take stats(since=...) from a later moment"
     )
-    return _without_stage(interval, START, words.waited(interval, START), change)
+    evidence = f"{words.waited(interval, START)}; {words.after_start(interval)}"
+    return _without_stage(interval, START, evidence, change)
 
 
 def memory(interval: Interval) -> Verdict:
@@ -90,6 +91,9 @@ def wakeup(interval: Interval) -> Verdict:
     seconds, num_batches = interval.stats.stall_s[WAKEUP], interval.stats.num_batches
     each = f", {say_seconds(seconds / num_batches)} a batch" if num_batches else ""
     evidence = f"{words.waited(interval, WAKEUP)}{each}: batches were ready, and the loop's thread was not running"
+    if interval.is_held_back:
+        change = "a larger CPU quota; or less work for the CPUs: fewer workers, and library threads as few as the quota"
+        return _without_stage(interval, WAKEUP, f"{evidence}; {words.quota(interval)}", change, sure=0.9, kind="quota")
     change = "fewer workers; for batches of less than a millisecond, larger batches or executor: inline"
     if interval.stats.tuning.executor != "process":
         change = (
@@ -110,13 +114,14 @@ def release(interval: Interval) -> Verdict:
         "batches lie in memory that is used again. Else set THP_MEM_ALLOC_ENABLE=1 in the environment: torch then gives "
         "memory back faster"
     )
-    return _without_stage(interval, RELEASE, evidence, change, sure=0.95)
+    return _without_stage(interval, RELEASE, evidence, change, sure=0.95, kind="memory")
 
 
-def _without_stage(interval: Interval, cause: str, evidence: str, change: str, sure: float = 1.0) -> Verdict:
+def _without_stage(
+    interval: Interval, cause: str, evidence: str, change: str, *, sure: float = 1.0, kind: str | None = None
+) -> Verdict:
     percent = interval.percent(interval.stats.stall_s[cause])
-    kind = "memory" if cause == RELEASE else cause
-    return Verdict(cause, percent, interval.confidence(sure, _clear(interval, cause)), evidence, change, kind)
+    return Verdict(cause, percent, interval.confidence(sure, _clear(interval, cause)), evidence, change, kind or cause)
 
 
 # ------------------------------------------------------------------------- a stage: what kind of wait that is

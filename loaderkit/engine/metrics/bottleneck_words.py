@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from loaderkit._internal.units import say_bytes, say_seconds
 from loaderkit.engine.metrics.interval import HARMLESS, Interval, StageFacts
+from loaderkit.engine.metrics.stalls import MEMORY, RELEASE, START, WAKEUP
 
 _OTHERS = 0.2  # CPUs; other programs that use more are named
 _DISK = 0.5  # share of the bytes read from the page cache; less is worth telling
@@ -22,6 +23,23 @@ _CHEAPER: Mapping[str, str] = {
 }
 
 
+_WITHOUT_A_STAGE: Mapping[str, str] = {
+    START: "Starting up is the limit: the first batch",
+    MEMORY: "Memory is the limit: no room for more batches ahead",
+    WAKEUP: "Waking up the loop is the limit: its batch was there",
+    RELEASE: "Releasing batches is the limit: their memory goes back to the system",
+}
+
+
+def headline(stage: str | None, kind: str) -> str:
+    """A verdict in one line."""
+    if stage is None:
+        return "Nothing to say yet" if kind == "unknown" else "Training is the limit"
+    if kind == "quota":
+        return "The CPU quota is the limit: the loop's thread was held back"
+    return _WITHOUT_A_STAGE.get(stage, f"{stage} is the limit: {kind}")
+
+
 def waited(interval: Interval, cause: str | None = None) -> str:
     """How long the loop waited in all, and for one cause: the head of every verdict's evidence."""
     stats = interval.stats
@@ -31,6 +49,29 @@ def waited(interval: Interval, cause: str | None = None) -> str:
     return f"{text}, {interval.percent(stats.stall_s[cause]):.1f} % for {cause}"
 
 
+def after_start(interval: Interval) -> str:
+    """The waiting that is not the start's, and what that was for."""
+    stall_s = {cause: seconds for cause, seconds in interval.stats.stall_s.items() if cause != START}
+    longest = max(stall_s, key=stall_s.__getitem__, default=None)
+    if longest is None or not stall_s[longest]:
+        return "after the start it did not wait"
+    later_s = sum(stall_s.values())
+    text = f"after the start {interval.percent(later_s):.1f} %"
+    if later_s > stall_s[longest]:
+        text += f", most of it for {longest} ({interval.percent(stall_s[longest]):.1f} %)"
+    else:
+        text += f" for {longest}"
+    return f"{text}: too little to matter" if interval.share_after_start < HARMLESS else text
+
+
+def quota(interval: Interval) -> str:
+    """What a CPU quota leaves, and for how long it held threads back."""
+    host = interval.stats.host
+    left = "" if host.quota_cpus is None else f" leaves this program {host.quota_cpus:.3g} CPUs"
+    held = f" held its threads back for {say_seconds(host.throttled_s)}" if host.throttled_s else ""
+    return f"a CPU quota{' and'.join(part for part in (left, held) if part)}"
+
+
 def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
     """What the machine withholds: CPUs, memory, cached files."""
     found = []
@@ -38,7 +79,7 @@ def host_facts(interval: Interval, facts: StageFacts) -> list[str]:
     if others is not None and num_cpus is not None and others > _OTHERS and not interval.has_idle_cpus:
         found.append(f"other programs used {others:.1f} of {num_cpus} CPUs: this one gets {num_cpus - others:.1f}")
     if interval.is_short_of_cpus and host.quota_cpus is not None:
-        found.append(f"a CPU quota leaves this program {host.quota_cpus:.3g} CPUs")
+        found.append(quota(interval))
     if host.swapped_bytes:
         found.append(f"{say_bytes(host.swapped_bytes)} of this program are swapped out")
     hits = host.page_cache_hits
@@ -81,7 +122,7 @@ def workers_instead(interval: Interval, how: str) -> str:
     """The change where the loop's own thread makes the batches."""
     if interval.is_inline_by_rule:
         return f"larger batches, or prefetch.concurrency: {interval.num_cpus}, {how}"
-    return f"prefetch.executor: thread, {how}"
+    return f"prefetch.executor: {interval.stats.tuning.executor_with_workers}, {how}"
 
 
 def more_workers(interval: Interval, facts: StageFacts) -> str:

@@ -176,6 +176,11 @@ class Interval:
         return (self.stats.host.throttled_s or 0.0) / self.counted_s
 
     @property
+    def is_held_back(self) -> bool:
+        """True if a CPU quota keeps threads of this program from running."""
+        return self.throttled_share > _THROTTLED or (self.stats.host.quota_cpus is not None and self.is_short_of_cpus)
+
+    @property
     def is_short_of_cpus(self) -> bool:
         """True if the workers use nearly all CPUs, wait for one while none is idle, or are held back by a quota."""
         rows = self.stats.stages

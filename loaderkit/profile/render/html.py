@@ -10,6 +10,7 @@ from functools import cache, partial
 from types import ModuleType
 
 from loaderkit._internal.units import say_seconds
+from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.yaml_text import to_yaml
 from loaderkit.profile.compare import say
@@ -45,6 +46,7 @@ def to_html(report: Report, ranks: Merged | None = None) -> str:
     drawn = charts(report)
     page: str = environment.get_template("report.html.j2").render(
         report=report,
+        headline=headline(report.verdict.stage, report.verdict.kind),
         compared=[(row, say(row)) for row in report.baseline.rows] if report.baseline is not None else [],
         ranks=ranks,
         parts=report.steps.parts(),

@@ -79,15 +79,16 @@ def tuning_table(stats: Mapping[str, Any]) -> Table:
 
 def reading(stats: Mapping[str, Any]) -> str:
     """The verdict in one line: what is the limit, how sure that is, what says so, and what to change."""
+    from loaderkit.engine.metrics.bottleneck_words import headline  # late: `--help` imports this module
+
     if not stats["num_batches"]:
         return "No batch was delivered, so there is nothing to read from the accounts."
     verdict = stats["verdict"]
     sure = f"confidence {verdict['confidence']:.2f}"
-    if verdict["stage"] is None:
-        head = f"training is the limit ({sure})"
-    else:
-        head = f"{verdict['stage']} is the limit, {verdict['kind']} ({verdict['percent']:.0f} % of the time lost to it, {sure})"
-    return f"Verdict: {head}. {_sentence(verdict['evidence'])} To change: {verdict['change']}."
+    if verdict["stage"] is not None:
+        sure = f"{verdict['percent']:.0f} % of the time lost to it, {sure}"
+    head = headline(verdict["stage"], verdict["kind"])
+    return f"Verdict: {head} ({sure}). {_sentence(verdict['evidence'])} To change: {verdict['change']}."
 
 
 def _sentence(text: str) -> str:

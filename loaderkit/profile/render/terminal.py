@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from loaderkit._internal.units import say_seconds
+from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.profile.render.restore import restore_sections
 from loaderkit.profile.render.summary import as_text, facts_table, table_of, titled, tuning_table
 from loaderkit.profile.render.tables import comparison
@@ -61,16 +62,13 @@ def _verdict(report: Report) -> Iterator[RenderableType]:
         head += f", {later:.1f} % after the start"
     yield Text(head, style="bold")
     sure = f"{100 * verdict.confidence:.0f} % sure"
-    if verdict.stage is None:
-        yield Text(
-            f"{'Nothing to say yet' if verdict.kind == 'unknown' else 'Training is the limit'} ({sure})", "green"
-        )
-    else:
-        yield Text(f"{verdict.stage} is the limit: {verdict.kind} ({sure})", style="yellow")
+    yield Text(f"{headline(verdict.stage, verdict.kind)} ({sure})", "green" if verdict.stage is None else "yellow")
     rows = facts_table()
     rows.add_row("evidence", verdict.evidence)
     if verdict.check is not None:
         rows.add_row("checked", verdict.check.evidence)
+    if report.host.get("numa"):
+        rows.add_row("machine", report.host["numa"])
     rows.add_row("change", verdict.change)
     yield rows
     if report.patch:
@@ -182,7 +180,10 @@ def _what_if(rows: Sequence[WhatIf]) -> RenderableType:
     names = ("change", "samples/s", "faster", "stall", *(("found", "error") if is_measured else ("limit then",)))
     table = table_of(*names)
     for row in rows:
-        cells = [row.name, f"{row.samples_per_s:.0f}", f"{row.speedup:.2f}x", f"{row.stall_percent:.0f} %"]
+        faster = f"{row.speedup:.2f}x"
+        if row.interval_percent is not None:
+            faster += f" +-{row.interval_percent:.0f}%"
+        cells = [row.name, f"{row.samples_per_s:.0f}", faster, f"{row.stall_percent:.0f} %"]
         if not is_measured:
             cells.append(row.limit)
         elif row.measured is None:

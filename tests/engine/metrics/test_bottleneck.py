@@ -89,6 +89,12 @@ class TestWithoutAStage:
     def test_the_start(self) -> None:
         found = stats({"start": 2.0, "read": 0.1}, [row("read", 3, 1, blocked_s=17)]).verdict()
         assert (found.stage, found.kind, found.percent) == ("start", "start", 20.0)
+        assert found.evidence.endswith("20.0 % for start; after the start 1.0 % for read: too little to matter")
+
+    def test_what_comes_after_the_start(self) -> None:
+        seen = stats({"start": 2.0, "read": 0.5, "wakeup": 0.3}, [row("read", 3, 1, blocked_s=17)])
+        assert seen.verdict().evidence.endswith("; after the start 8.0 %, most of it for read (5.0 %)")
+        assert not contradictions(seen.to_dict())
 
     def test_a_start_long_past_says_nothing(self) -> None:
         found = stats({"start": 2.0, "read": 6.0}, [row("read", 19, 1, starved_s=1)]).verdict()
@@ -98,6 +104,31 @@ class TestWithoutAStage:
     def test_to_be_woken_up(self) -> None:
         found = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 18)]).verdict()
         assert (found.stage, found.kind, found.percent) == ("wakeup", "wakeup", 40.0)
+
+    @pytest.mark.parametrize(("quota_cpus", "throttled_s"), [(0.5, None), (0.5, 6.0), (None, 6.0)])
+    def test_a_loop_that_a_quota_holds_back(self, quota_cpus: float | None, throttled_s: float | None) -> None:
+        seen = stats({"wakeup": 4.0, "read": 1.0}, [row("read", 19, 4, delayed_s=14)])
+        seen = replace(seen, host=replace(seen.host, quota_cpus=quota_cpus, throttled_s=throttled_s))
+        found = seen.verdict()
+        assert (found.stage, found.kind, found.percent) == ("wakeup", "quota", 40.0)
+        assert found.change.startswith("a larger CPU quota")
+        assert ("leaves this program 0.5 CPUs" in found.evidence) == (quota_cpus is not None)
+        assert ("held its threads back for 6 s" in found.evidence) == (throttled_s is not None)
+        assert not settings_for(found, seen, Pipeline.dataset(Numbers()).read().batch(8).config)
+        assert not contradictions(seen.to_dict())
+
+    def test_what_build_refuses_is_not_suggested(self) -> None:
+        """A function without a name cannot be sent to a process, and threads share what a seeded one draws from."""
+        nameless = Pipeline.dataset(Numbers()).read().call(lambda sample: sample).batch(8).config
+        seen = stats({"wakeup": 4.0}, [row("read", 5, 4)])
+        assert settings_for(seen.verdict(), seen, Pipeline.dataset(Numbers()).read().batch(8).config)
+        assert not settings_for(seen.verdict(), seen, nameless)
+        seeded = Pipeline.dataset(Numbers()).read().call(abs, seeded=True).batch(8).prefetch(executor="inline").config
+        seen = stats({"read": 8.0}, [row("read", 9, 8, workers=1)], executor="inline")
+        seen = replace(seen, tuning=replace(seen.tuning, executor_with_workers="process"))
+        found = seen.verdict()
+        assert "prefetch.executor: process" in found.change
+        assert [one.value for one in settings_for(found, seen, seeded)] == ["process"]
 
     @pytest.mark.parametrize(
         ("stall_s", "stage", "percent"), [({"memory": 6.0, "read": 2.0}, "memory", 60.0), ({"read": 8.0}, "read", 80.0)]
@@ -117,7 +148,9 @@ class TestOfAStage:
     def verdict(self, one: StageStats, **more: Any) -> Verdict:
         others = [row(name, 0.1, 0.1) for name in KINDS if name != one.name]
         rows = sorted([*others, one], key=lambda row: KINDS.index(row.name))
-        found = stats({one.name: 8.0, "start": 0.1}, rows, **more).verdict()
+        seen = stats({one.name: 8.0, "start": 0.1}, rows, **more)
+        found = seen.verdict()
+        assert not contradictions(seen.to_dict())
         assert found.stage == one.name
         assert 75.0 < found.percent <= 80.0, "what it waited for CPUs is shared with the others that use them"
         assert 0 < found.confidence <= 0.95

@@ -14,6 +14,7 @@ from browser import Page, chromium, find_chromium
 
 import loaderkit
 from loaderkit import Pipeline
+from loaderkit.engine.metrics.bottleneck_words import headline
 from loaderkit.errors import ConfigError
 from loaderkit.profile.render.charts import charts
 from loaderkit.profile.render.html import to_html, why_no_html
@@ -91,7 +92,7 @@ def test_in_a_browser_it_shows_the_verdict_and_asks_no_network(
 
     text = tab.evaluate("document.body.innerText")
     verdict = report.verdict
-    assert (f"{verdict.stage} is the limit" if verdict.stage is not None else "Training is the limit") in text
+    assert headline(verdict.stage, verdict.kind) in text
     for shown in (
         verdict.evidence,
         verdict.change,

@@ -153,8 +153,9 @@ def _gpu_address() -> str | None:
     if not torch.cuda.is_available():
         return None
     found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    parts = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    if not hasattr(found, "pci_bus_id"):
+        return None
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 # ------------------------------------------------------------------------------------------------------ the loop

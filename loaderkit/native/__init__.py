@@ -53,6 +53,10 @@ write_normalized = _choose(fallback.write_normalized)
 write_planes = _choose(fallback.write_planes)
 is_cut = _choose(fallback.is_cut, _jpeg)
 
+PACKED = frozenset({(3, 1), (-3, 1)})
+"""The strides of RGB pixels, in rows that run forwards or backwards, that `write_normalized` and `write_planes` take in C. The
+twins in `fallback` take all, and any number of channels."""
+
 # These have no fallback: see the constants above.
 Ledger: Any = getattr(_kernels, "Ledger", None)
 gil_wait: Any = getattr(_kernels, "gil_wait", None)

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
-from loaderkit._internal.dtypes import all_have_dtype, type_of_all
+from loaderkit import native
+from loaderkit._internal.dtypes import all_have_dtype
 from loaderkit.engine.work import Stage
+from loaderkit.native import fallback
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import (
     Encoded,
@@ -31,7 +33,6 @@ from loaderkit.stages.base import (
     StageKind,
 )
 from loaderkit.stages.context import CompileContext
-from loaderkit.stages.image.kernels import write_image
 from loaderkit.stages.runner import FailureNamer, raise_store_failure, replace_failed
 from loaderkit.stages.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
 from loaderkit.stages.values import NUMBER_DTYPES, as_tensor, describe, dtype_of, shape_and_dtype
@@ -97,7 +98,7 @@ def write_samples(
     """
     columns = chunk.columns
     if columns is None:
-        if chunk.samples.count(None) == len(chunk):
+        if chunk.samples.count(None) == len(chunk.samples):
             return  # `read` filled the slots, or all have failed
         columns = _columns(chunk.samples, specs)
     elif columns.keys() != specs.keys():
@@ -120,10 +121,11 @@ def _write_column(values: list[Any], name: str, spec: FieldSpec, chunk: SampleCh
     """Write one field of all samples at once; False if they must be written one by one."""
     if spec.kind == "slab" and spec.image and spec.dtype != "uint8":
         channels, height, width = spec.shape
-        return type_of_all(values) is Image and {image.pixels.shape for image in values} == {(height, width, channels)}
+        are_images = {*map(type, values)} == {Image}
+        return are_images and {image.pixels.shape for image in values} == {(height, width, channels)}
     if spec.kind == "slab":
         return _write_together(values, spec, chunk.work_item.fields[name], chunk.lo)
-    if spec.kind == "list" and type_of_all(values) is bytes:
+    if spec.kind == "list" and {*map(type, values)} == {bytes}:
         chunk.work_item.values[name][chunk.lo : chunk.hi] = values
         return True
     return False
@@ -181,7 +183,8 @@ def _write_value(value: Any, name: str, spec: FieldSpec, slots: Slots, slot: int
         if (channels, height, width) == spec.shape:
             if spec.dtype == "uint8":
                 assert slots.array is not None
-                write_image(slots.array, slot, value.pixels)
+                door = native if channels == 3 and value.pixels.strides[1:] in native.PACKED else fallback
+                door.write_planes(slots.array, slot, value.pixels)
             return
     array = slots.array
     if isinstance(value, np.ndarray) and array is not None and value.dtype == array.dtype:
@@ -219,7 +222,7 @@ def _write_together(values: list[Any], spec: FieldSpec, slots: Slots, lo: int) -
     write = _WRITERS.get(kind)
     if write is None and isinstance(values[0], torch.Tensor) and kind is torch.Tensor:
         write = _write_tensors
-    if write is None or type_of_all(values) is not kind:
+    if write is None or {*map(type, values)} != {kind}:
         return False
     try:
         return write(values, spec, slots, lo)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit import native
 from loaderkit.errors import STORE_FAILURES, USER_ERRORS, LoaderkitError, StageError
 from loaderkit.sampling.random import generator, key_of, uniforms
 from loaderkit.sources.base import Sample, Source
 from loaderkit.stages.base import SampleChunk, SampleFailure
-from loaderkit.stages.image.kernels import resample
 
 _NUM_REPLACEMENTS = 64
 
@@ -44,19 +44,16 @@ class FailureNamer:
         chunk.failures[row] = named
 
 
-class StageKeys:
-    """The key of a stage's random numbers in each epoch, from (seed, epoch, stage name)."""
+class StageKeys(dict[int, int]):
+    """Epoch -> the key of a stage's random numbers in it, from (seed, epoch, stage name)."""
 
     def __init__(self, seed: int, stage: str) -> None:
+        super().__init__()
         self._seed = seed
         self._stage = stage
-        self._latest = (-1, 0)
 
-    def __getitem__(self, epoch: int) -> int:
-        latest_epoch, key = self._latest
-        if latest_epoch != epoch:
-            key = key_of("stage", self._seed, epoch, self._stage)
-            self._latest = (epoch, key)  # one assignment, so racing threads see a consistent pair
+    def __missing__(self, epoch: int) -> int:
+        key = self[epoch] = key_of("stage", self._seed, epoch, self._stage)
         return key
 
     def draws(self, chunk: SampleChunk, num_draws: int) -> NDArray[np.float64]:
@@ -75,7 +72,7 @@ DoAll = Callable[[SampleChunk, Jobs, "FailureNamer"], None]
 
 def resize_all(chunk: SampleChunk, jobs: Jobs, failed: FailureNamer) -> None:
     """A `DoAll`, of `ResampleJob`s."""
-    resample([job for _, job in jobs])
+    native.resample([job for _, job in jobs])
 
 
 def each_sample(

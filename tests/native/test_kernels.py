@@ -21,7 +21,6 @@ import loaderkit
 from loaderkit import Pipeline, native
 from loaderkit.connectors.file import FileConnector
 from loaderkit.native import fallback
-from loaderkit.stages.image import kernels
 from loaderkit.stages.image.resize import _with_pillow
 
 compiled: Any = native._kernels
@@ -29,14 +28,14 @@ SCALE, SHIFT = (0.0171, 0.0175, 0.0174), (-2.118, -2.036, -1.804)
 needs_c = pytest.mark.skipif(compiled is None, reason="loaderkit was installed without a compiler")
 
 
-def view(seed: int, height: int, width: int, margin: int) -> kernels.Pixels:
+def view(seed: int, height: int, width: int, margin: int) -> fallback.Pixels:
     """A crop of a larger picture, so that rows do not follow one another; with `margin` 0 they do."""
     rng = np.random.default_rng(seed)
     whole = rng.integers(0, 256, (height + 2 * margin, width + 2 * margin, 3), dtype=np.uint8)
     return whole[margin : margin + height, margin : margin + width]
 
 
-def either_way(pixels: kernels.Pixels, mirrored: bool) -> kernels.Pixels:
+def either_way(pixels: fallback.Pixels, mirrored: bool) -> fallback.Pixels:
     return pixels[:, ::-1] if mirrored else pixels
 
 
@@ -83,21 +82,21 @@ class TestSameAsFallback:
 @needs_c
 class TestSameAsTorch:
     @given(pictures, st.integers(0, 2), st.booleans())
-    def test_write_image(self, pixels: kernels.Pixels, slot: int, mirrored: bool) -> None:
+    def test_write_planes(self, pixels: fallback.Pixels, slot: int, mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
         slots = np.full((3, 3, *pixels.shape[:2]), 9, np.uint8)
-        kernels.write_image(slots, slot, pixels)
+        native.write_planes(slots, slot, pixels)
         for number in range(3):
             wanted = pixels.transpose(2, 0, 1) if number == slot else np.full_like(slots[number], 9)
             assert np.array_equal(slots[number], wanted)
 
     @given(pictures, st.lists(st.booleans(), min_size=1, max_size=4), st.booleans())
-    def test_write_normalized(self, pixels: kernels.Pixels, present: list[bool], mirrored: bool) -> None:
+    def test_write_normalized(self, pixels: fallback.Pixels, present: list[bool], mirrored: bool) -> None:
         pixels = either_way(pixels, mirrored)
         shape = (len(present) + 2, 3, *pixels.shape[:2])
         found, wanted = torch.full(shape, 5.0), torch.full(shape, 5.0)
         images = [pixels if here else None for here in present]
-        kernels.write_normalized(found.numpy(), 1, images, SCALE, SHIFT)
+        native.write_normalized(found.numpy(), 1, images, SCALE, SHIFT)
         column = (torch.tensor(SCALE).reshape(3, 1, 1), torch.tensor(SHIFT).reshape(3, 1, 1))
         for slot, here in enumerate(present, 1):
             if here:
@@ -108,11 +107,11 @@ class TestSameAsTorch:
     def test_pixels_of_another_size_are_not_spread_over_the_slot(self, size: tuple[int, int]) -> None:
         slots = np.full((2, 3, 4, 4), 5.0, np.float32)
         with pytest.raises(ValueError, match="pixels' size"):
-            kernels.write_normalized(slots, 0, [np.full((*size, 3), 9, np.uint8)], SCALE, SHIFT)
+            native.write_normalized(slots, 0, [np.full((*size, 3), 9, np.uint8)], SCALE, SHIFT)
         assert (slots == 5).all()
 
     @given(pictures)
-    def test_packed(self, pixels: kernels.Pixels) -> None:
+    def test_packed(self, pixels: fallback.Pixels) -> None:
         again = fallback.packed(pixels[:, ::-1])
         assert np.array_equal(again, pixels[:, ::-1])
         assert again.strides[1:] == (3, 1)
@@ -137,9 +136,9 @@ class TestSameAsTorch:
             lambda c: c.resample([(np.zeros((4, 4, 3), np.uint8), view(0, 4, 4, 0), (0.0, 0.0, math.nan, 4.0), True)]),
             lambda c: c.cut(b"abc", [1, 3]),
             lambda c: c.cut(b"abc", [-1]),
-            lambda c: c.read_many(str, ["a"], [0], [3], [None], [2], bytearray(4)),
-            lambda c: c.read_many(str, ["a"], [-1], [4], [None], [0], bytearray(4)),
-            lambda c: c.read_many(str, ["a"], [0, 1], [4], [None], [0], bytearray(4)),
+            lambda c: c.read_many("", ["a"], [0], [3], [None], [2], bytearray(4)),
+            lambda c: c.read_many("", ["a"], [-1], [4], [None], [0], bytearray(4)),
+            lambda c: c.read_many("", ["a"], [0, 1], [4], [None], [0], bytearray(4)),
         ],
     )
     def test_what_does_not_fit_is_refused(self, call: Any) -> None:
@@ -147,11 +146,11 @@ class TestSameAsTorch:
             call(compiled)
 
     @given(pictures, st.integers(1, 300), st.integers(1, 300))
-    def test_resize_is_pillows_within_one_level(self, pixels: kernels.Pixels, height: int, width: int) -> None:
+    def test_resize_is_pillows_within_one_level(self, pixels: fallback.Pixels, height: int, width: int) -> None:
         target = np.zeros((height, width, 3), np.uint8)
-        if kernels.resampled_from(pixels) is None:
+        if not native.CAN_RESAMPLE:
             pytest.skip("this CPU has no AVX2")
-        kernels.resample([(target, pixels, None, True)])
+        native.resample([(target, pixels, None, True)])
         wanted = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
@@ -163,14 +162,14 @@ class TestSameAsTorch:
         st.tuples(*[st.floats(0.05, 0.5)] * 2),
     )
     def test_resize_of_a_part_is_pillows_within_one_level(
-        self, pixels: kernels.Pixels, height: int, width: int, start: Any, extent: Any
+        self, pixels: fallback.Pixels, height: int, width: int, start: Any, extent: Any
     ) -> None:
-        if kernels.resampled_from(pixels) is None:
+        if not native.CAN_RESAMPLE:
             pytest.skip("this CPU has no AVX2")
         rows, columns = pixels.shape[:2]
         part = (start[0] * rows, start[1] * columns, extent[0] * rows, extent[1] * columns)
         target = np.zeros((height, width, 3), np.uint8)
-        kernels.resample([(target, pixels, part, True)])
+        native.resample([(target, pixels, part, True)])
         wanted = _with_pillow(pixels, part, (height, width))
         assert np.abs(target.astype(int) - wanted).max() <= 1
 
@@ -180,8 +179,8 @@ class TestSameAsTorch:
     ) -> None:
         target = np.zeros((to_height, to_width, 3), np.uint8)
         pixels = np.full((height, width, 3), level, np.uint8)
-        if kernels.resampled_from(pixels) is not None:
-            kernels.resample([(target, pixels, None, True)])
+        if native.CAN_RESAMPLE:
+            native.resample([(target, pixels, None, True)])
             assert (target == level).all()
 
 

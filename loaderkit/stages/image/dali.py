@@ -27,7 +27,7 @@ from loaderkit.sources.base import Sample
 from loaderkit.sources.fields import IMAGE_EXTENSIONS
 from loaderkit.stages.base import Encoded, GpuDecoded, Image, SampleChunk
 from loaderkit.stages.image.dali_graph import Graph, build_pipeline, import_dali, inputs_of
-from loaderkit.stages.image.jpeg import is_well_formed, jpeg_size
+from loaderkit.stages.image.formats import is_well_formed, jpeg_size
 from loaderkit.stages.image.ops import ImageOp, size_after
 from loaderkit.stages.values import to_tensor
 

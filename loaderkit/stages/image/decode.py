@@ -49,9 +49,9 @@ from loaderkit.stages.image.formats import (
     check_size,
     converted,
     decode_picture,
+    jpeg_size,
     seems_a_picture,
 )
-from loaderkit.stages.image.jpeg import jpeg_size
 from loaderkit.stages.image.ops import EVERYTHING, Crop, DecodeHint, Needs, hint_for
 from loaderkit.stages.image.resize import reduced_box
 from loaderkit.stages.runner import each_sample
@@ -144,7 +144,7 @@ class PartialImage(NamedTuple):
     box: Crop
     size: tuple[int, int]
     field: str
-    memory: dict[str, Any] | None
+    scratch: dict[str, Any] | None
 
     def image(self, first_column: int, num_columns: int) -> Image:
         """The part, from the rows in the buffer, which begin with `first_column`."""
@@ -172,9 +172,12 @@ class Decoder:
         self._masks = frozenset(args.masks or ())
         self._annotations = args.annotations
         self._left = _DECODED if args.fields or args.masks else _DECODED | {int, float, bool, str}
-        self._takes_jpegs = "jpeg" in args.formats
         self._is_upright = args.exif_orientation
         self._max_pixels = args.max_pixels
+        jpeg = self._jpeg if "jpeg" in args.formats and not args.exif_orientation else self._picture
+        self._readers = (
+            _READERS | dict.fromkeys(IMAGE_EXTENSIONS, self._picture) | dict.fromkeys(_JPEG_EXTENSIONS, jpeg)
+        )
 
     def begin(self, sample: Sample, draws: Any = None, scratch: dict[str, Any] | None = None) -> list[PartialImage]:
         """Decode the fields of a sample, except the partial images, which are returned. Raises ValueError."""
@@ -184,7 +187,8 @@ class Decoder:
             value = sample.get(field)
             try:
                 if type(value) is Encoded:
-                    value = self._encoded(value, field, draws, scratch)
+                    read = self._readers.get(value.extension.rpartition(".")[2], _read_bytes)
+                    value = read(value.data, field, draws, scratch)
                 elif type(value) not in self._left:
                     value = self._value(value, field, draws, scratch)
                 if type(value) is PartialImage:
@@ -233,22 +237,12 @@ class Decoder:
         chunk.current = row
         begin_s = perf_counter()
         try:
-            sample[partial.field] = self._whole(partial.data, partial.field, partial.size, partial.step, partial.memory)
+            sample[partial.field] = self._whole(
+                partial.data, partial.field, partial.size, partial.step, partial.scratch
+            )
         except USER_ERRORS as error:
             failed(chunk, row, _named(sample, partial.field, error) if isinstance(error, ValueError) else error)
         return perf_counter() - begin_s
-
-    def _encoded(self, value: Encoded, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
-        data, extension = value
-        extension = extension.rpartition(".")[2]
-        if extension in IMAGE_EXTENSIONS:
-            return self._image(data, field, draws, scratch, is_jpeg=extension in _JPEG_EXTENSIONS)
-        if extension == "npy":
-            return _read_npy(data, scratch)
-        if extension == "npz":
-            return FieldGroup({name: _owned(array, scratch) for name, array in view_npz(data).items()})
-        reader = _READERS.get(extension)
-        return bytes(data) if reader is None else reader(data)
 
     def _value(self, value: Any, field: str, draws: Any, scratch: dict[str, Any] | None) -> Any:
         """A field of a source of objects. Unless it is named, what is no image stays as it is."""
@@ -265,7 +259,8 @@ class Decoder:
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = memoryview(data)
             if is_picture or seems_a_picture(data):
-                return self._image(data, field, draws, scratch, is_jpeg=bytes(data[:2]) == b"\xff\xd8")
+                read = self._readers["jpg"] if bytes(data[:2]) == b"\xff\xd8" else self._picture
+                return read(data, field, draws, scratch)
             return value
         if is_pillow(value):
             check_size(value.height, value.width, self._max_pixels)
@@ -281,36 +276,32 @@ class Decoder:
             raise ValueError(f"a mask has one channel of class numbers, this one is {describe(value)}")
         return Image(pixels[:, :, :3], is_mask)
 
-    def _image(
-        self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None, *, is_jpeg: bool
-    ) -> Image | PartialImage:
-        if not data.nbytes:
-            raise ValueError("the file is empty (0 bytes)")
-        is_plain = is_jpeg and self._takes_jpegs and field not in self._masks and not self._is_upright
-        size = jpeg_size(data) if is_plain else None
+    def _jpeg(self, data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> Image | PartialImage:
+        size = None if field in self._masks else jpeg_size(data)
         if size is None:
-            return self._with_pillow(data, field)
-        height, width = size
-        check_size(height, width, self._max_pixels)
-        memory = None if scratch is None else scratch.setdefault(field, {})
+            return self._picture(data, field)
+        check_size(*size, self._max_pixels)
         need = EVERYTHING
         if self._needs is not None and (self._needed is None or field in self._needed):
-            need = self._needs(height, width, draws)
+            need = self._needs(*size, draws)
         box, step = need
         if box is None or not native.HAS_JPEG:
-            return self._whole(data, field, size, step, memory)
-        window = reduced_box(box, step)
-        buffer = _memory(window[2] * (window[3] + native.SPARE_COLUMNS) * 3, memory)
-        return PartialImage(data, step, window, buffer, box, size, field, memory)
+            return self._whole(data, field, size, step, scratch)
+        window = box if step == 1 else reduced_box(box, step)
+        buffer = _memory(window[2] * (window[3] + native.SPARE_COLUMNS) * 3, scratch, field)
+        return PartialImage(data, step, window, buffer, box, size, field, scratch)
 
     def _whole(
-        self, data: memoryview, field: str, size: tuple[int, int], step: int, memory: dict[str, Any] | None
+        self, data: memoryview, field: str, size: tuple[int, int], step: int, scratch: dict[str, Any] | None
     ) -> Image:
         """The whole JPEG at 1/step."""
-        image = _whole_jpeg(data, size, step, memory)
-        return self._with_pillow(data, field) if image is None else image
+        image = _whole_jpeg(data, field, size, step, scratch)
+        return self._picture(data, field) if image is None else image
 
-    def _with_pillow(self, data: memoryview, field: str) -> Image:
+    def _picture(self, data: memoryview, field: str, *_: Any) -> Image:
+        """A whole picture in any format, by Pillow."""
+        if not data.nbytes:
+            raise ValueError("the file is empty (0 bytes)")
         return decode_picture(
             data,
             formats=self._args.formats,
@@ -339,10 +330,12 @@ def _named(sample: Sample, field: str, error: Exception) -> ValueError:
     return named
 
 
-def _whole_jpeg(data: memoryview, size: tuple[int, int], step: int, memory: dict[str, Any] | None) -> Image | None:
+def _whole_jpeg(
+    data: memoryview, field: str, size: tuple[int, int], step: int, scratch: dict[str, Any] | None
+) -> Image | None:
     """The whole JPEG at 1/step; None if Pillow must decode it."""
     height, width = (-(-length // step) for length in size)
-    buffer = None if memory is None else _memory(height * width * 3, memory).reshape(height, width, 3)
+    buffer = None if scratch is None else _memory(height * width * 3, scratch, field).reshape(height, width, 3)
     try:
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
             data, "RGB", min_height=height, min_width=width, min_factor=step, buffer=buffer
@@ -356,17 +349,13 @@ def _whole_jpeg(data: memoryview, size: tuple[int, int], step: int, memory: dict
     return Image(pixels, False, step, size) if pixels.shape[:2] == (height, width) else None
 
 
-def _memory(num_bytes: int, scratch: dict[str, Any] | None) -> NDArray[np.uint8]:
+def _memory(num_bytes: int, scratch: dict[str, Any] | None, field: str) -> NDArray[np.uint8]:
     if scratch is None:
         return np.empty(num_bytes, np.uint8)
-    memory: NDArray[np.uint8] | None = scratch.get("pixels")
+    memory: NDArray[np.uint8] | None = scratch.get(field)
     if memory is None or memory.size < num_bytes:
-        memory = scratch["pixels"] = np.empty(num_bytes + num_bytes // 4, np.uint8)
+        memory = scratch[field] = np.empty(num_bytes + num_bytes // 4, np.uint8)
     return memory[:num_bytes]
-
-
-def _read_npy(data: memoryview, scratch: dict[str, Any] | None) -> NDArray[Any]:
-    return _owned(view_npy(data), scratch)
 
 
 def _owned(array: NDArray[Any], scratch: dict[str, Any] | None) -> NDArray[Any]:
@@ -383,33 +372,47 @@ def _unpack(sample: Sample, field: str, group: FieldGroup, scratch: dict[str, An
                 f"the archive holds an array called {name!r}, and so is another field of the sample: rename one of them"
             )
         try:
-            sample[name] = _read_npy(value.data, scratch) if type(value) is Encoded else value
+            sample[name] = _owned(view_npy(value.data), scratch) if type(value) is Encoded else value
         except FormatError as error:
             raise FormatError(f"array {name!r}: {error}") from None
 
 
-def _read_class(data: memoryview) -> int:
+def _read_bytes(data: memoryview, *_: Any) -> bytes:
+    return bytes(data)
+
+
+def _read_npy(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> NDArray[Any]:
+    return _owned(view_npy(data), scratch)
+
+
+def _read_npz(data: memoryview, field: str, draws: Any, scratch: dict[str, Any] | None) -> FieldGroup:
+    return FieldGroup({name: _owned(array, scratch) for name, array in view_npz(data).items()})
+
+
+def _read_class(data: memoryview, *_: Any) -> int:
     try:
         return int(bytes(data))
     except ValueError:
         raise ValueError(f"a class is a whole number, not {bytes(data[:64])!r} ({len(data)} bytes)") from None
 
 
-def _read_text(data: memoryview) -> str:
+def _read_text(data: memoryview, *_: Any) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"text is UTF-8, and these {len(data)} bytes are not: {error}") from None
 
 
-def _read_json(data: memoryview) -> Any:
+def _read_json(data: memoryview, *_: Any) -> Any:
     try:
         return json.loads(bytes(data))
     except (ValueError, RecursionError) as error:  # RecursionError for deeply nested lists
         raise ValueError(f"not JSON ({len(data)} bytes): {error}") from None
 
 
-_READERS: dict[str, Callable[[memoryview], Any]] = {
+_READERS: dict[str, Callable[..., Any]] = {
+    "npy": _read_npy,
+    "npz": _read_npz,
     "cls": _read_class,
     "txt": _read_text,
     "text": _read_text,

@@ -27,8 +27,8 @@ from loaderkit.stages.values import image_fields
 Draws = NDArray[np.float64]
 Scratch = dict[str, Any]
 SampleFunction = Callable[..., list[ResampleJob] | None]
-"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, a dict per field, or None to allocate. The targets of jobs
-are in the sample already."""
+"""`(sample, draws, scratch) -> jobs`; `scratch` is memory to reuse, by field, or None to allocate. The targets of jobs are in
+the sample already."""
 
 
 Size = Annotated[PositiveInt | tuple[PositiveInt, PositiveInt], BeforeValidator(as_tuple)]
@@ -105,9 +105,15 @@ def resize(args: ResizeArgs) -> SampleFunction:
         jobs: list[ResampleJob] = []
         for name, image in image_fields(sample, args.fields):
             target = _resize_target(args.size, *image.size)
-            memory = _of_field(scratch, name)
             sample[name] = resized(
-                image, None, target, args.interpolation, antialias=args.antialias, jobs=jobs, scratch=memory
+                image,
+                None,
+                target,
+                args.interpolation,
+                antialias=args.antialias,
+                jobs=jobs,
+                scratch=scratch,
+                field=name,
             )
         return jobs
 
@@ -172,7 +178,8 @@ def random_crop(args: RandomCropArgs) -> SampleFunction:
 
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> None:
         images = image_fields(sample, args.fields)
-        _check_sizes(images)
+        if len(images) > 1:
+            _check_sizes(images)
         for name, whole in images:
             image = whole
             rows = columns = args.padding
@@ -225,13 +232,13 @@ def random_resized_crop(args: RandomResizedCropArgs) -> SampleFunction:
     def run(sample: Sample, draws: Draws, scratch: Scratch | None = None) -> list[ResampleJob]:
         jobs: list[ResampleJob] = []
         images = image_fields(sample, args.fields)
-        _check_sizes(images)
+        if len(images) > 1:
+            _check_sizes(images)
         first = images[0][1]
         box = first.box or crop_box(*first.size, args.scale, args.ratio, draws)
         for name, image in images:
-            memory = _of_field(scratch, name)
             sample[name] = resized(
-                image, box, target, args.interpolation, antialias=args.antialias, jobs=jobs, scratch=memory
+                image, box, target, args.interpolation, antialias=args.antialias, jobs=jobs, scratch=scratch, field=name
             )
         return jobs
 
@@ -325,13 +332,9 @@ def _angle(args: RandomRotationArgs, draws: Draws) -> float:
     return low + float(draws[0]) * (high - low)
 
 
-def _of_field(scratch: Scratch | None, name: str) -> Scratch | None:
-    return None if scratch is None else scratch.setdefault(name, {})
-
-
 def _check_sizes(images: list[tuple[str, Image]]) -> None:
     """A shared crop needs images of one size."""
-    if len(images) > 1 and len({image.size for _, image in images}) > 1:
+    if len({image.size for _, image in images}) > 1:
         listed = ", ".join(f"{name} {image.size[1]} x {image.size[0]}" for name, image in images)
         raise ValueError(f"its images differ in size ({listed}) and cannot share a crop: name one of them in `fields`")
 

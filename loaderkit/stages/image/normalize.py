@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, model_validator
 
+from loaderkit import native
 from loaderkit._internal.settings import as_tuple
 from loaderkit.engine.work import Stage
+from loaderkit.native import fallback
 from loaderkit.stages.base import BatchContext, FieldNames, SampleChunk, StageArgs, StageConfig, StageKind, image_names
 from loaderkit.stages.context import CompileContext, batch_error
-from loaderkit.stages.image.kernels import write_normalized
 from loaderkit.stages.image.ops import Finalizer
 from loaderkit.stages.values import describe
 
@@ -80,18 +81,28 @@ def finish_of(args: NormalizeArgs) -> Finalizer:
     )
 
 
-def normalize_slots(args: NormalizeArgs) -> Callable[[SampleChunk], None]:
-    """A chunk stage directly after `batch`: write the chunk's images into their slots, scaled and shifted, float32."""
+def normalize_slots(stage: str, args: NormalizeArgs) -> Callable[[SampleChunk], None]:
+    """The chunk stage `stage` directly after `batch`: write the chunk's images into their slots, scaled and shifted, float32.
+    Its errors name the batch."""
 
     factors = cache(lambda num_channels: [tuple(values) for values in _factors(args, num_channels)])
 
     def run(chunk: SampleChunk) -> None:
-        for name in image_names(chunk.work_item.specs):
-            slots = chunk.work_item.fields[name].array
-            assert slots is not None
-            scale, shift = factors(slots.shape[1])
-            images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
-            write_normalized(slots, chunk.lo, images, scale, shift)
+        work_item = chunk.work_item
+        names = image_names(work_item.specs)
+        try:
+            if not names:
+                raise ValueError(_NO_IMAGE)
+            for name in names:
+                slots = work_item.fields[name].array
+                assert slots is not None
+                scale, shift = factors(slots.shape[1])
+                images = [None if sample is None else sample[name].pixels for sample in chunk.samples]
+                strides = {pixels.strides[1:] for pixels in images if pixels is not None}
+                door = native if slots.shape[1] == 3 and strides <= native.PACKED else fallback
+                door.write_normalized(slots, chunk.lo, images, scale, shift)
+        except (RuntimeError, ValueError) as error:
+            raise batch_error(stage, chunk.epoch, work_item.step, str(error)) from error
 
     return run
 
@@ -130,7 +141,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     args = stage.args
     assert isinstance(args, NormalizeArgs)
     if stage == context.in_slots:
-        return stage.ready("sample", _naming_batches(stage.name, normalize_slots(args)))
+        return stage.ready("sample", normalize_slots(stage.name, args))
     scale, named = normalize(args), args.fields
 
     def run(batch: dict[str, Any], context: BatchContext) -> None:
@@ -140,20 +151,6 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         scale(batch, names)
 
     return stage.ready("batch", run)
-
-
-def _naming_batches(name: str, run: Callable[[SampleChunk], None]) -> Callable[[SampleChunk], None]:
-    """A chunk stage whose errors name the batch."""
-
-    def checked(chunk: SampleChunk) -> None:
-        if not image_names(chunk.work_item.specs):
-            raise batch_error(name, chunk.epoch, chunk.work_item.step, _NO_IMAGE)
-        try:
-            run(chunk)
-        except (RuntimeError, ValueError) as error:
-            raise batch_error(name, chunk.epoch, chunk.work_item.step, str(error)) from error
-
-    return checked
 
 
 NORMALIZE = StageKind(

@@ -13,15 +13,16 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image as Pillow
 
+from loaderkit import native
+from loaderkit.native.fallback import packed
 from loaderkit.stages.base import Image
-from loaderkit.stages.image.kernels import Part, resampled_from
 from loaderkit.stages.values import to_tensor
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels of the whole image."""
-
-
+Part = tuple[float, float, float, float]
+"""(top, left, height, width) in pixels, also fractions."""
 ResampleJob = tuple[NDArray[np.uint8], NDArray[np.uint8], Part | None, bool]
 """(target, pixels, part, antialias): resize a part of the pixels (None: all) into the target, uint8 [H, W, 3]; without
 `antialias` the filter does not widen when shrinking."""
@@ -36,19 +37,20 @@ def resized(
     antialias: bool,
     jobs: list[ResampleJob],
     scratch: dict[str, Any] | None = None,
+    field: str = "",
 ) -> Image:
     """Resize `box` of an image to (height, width), rounding as Pillow does. Masks take the nearest pixel.
 
-    Remaining work is appended to `jobs`. With `scratch` the result lies in its memory, which the next image resized with that
-    scratch overwrites.
+    Remaining work is appended to `jobs`. With `scratch` the result lies in its memory for `field`, which the next image resized
+    with both overwrites.
     """
     pixels, part = cut(image, box)
     if part is None and pixels.shape[:2] == size:
         return Image(pixels, image.mask)
     if not image.mask and interpolation == "bilinear":
-        source = resampled_from(pixels)
+        source = _packed_rgb(pixels)
         if source is not None:
-            target = _memory((*size, 3), scratch)
+            target = _memory((*size, 3), scratch, field)
             jobs.append((target, source, part, antialias))
             return Image(target)
     if part is not None:
@@ -75,8 +77,6 @@ def cut(image: Image, box: Box | None) -> tuple[NDArray[np.uint8], Part | None]:
 
 def reduced_box(box: Box, step: int) -> Box:
     """The box in the image decoded at 1/step, widened to whole pixels."""
-    if step == 1:
-        return box
     top, left, height, width = box
     row, column = top // step, left // step
     return row, column, -(-(top + height) // step) - row, -(-(left + width) // step) - column
@@ -90,10 +90,24 @@ def _with_pillow(pixels: NDArray[np.uint8], part: Part, size: tuple[int, int]) -
     return np.array(image)
 
 
-def _memory(shape: tuple[int, ...], scratch: dict[str, Any] | None) -> NDArray[np.uint8]:
-    target: NDArray[np.uint8] | None = None if scratch is None else scratch.get("resized")
+def _packed_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    """The pixels with packed rows that run forwards, as `native.resample` needs them; None unless they are RGB and the CPU and
+    the C module allow it.
+
+    It resizes within one level of Pillow (antialiased) and of torch at usual sizes, in half the time of torch's kernel (100 us
+    from 300 x 300 to 224 x 224).
+    """
+    if not native.CAN_RESAMPLE or pixels.shape[2] != 3:
+        return None
+    if pixels.strides[1:] != (3, 1) or pixels.strides[0] < 0:
+        pixels = packed(pixels)
+    return pixels if pixels.strides[1:] == (3, 1) else None
+
+
+def _memory(shape: tuple[int, ...], scratch: dict[str, Any] | None, field: str) -> NDArray[np.uint8]:
+    target: NDArray[np.uint8] | None = None if scratch is None else scratch.get(field)
     if target is None or target.shape != shape:
         target = np.empty(shape, np.uint8)
         if scratch is not None:
-            scratch["resized"] = target
+            scratch[field] = target
     return target

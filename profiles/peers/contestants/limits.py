@@ -27,9 +27,8 @@ import torch
 from loaderkit import native
 from loaderkit.connectors.base import Ranges
 from loaderkit.connectors.file import FileConnector
+from loaderkit.stages.image.formats import jpeg_size
 from loaderkit.stages.image.geometry import RANDOM_RESIZED_CROP_DRAWS, crop_box
-from loaderkit.stages.image.jpeg import jpeg_size
-from loaderkit.stages.image.kernels import resample, write_normalized
 from profiles.peers.places import Places, labelled
 
 PACKAGE = "loaderkit"
@@ -128,13 +127,13 @@ class _Pictures:
         assert not self._connector.read_many(ranges, offsets, memoryview(memory.encoded))
         data = [memoryview(memory.encoded)[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
         pieces = _pieces(memory, data, draws)
-        resample([(target, piece, None, True) for target, piece in zip(memory.resized, pieces, strict=True)])
+        native.resample([(target, piece, None, True) for target, piece in zip(memory.resized, pieces, strict=True)])
         is_mirrored = (draws[:, -1] < 0.5).tolist()
         images: list[Any] = [
             target[:, ::-1] if mirrored else target
             for target, mirrored in zip(memory.resized, is_mirrored, strict=True)
         ]
-        write_normalized(self._arrays[slab], first, images, _SCALE, _SHIFT)
+        native.write_normalized(self._arrays[slab], first, images, _SCALE, _SHIFT)
         self._labels[slab][first : first + _TASK] = torch.tensor([self._samples[sample][1] for sample in chosen])
         return slab
 

@@ -25,8 +25,8 @@ from loaderkit.errors import ConfigError, LoaderkitError, StageError
 from loaderkit.stages.base import BatchWork, Encoded, GpuDecoded, SampleChunk
 from loaderkit.stages.image.dali import Renderer
 from loaderkit.stages.image.dali_graph import Graph
+from loaderkit.stages.image.formats import jpeg_size
 from loaderkit.stages.image.geometry import ResizeArgs, resize_steps
-from loaderkit.stages.image.jpeg import jpeg_size
 
 pytestmark = pytest.mark.matrix(3)
 

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from PIL import Image as Pillow
 from pydantic import ValidationError
 
+from loaderkit import native
 from loaderkit.sampling.random import uniforms
 from loaderkit.sources.base import Sample
 from loaderkit.stages.base import Image
-from loaderkit.stages.image import geometry, kernels
+from loaderkit.stages.image import geometry
 
 Pixels = NDArray[np.uint8]
 Draws = NDArray[np.float64]
@@ -36,7 +37,7 @@ def apply(stage: geometry.SampleFunction, sample: Sample, draws: Draws, scratch:
     """Run a stage on one sample, and what it leaves to be resized."""
     jobs = stage(sample, draws, scratch)
     if jobs:
-        kernels.resample(jobs)
+        native.resample(jobs)
 
 
 def run(stage: geometry.SampleFunction, pixels: Pixels, draws: Draws = NO_DRAWS) -> Pixels:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from loaderkit.stages.image.jpeg import is_well_formed, jpeg_size
+from loaderkit.stages.image.formats import is_well_formed, jpeg_size
 
 WHOLE = make_photo(1)
 

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from loaderkit.engine.autotune.contention_probe import ContentionProbe, Ticket
+from loaderkit.engine.autotune.contention_probe import ContentionProbe
 from loaderkit.engine.autotune.solo_gate import SoloGate
 from loaderkit.engine.contracts import Plan
 from loaderkit.engine.metrics import stalls
@@ -46,8 +46,8 @@ class WorkerPool:
         self.sample_stages = [(number, stages[number].run) for number in plan.sample_stages]
         self.batch_stages = [(number, stages[number].run) for number in plan.batch_stages]
         before_last = plan.sample_stages[:-1]
-        # Padding counts as the work of `batch`, also where `normalize` follows it in this pool: that stage then, else None.
-        self.padding = next((number for number in before_last if stages[number].kind == "batch"), None)
+        # The stage that `Plan.finish` completes, if another one follows it in this pool.
+        self.finishing = next((number for number in before_last if stages[number].finishes), None)
         self.num_workers = plan.num_workers  # wanted at present; the others are idle
         self.buffer: Buffer[Chunk | WorkItem] | None = Buffer(2 * plan.num_workers, states) if number else None
         self.gate = SoloGate()
@@ -59,15 +59,6 @@ class WorkerPool:
     def one_works(self) -> bool:
         """True if only one worker takes chunks at present."""
         return self.num_workers == 1 or self.gate.is_solo
-
-    def begin(self, worker_clock: WorkerClock) -> Ticket | None:
-        """A worker begins with a chunk. Returns what `end` needs."""
-        return self.probe.begin(worker_clock) if self.probe is not None and self.num_workers > 1 else None
-
-    def end(self, ticket: Ticket | None, num_samples: int) -> None:
-        """The worker is done with its chunk of `num_samples`."""
-        if self.probe is not None and (ticket is not None or self.num_workers > 1):
-            self.probe.end(ticket, num_samples)
 
 
 class Engine(ABC):
@@ -338,7 +329,7 @@ class Engine(ABC):
         work_item = item.work_item
         if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
-        num_items, num_failed = len(item), item.num_failed
+        num_items, num_failed = len(item), len(item.failures)
         try:
             for number, run in pool.sample_stages:
                 if work_item.cancelled:
@@ -346,9 +337,9 @@ class Engine(ABC):
                 item.marks.append((worker_clock.enter(number), number))
                 num_bytes = run(item)
                 worker_clock.served(number, num_items, num_bytes or 0, item)
-                if item.num_failed > num_failed:
-                    worker_clock.failed(number, item.num_failed - num_failed)
-                    num_failed = item.num_failed
+                if len(item.failures) > num_failed:
+                    worker_clock.failed(number, len(item.failures) - num_failed)
+                    num_failed = len(item.failures)
         except Exception as error:
             work_item.error = work_item.error or error
         if not pool.plan.lands:
@@ -363,8 +354,8 @@ class Engine(ABC):
             worker_clock.item = (work_item.epoch, work_item.end, WHOLE, WHOLE)
         try:
             if work_item.result is None and work_item.error is None:
-                if pool.padding is not None:
-                    self._enter(work_item, worker_clock, pool.padding)
+                if pool.finishing is not None:
+                    self._enter(work_item, worker_clock, pool.finishing)
                 work_item.result = self.plan.finish(work_item)
             for number, run in pool.batch_stages:
                 if work_item.cancelled or work_item.error is not None:

@@ -50,9 +50,8 @@ class Budget:
         self._plan.release(work_item)
 
     def wake_worker(self, count: int = 1) -> None:
-        """Wake workers that wait for room or work."""
-        if self.num_resting:
-            self.changed.notify(count)
+        """Wake workers that wait for room or work, if any do."""
+        self.changed.notify(count)
 
     @property
     def is_quick(self) -> bool:

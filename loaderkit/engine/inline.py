@@ -117,7 +117,9 @@ class InlineEngine(Engine):
         if work_item.cancelled:
             return None
         self._chunk_sizer.landed(self.clock() - chunk.marks[0][0], len(chunk))
-        trim(chunk.empty(), len(chunk))
+        chunk.has_landed = True
+        chunk.let_go()
+        trim(chunk.scratch, len(chunk))
         work_item.num_pending -= 1
         if work_item.num_pending:
             return None

@@ -24,6 +24,7 @@ class ReadyQueue:
         self._ready = threading.Condition(budget.lock)
         self._items: deque[WorkItem] = deque()
         self.is_asleep = False  # the consumer waits and will not look again soon by itself
+        self.is_over = False  # no more items will come: closed or failed
         self._is_closed = False
         self._failure: BaseException | None = None
         self.num_ready = 0  # items that are complete
@@ -96,11 +97,6 @@ class ReadyQueue:
     # --------------------------------------------------------------------------------------------- under the lock
 
     @property
-    def is_over(self) -> bool:
-        """True if no more items will come: closed or failed."""
-        return self._is_closed or self._failure is not None
-
-    @property
     def head(self) -> WorkItem | None:
         """The awaited item."""
         return self._items[0] if self._items else None
@@ -135,12 +131,12 @@ class ReadyQueue:
 
     def fail(self, error: BaseException) -> None:
         """Make the consumer raise the first `error` at its next wait."""
-        self._failure = self._failure or error
+        self._failure, self.is_over = self._failure or error, True
         self._ready.notify_all()
 
     def close(self) -> None:
         """Wake the consumer and cancel everything."""
-        self._is_closed = True
+        self._is_closed = self.is_over = True
         for work_item in self._items:
             work_item.cancelled = True
         self._ready.notify_all()

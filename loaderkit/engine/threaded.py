@@ -260,11 +260,13 @@ class ThreadEngine(Engine):
                 self._resized.wait()
 
     def _process(self, pool: WorkerPool, worker_clock: WorkerClock, item: Chunk | WorkItem) -> None:
-        ticket = pool.begin(worker_clock)
+        probe = pool.probe if pool.num_workers > 1 else None
+        ticket = None if probe is None else probe.begin(worker_clock)
         try:
             onward = self._run(pool, worker_clock, item)
         finally:
-            pool.end(ticket, len(item))
+            if probe is not None:
+                probe.end(ticket, len(item))
         if onward is None:
             return
         if pool.number + 1 < len(self.pools):

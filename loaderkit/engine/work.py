@@ -5,7 +5,7 @@ The plan and the stages keep their data in subclasses of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class Chunk:
     """
 
     __slots__ = ("current", "epoch", "has_landed", "hi", "lo", "marks", "scratch", "slowest", "work_item")
-    num_failed: int = 0
+    failures: Sized = ()  # the items that have failed in a stage
 
     def __init__(self, work_item: WorkItem, lo: int, hi: int) -> None:
         self.work_item = work_item
@@ -93,11 +93,8 @@ class Chunk:
         """The plan's index of the item at `row` of the chunk."""
         return self.lo + row
 
-    def empty(self) -> dict[str, Any]:
-        """Mark the chunk as landed and drop its contents. Returns its scratch, for another chunk."""
-        self.has_landed = True
-        scratch, self.scratch = self.scratch, {}
-        return scratch
+    def let_go(self) -> None:
+        """Drop the contents: the chunk has landed."""
 
     def memory(self, name: str, size: int) -> memoryview:
         """`size` bytes of scratch, aligned to 64; the next chunk with this scratch overwrites them.
@@ -124,3 +121,4 @@ class Stage:
     workers: int | None = None  # None: shares the automatic pool
     close: Callable[[], None] | None = None  # frees its resources; it may run again after that
     interrupt: Callable[[], None] | None = None  # ends its waits, before its workers are joined
+    finishes: bool = False  # `Plan.finish` completes its work, and counts as its time

@@ -45,7 +45,7 @@ class WorkQueue:
                         chunk = self._chunks.popleft()
                         chunk.marks.append((self._clock(), stalls.QUEUED))
                         chunk.scratch = self._scratches.pop() if self._scratches else {}
-                        if self._chunks:
+                        if self._chunks and budget.num_resting:
                             budget.wake_worker()
                         return chunk
                     if not self._plan.is_prepared and not self._is_preparing:
@@ -61,12 +61,14 @@ class WorkQueue:
 
     def land(self, chunk: Chunk) -> WorkItem | None:
         """Count a chunk as landed; its work item, if that was the last one and it is not cancelled."""
-        work_item = chunk.work_item
+        work_item, size = chunk.work_item, len(chunk)
         took_s = self._clock() - chunk.marks[0][0]
         with self._lock:
-            self._budget.chunk_sizer.landed(took_s, len(chunk))
-            scratch = chunk.empty()
-            trim(scratch, len(chunk))
+            self._budget.chunk_sizer.landed(took_s, size)
+            chunk.has_landed = True
+            chunk.let_go()
+            scratch, chunk.scratch = chunk.scratch, {}
+            trim(scratch, size)
             self._scratches.append(scratch)
             work_item.num_pending -= 1
             if work_item.num_pending:

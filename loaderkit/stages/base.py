@@ -58,10 +58,11 @@ class StageConfig:
         *,
         close: Callable[[], None] | None = None,
         interrupt: Callable[[], None] | None = None,
+        finishes: bool = False,
     ) -> Stage:
         """The stage, ready to run."""
         workers = None if self.args.workers == "auto" else self.args.workers
-        return Stage(self.name, self.kind, scope, run, workers, close, interrupt)
+        return Stage(self.name, self.kind, scope, run, workers, close, interrupt, finishes)
 
 
 class AddError(Protocol):
@@ -234,26 +235,21 @@ class SampleChunk(Chunk):
 
     __slots__ = ("columns", "draws", "failures", "indices", "samples")
     work_item: BatchWork
+    failures: dict[int, StageError]  # by row
 
     def __init__(self, work_item: BatchWork, lo: int, hi: int, indices: NDArray[np.int64]) -> None:
         super().__init__(work_item, lo, hi)
         self.indices = indices  # int64 [hi - lo]
         self.samples: list[Sample | None] = [None] * (hi - lo)
         self.columns: dict[str, list[Any]] | None = None
-        self.failures: dict[int, StageError] = {}  # by row
+        self.failures = {}
         self.draws: dict[str, NDArray[np.float64]] = {}  # by stage: [hi - lo, num_draws]
-
-    @property
-    def num_failed(self) -> int:  # type: ignore[override]
-        return len(self.failures)
 
     def index_of(self, row: int) -> int:
         return int(self.indices[row])
 
-    def empty(self) -> dict[str, Any]:
-        self.samples = []
-        self.columns = None
-        return super().empty()
+    def let_go(self) -> None:
+        self.samples, self.columns = [], None
 
 
 def image_names(specs: Mapping[str, FieldSpec]) -> tuple[str, ...]:

@@ -308,7 +308,8 @@ def _owned(value: Any, name: str, spec: FieldSpec, take_bytes: TakeBytes | None)
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     gather = _gather(context.failed(stage), context)
     stream = context.early_stream
-    return stage.ready("sample", gather if stream is None else partial(stream.run, gather))
+    # `finish` pads: see `pipeline.batches.assembler`.
+    return stage.ready("sample", gather if stream is None else partial(stream.run, gather), finishes=True)
 
 
 def _gather(failed: FailureNamer, context: CompileContext) -> Callable[[SampleChunk], None]:

@@ -267,10 +267,11 @@ def test_a_pool_counts_chunks_also_without_a_trial() -> None:
     def chunks() -> int:
         """A chunk of each worker that may work; they wait for something all the time."""
         nonlocal now
-        tickets = [pool.begin(clock) for clock in clocks[: 1 if pool.one_works() else 2]]
+        assert pool.probe is not None
+        tickets = [pool.probe.begin(clock) for clock in clocks[: 1 if pool.one_works() else 2]]
         now += 0.001
         for ticket in tickets:
-            pool.end(ticket, 10)
+            pool.probe.end(ticket, 10)
         return len(tickets)
 
     while not pool.one_works():

@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat as stat_bits
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -145,7 +145,9 @@ class FileConnector(BulkConnector):
         Ranges that ascend in one file are read together, small gaps included; the GIL is released once for all of them.
         """
         keys, starts, lengths, etags = ranges
-        failed = native.read_many(self._path_or_empty, keys, starts, lengths, etags, offsets, buffer)
+        failed: Iterable[int] | None = range(len(keys))
+        if _is_plain("/".join({*keys})):
+            failed = native.read_many(self._base, keys, starts, lengths, etags, offsets, buffer)
         # Each failed range is read again by itself, so that it raises its own error or succeeds.
         errors: dict[int, ConnectorError] = {}
         for number in failed or ():
@@ -194,17 +196,11 @@ class FileConnector(BulkConnector):
         """Nothing is held between two calls."""
 
     def _path(self, key: str) -> str:
-        path = self._path_or_empty(key)
-        if not path:
+        if not _is_plain(key):
             raise ObjectNotFoundError(
                 f"{key!r} is no key: a key is a path below {self._root!r} without '.', '..' and empty parts"
             )
-        return path
-
-    def _path_or_empty(self, key: str) -> str:
-        """The path of a key; "" if a part is empty, "." or "..": such a key is a second spelling, or leaves the root."""
-        slashed = f"/{key}/"  # searching it takes a fifth of the time of a regular expression
-        return "" if "//" in slashed or "/./" in slashed or "/../" in slashed else self._base + key
+        return self._base + key
 
     def _check_status(self, key: str, status: Sequence[int], etag: str | None) -> None:
         """Raise unless the file is regular and still has `etag`. `status` is (mode, size in bytes, mtime in ns)."""
@@ -242,6 +238,12 @@ class FileConnector(BulkConnector):
             return AccessDeniedError(f"{name!r} cannot be read or changed by this user ({error.strerror})")
         kind = TemporaryError if error.errno in _TEMPORARY else ConnectorError
         return kind(f"{name!r}: {error.strerror or error}")
+
+
+def _is_plain(key: str) -> bool:
+    """False if a part is empty, "." or "..": such a key is a second spelling, or leaves the root."""
+    slashed = f"/{key}/"  # searching it takes a fifth of the time of a regular expression
+    return not ("//" in slashed or "/./" in slashed or "/../" in slashed)
 
 
 def _rename(temporary: str, path: str, data: bytes | bytearray | memoryview) -> None:
